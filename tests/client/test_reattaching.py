@@ -67,6 +67,8 @@ async def test_the_second_call_sends_the_received_positions(orchestrator: Script
     assert _positions(second) == {"text": 5, "audio": 2}
     assert (second.parameters.seed, second.earlier_calls, second.request_id) == (9, 1, first.request_id)
     assert (_positions(first), first.earlier_calls) == ({}, 0)
+    assert not first.HasField("admitted_call")
+    assert (second.admitted_call, dict(second.preferred_replicas)) == (0, {"thinker": "thinker-0"})
     assert not first.parameters.HasField("seed")
     assert first.linger_s == second.linger_s == 5
 

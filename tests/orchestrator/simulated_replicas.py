@@ -197,7 +197,10 @@ class SimulatedReplica:
                     return
                 await self.world.changed.wait()
             self._check()
-            take(step.events[position])
+            # A copy, because an orchestrator changes events, and another one may receive them, too.
+            event = stage_pb2.ExecuteStepResponse()
+            event.CopyFrom(step.events[position])
+            take(event)
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> stage_pb2.CancelStepResponse:
         self._check()
@@ -205,6 +208,8 @@ class SimulatedReplica:
             if step.request.request_id == request.request_id and step.request.attempt <= request.attempt:
                 self.tasks.pop(step_id).cancel()
                 del self.steps[step_id]
+                step.over = True
+        self.world.changed.fire()
         return stage_pb2.CancelStepResponse()
 
     async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:

@@ -321,3 +321,20 @@ def test_an_absent_required_tensor_is_rejected() -> None:
     check_spec(
         spec_from_wire(request), replace(needing, optional=frozenset("y")), engine="fake", abilities=EngineAbilities()
     )
+
+
+def test_what_orchestrators_measure_and_negotiate_does_not_distinguish_steps() -> None:
+    request = step_request()
+    request.outputs.append(BOUND)
+    request.outputs[0].policy.frames.frames = 4
+    first = spec_from_wire(request)
+    request.traceparent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+    request.outputs[0].connector = chunk_pb2.CONNECTOR_GRPC
+    request.outputs[0].policy.frames.pace.frame_interval_s = 0.5
+    request.outputs[0].policy.frames.pace.frame_audio_s = 0.08
+    request.outputs[0].policy.frames.pace.call_costs.add(frames=4, seconds=0.01)
+    second = spec_from_wire(request)
+    assert second.fingerprint == first.fingerprint
+    assert request.outputs[0].policy.frames.pace.frame_interval_s == 0.5
+    request.outputs[0].policy.frames.frames = 5
+    assert spec_from_wire(request).fingerprint != first.fingerprint

@@ -1,7 +1,7 @@
 """The client's position in the events of a request, by which it receives each of them once."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 
 from stagemesh.client.event_decoder import EventDecoder
@@ -28,6 +28,10 @@ class ClientPosition:
         self._admitted = False
         self._generation = ""
         """The generation in which the request runs."""
+        self._replicas: Mapping[str, str] = {}
+        """The replicas of the request by stage. Empty if it has not been admitted or has several choices."""
+        self._admitted_call = 0
+        """The number of calls before the one in which the request was admitted."""
         self._is_finished = False
 
     def request(self) -> orchestrator_pb2.GenerateRequest:
@@ -37,6 +41,10 @@ class ClientPosition:
             self._request.next_positions.add(name=name, index=index, position=position)
         if self._received.counts:
             self._request.generation = self._generation
+        if self._request.earlier_calls > self._admitted_call and self._replicas:
+            self._request.admitted_call = self._admitted_call
+            self._request.preferred_replicas.clear()
+            self._request.preferred_replicas.update(self._replicas)
         return self._request
 
     def note_lost(self) -> None:
@@ -60,7 +68,9 @@ class ClientPosition:
     def events(self, response: orchestrator_pb2.GenerateResponse) -> Sequence[Event]:
         """Returns the events in a response that `remainder` has returned, without those that arrived before."""
         if response.HasField("admitted"):
-            self._generation = response.admitted.generation
+            self._generation, choices = response.admitted.generation, response.admitted.choices
+            self._replicas = dict(choices[0].replicas) if len(choices) == 1 else {}
+            self._admitted_call = self._request.earlier_calls
         return tuple(filter(self._is_new, self._decoder.decode(response)))
 
     def _is_new(self, event: Event) -> bool:

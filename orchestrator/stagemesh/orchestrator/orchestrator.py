@@ -212,7 +212,13 @@ class Orchestrator:
             plans, generation = list[Plan](), request.generation
             for _ in range(runs):
                 plans.append(
-                    self._planner.plan(route, adapters=selected, generation=generation, preferred=request.preferred)
+                    self._planner.plan(
+                        route,
+                        adapters=selected,
+                        generation=generation,
+                        preferred=request.preferred,
+                        insists=request.running_attempt is not None,
+                    )
                 )
                 placed.callback(plans[-1].release)
                 set_chunk_policies(plans[-1], request.parameters)

@@ -91,6 +91,7 @@ class GenerateRequest(_message.Message):
     EARLIER_CALLS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     PREFERRED_REPLICAS_FIELD_NUMBER: _builtins.int
+    ADMITTED_CALL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id that identifies the request in every service: 1 to 128 characters of letters, digits, '.', '_', ':' and '-'.
     If empty, the orchestrator generates one and reports it.
@@ -121,6 +122,12 @@ class GenerateRequest(_message.Message):
     """The generation in which the request runs, if this call starts it. A caller that has outputs sets it to
     RequestAdmitted.generation, so that further outputs fit to them. Empty means any generation. The call fails with
     FAILED_PRECONDITION (GENERATION_ENDED) if an upgrade has replaced the generation.
+    """
+    admitted_call: _builtins.int
+    """Asks an orchestrator that does not know the request to continue with the steps of an earlier call, instead of running
+    the request again from its start. The value is earlier_calls of the latest call in which RequestAdmitted arrived.
+    preferred_replicas are then the replicas in that event, of a request with one choice. If some of the steps cannot be
+    continued, the request runs again. Must be lower than earlier_calls (INVALID_ARGUMENT, INVALID_EARLIER_CALLS).
     """
     @_builtins.property
     def input(self) -> _request_pb2.Input:
@@ -162,12 +169,15 @@ class GenerateRequest(_message.Message):
         earlier_calls: _builtins.int = ...,
         generation: _builtins.str = ...,
         preferred_replicas: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        admitted_call: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "parameters", b"parameters"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_admitted_call", b"_admitted_call", "admitted_call", b"admitted_call", "input", b"input", "parameters", b"parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "earlier_calls", b"earlier_calls", "generation", b"generation", "input", b"input", "linger_s", b"linger_s", "next_positions", b"next_positions", "outputs", b"outputs", "parameters", b"parameters", "pipeline", b"pipeline", "preferred_replicas", b"preferred_replicas", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admitted_call", b"_admitted_call", "admitted_call", b"admitted_call", "caller", b"caller", "earlier_calls", b"earlier_calls", "generation", b"generation", "input", b"input", "linger_s", b"linger_s", "next_positions", b"next_positions", "outputs", b"outputs", "parameters", b"parameters", "pipeline", b"pipeline", "preferred_replicas", b"preferred_replicas", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__admitted_call: _TypeAlias = _typing.Literal["admitted_call"]  # noqa: Y015
+    _WhichOneofArgType__admitted_call: _TypeAlias = _typing.Literal["_admitted_call", b"_admitted_call"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__admitted_call) -> _WhichOneofReturnType__admitted_call | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 

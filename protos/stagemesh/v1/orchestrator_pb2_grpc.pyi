@@ -37,8 +37,8 @@ class OrchestratorServiceStub:
     """Generate runs a request through a pipeline and streams its outputs while they are produced. A second call with the
     same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
     REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
-    content. Neither do next_positions, linger_s, earlier_calls, generation and the deadline. All other fields must be
-    equal. The deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if
+    content. Neither do next_positions, linger_s, earlier_calls, generation, preferred_replicas, admitted_call and the
+    deadline. All other fields must be equal. The deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if
     the call has none or a later one. The request ends a tenth of that time earlier, at most half a second, so that its
     error reaches the caller. An orchestrator keeps an ended request for 30 seconds, or less if the records of ended
     requests exceed 64 MiB; a later call with its request_id runs it again. The request is cancelled when its last
@@ -57,8 +57,8 @@ class OrchestratorServiceStub:
        UNAVAILABLE with any reason, and after every status with a google.rpc.RetryInfo, whose delay it waits for. It
        calls the same or another orchestrator of the pipeline, within linger_s if the running request is to continue,
        with the same content, the seed in parameters, the kept ends in next_positions, the kept generation if there are
-       such ends, and earlier_calls increased by one. It repeats this with growing pauses while the endpoints are
-       unreachable.
+       such ends, and earlier_calls increased by one. If the request has one choice, it may set admitted_call, so that
+       the running steps continue. It repeats this with growing pauses while the endpoints are unreachable.
     4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
        higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
        `finished`.
@@ -147,8 +147,8 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """Generate runs a request through a pipeline and streams its outputs while they are produced. A second call with the
     same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
     REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
-    content. Neither do next_positions, linger_s, earlier_calls, generation and the deadline. All other fields must be
-    equal. The deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if
+    content. Neither do next_positions, linger_s, earlier_calls, generation, preferred_replicas, admitted_call and the
+    deadline. All other fields must be equal. The deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if
     the call has none or a later one. The request ends a tenth of that time earlier, at most half a second, so that its
     error reaches the caller. An orchestrator keeps an ended request for 30 seconds, or less if the records of ended
     requests exceed 64 MiB; a later call with its request_id runs it again. The request is cancelled when its last
@@ -167,8 +167,8 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
        UNAVAILABLE with any reason, and after every status with a google.rpc.RetryInfo, whose delay it waits for. It
        calls the same or another orchestrator of the pipeline, within linger_s if the running request is to continue,
        with the same content, the seed in parameters, the kept ends in next_positions, the kept generation if there are
-       such ends, and earlier_calls increased by one. It repeats this with growing pauses while the endpoints are
-       unreachable.
+       such ends, and earlier_calls increased by one. If the request has one choice, it may set admitted_call, so that
+       the running steps continue. It repeats this with growing pauses while the endpoints are unreachable.
     4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
        higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
        `finished`.
@@ -260,8 +260,8 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generate runs a request through a pipeline and streams its outputs while they are produced. A second call with the
         same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
         REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
-        content. Neither do next_positions, linger_s, earlier_calls, generation and the deadline. All other fields must be
-        equal. The deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if
+        content. Neither do next_positions, linger_s, earlier_calls, generation, preferred_replicas, admitted_call and the
+        deadline. All other fields must be equal. The deadline of the call that starts a request is the request's deadline, or PipelineLimits.max_request_s if
         the call has none or a later one. The request ends a tenth of that time earlier, at most half a second, so that its
         error reaches the caller. An orchestrator keeps an ended request for 30 seconds, or less if the records of ended
         requests exceed 64 MiB; a later call with its request_id runs it again. The request is cancelled when its last
@@ -280,8 +280,8 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
            UNAVAILABLE with any reason, and after every status with a google.rpc.RetryInfo, whose delay it waits for. It
            calls the same or another orchestrator of the pipeline, within linger_s if the running request is to continue,
            with the same content, the seed in parameters, the kept ends in next_positions, the kept generation if there are
-           such ends, and earlier_calls increased by one. It repeats this with growing pauses while the endpoints are
-           unreachable.
+           such ends, and earlier_calls increased by one. If the request has one choice, it may set admitted_call, so that
+           the running steps continue. It repeats this with growing pauses while the endpoints are unreachable.
         4. It drops what it has already: queued and admitted events after the first admitted one, progress that is not
            higher than before for its stage and choice, a second part with `finish` of an output of a choice, and a second
            `finished`.

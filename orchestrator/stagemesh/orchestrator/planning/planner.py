@@ -10,6 +10,7 @@ requests of busy stages a seventh faster (`benchmarks/simulate.py`). In addition
 of random replicas on the host and in the zone of each upstream and downstream replica.
 """
 
+import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,6 +155,7 @@ class Planner:
         adapters: Mapping[str, str] = _NONE,
         generation: str = "",
         preferred: Mapping[str, str] = _NONE,
+        insists: bool = False,
     ) -> Plan:
         """Chooses a ready replica for each stage of a route. All chosen replicas belong to one generation.
 
@@ -165,7 +167,7 @@ class Planner:
         if an upgrade has replaced it.
 
         `preferred` contains names of replicas by stage. A stage uses its preferred replica if that is ready and has
-        little more work than the replica that would be chosen otherwise.
+        little more work than the replica that would be chosen otherwise, or any work if `insists` is True.
 
         Raises UnavailableError (STAGE_NOT_READY) if no generation has a ready replica of each stage. The error message
         contains the states of the replicas of a stage that has no ready replica. If one of these replicas may become
@@ -179,7 +181,8 @@ class Planner:
             replica = self._choice.choose(able, near=self._adjacent(stage.name, chosen))
             if replica is None:
                 raise self._not_ready(stage.name)
-            chosen[stage.name] = _preferred(able, preferred.get(stage.name), otherwise=replica)
+            more_s = math.inf if insists else _PREFERRED_S
+            chosen[stage.name] = _preferred(able, preferred.get(stage.name), otherwise=replica, more_s=more_s)
         steps = {stage.name: _step(stage, chosen[stage.name]) for stage in route.stages}
         return Plan(steps, route, generation, adapters)
 
@@ -317,10 +320,10 @@ class Planner:
         return replica.end_cause is not None or replica.state in states
 
 
-def _preferred(able: ReadyReplicas, name: str | None, *, otherwise: Replica) -> Replica:
+def _preferred(able: ReadyReplicas, name: str | None, *, otherwise: Replica, more_s: float) -> Replica:
     if name is None or name == otherwise.name:
         return otherwise
-    limit_s = otherwise.load.backlog_s + _PREFERRED_S
+    limit_s = otherwise.load.backlog_s + more_s
     return next((each for each in able.all if each.name == name and each.load.backlog_s <= limit_s), otherwise)
 
 

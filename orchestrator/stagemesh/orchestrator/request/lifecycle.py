@@ -41,6 +41,16 @@ KEEP_BYTES = 64 << 20
 PlanRuns: TypeAlias = Callable[[int], Sequence[Plan]]
 """A function that plans this number of runs of a request. Raises an error if it cannot plan one of them."""
 
+_CHANGING_FIELDS = (
+    "next_positions",
+    "linger_s",
+    "earlier_calls",
+    "generation",
+    "preferred_replicas",
+    "admitted_call",
+)
+"""The fields of a request that may differ between its calls."""
+
 # The reasons for which a choice may run a second time. A stage rejects a step because another or a later attempt of the
 # request exists. Or an upgrade has replaced the generation in which the choice began.
 _RUN_AGAIN_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT", "GENERATION_ENDED")
@@ -143,6 +153,9 @@ class RequestLifecycle:
             return self._stopped
         self._note_admitted(request, plans)
         if len(plans) == 1:
+            continues = request.can_continue and dict(plans[0].replicas) == dict(request.preferred)
+            if continues and request.running_attempt is not None:
+                return await self._continue_or_run(request, request.running_attempt, plans[0], plan)
             return await self._run_or_take_over(request, plans[0], plan)
         async with asyncio.TaskGroup() as group:
             runs = [
@@ -150,6 +163,23 @@ class RequestLifecycle:
                 for index, planned in enumerate(plans)
             ]
         return self._stopped if any(run.result() for run in runs) else None
+
+    async def _continue_or_run(
+        self, request: ValidRequest, attempt: int, planned: Plan, plan: PlanRuns
+    ) -> StagemeshError | None:
+        """Continues the only choice of a request with steps that another orchestrator has started.
+
+        `attempt` is the number of their attempts. The replicas of `planned` replay the events of these steps. If this
+        fails, runs the choice again: a step is lost, the other orchestrator has cancelled it, or it had moved to
+        another replica. Returns the error of a failed choice, or None if it succeeded.
+        """
+        running = replace(request, first_attempt=attempt)
+        error = await self._run_planned(running, planned, failed=_ignore)
+        if error is None or self._stopped is not None or self.record.journal.closed:
+            return error
+        _log.warning("request %s cannot continue with its running steps: %s", request.choice_id, error)
+        plans = await self._plan_when_ready(plan, 1)
+        return await self._run_or_take_over(request, plans[0], plan) if plans else self._stopped
 
     async def _run_choice(self, request: ValidRequest, planned: Plan, plan: PlanRuns) -> StagemeshError | None:
         """Runs one of several choices. Stops the request if the choice fails. Returns the error, or None."""
@@ -215,7 +245,9 @@ class RequestLifecycle:
         if _latest_attempt(error) is None:
             self.stop(error)
 
-    async def _run_planned(self, request: ValidRequest, plan: Plan) -> StagemeshError | None:
+    async def _run_planned(
+        self, request: ValidRequest, plan: Plan, *, failed: Callable[[StagemeshError], None] | None = None
+    ) -> StagemeshError | None:
         try:
             timeout_s = self._admission_request.deadline_s - self._clock()
             run = RequestRun(
@@ -224,7 +256,7 @@ class RequestLifecycle:
                 self.record,
                 failover=self._failover,
                 timeout_s=timeout_s,
-                failed=self._note_failed,
+                failed=failed or self._note_failed,
                 input_planes=self._input_planes,
             )
             self._runs += (run,)
@@ -339,8 +371,8 @@ def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
     content = orchestrator_pb2.GenerateRequest()
     content.CopyFrom(request)
     content.DiscardUnknownFields()
-    for name in ("next_positions", "linger_s", "earlier_calls", "generation"):
-        content.ClearField(name)
+    for name in _CHANGING_FIELDS:
+        content.ClearField(name)  # type: ignore[arg-type]
     content.parameters.ClearField("seed")
     if not content.parameters.ByteSize():
         content.ClearField("parameters")
@@ -356,3 +388,7 @@ def _latest_attempt(error: StagemeshError | None) -> int | None:
         return None
     attempt = error.metadata.get("attempt", "")
     return int(attempt) if attempt.isdecimal() else None
+
+
+def _ignore(error: StagemeshError) -> None:
+    """Does nothing. The choice of a request that continues may run again."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -15,9 +15,9 @@ from stagemesh.connectors.edge import EdgeKey
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Plan
-from stagemesh.orchestrator.request.failures import NOT_REBOUND, SETTLE_S, Failures, root_cause
+from stagemesh.orchestrator.request.failures import NOT_REBOUND, SETTLE_S, Failure, Failures, root_cause
 from stagemesh.orchestrator.request.input_planes import InputPlanes
-from stagemesh.orchestrator.request.output_record import RequestRecord
+from stagemesh.orchestrator.request.output_record import NOT_RUNNING, RequestRecord
 from stagemesh.orchestrator.request.recovery import (
     Action,
     ActionKind,
@@ -163,15 +163,25 @@ class RequestRun:
     def _recover(self) -> None:
         """Restarts the stages whose steps were lost, and the stages that must restart with them.
 
-        Ends the stages that wait for a replica without need.
+        If the run continues with the steps of another orchestrator, it fails instead, and the request runs again. Ends
+        the stages that wait for a replica without need.
         """
         for stage in find_superfluous(self._route, self._states):
             for task in list(self._states[stage].tasks):
                 task.cancel()
             self._calls.finish(self._states[stage])
-        lost, fresh = self._failures.take_losses()
-        if self._failures.final or not (lost or fresh):
+        losses = self._failures.take_losses()
+        if self._failures.final or not (losses.lost or losses.fresh):
             return
+        if self._request.continues:
+            # The other orchestrator may still recover its request. The recoveries of two would disturb each other.
+            errors = {**losses.lost, **losses.fresh}
+            self._failures.final += [Failure(stage, error) for stage, error in errors.items()]
+        else:
+            self._restart(*losses)
+
+    def _restart(self, lost: Mapping[str, StagemeshError], fresh: Mapping[str, StagemeshError]) -> None:
+        """Restarts stages. The arguments are the fields of `Losses`."""
         restarts = plan_restarts(self._route, self._states, lost=lost, fresh=fresh)
         for stage in restarts.void:
             self._states[stage].discard_checkpoint()
@@ -376,8 +386,11 @@ class RequestRun:
     async def _cancel_steps(self, error: StagemeshError) -> None:
         """Cancels the steps that are still running, and waits until their replicas have released them.
 
-        The client receives `error` when this wait ends or has lasted one second.
+        The client receives `error` when this wait ends or has lasted one second. If this orchestrator stops, leaves the
+        steps running if possible: the client continues with them elsewhere, or the replicas stop them within seconds.
         """
+        if error.reason == NOT_RUNNING and self._request.can_continue:
+            return
         failed = {failure.stage for failure in self._failures.final}
         running = [state for state in self._states.values() if state.at_work and state.replica.stage not in failed]
         attempts = [SupersededAttempt(state.replica, state.attempt) for state in running]

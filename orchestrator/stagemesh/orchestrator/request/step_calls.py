@@ -244,7 +244,11 @@ class StepCalls:
         return f"{output.folder_uri}/{self._run_folder}/{output.name}.{attempt}{suffix}"
 
     def _open_edges(self, state: StepState) -> list[Edge]:
-        return [edge for edge in self._route.outgoing[state.name] if is_open(edge, self._states)]
+        """Returns the edges over which the newest attempt of a stage sends. Its consumers have not finished, unless
+        another orchestrator has started the attempt: its consumers may replay their ends before it is called.
+        """
+        is_running = state.attempt == self._request.running_attempt
+        return [edge for edge in self._route.outgoing[state.name] if is_running or is_open(edge, self._states)]
 
     def _input_binding(self, edge: Edge) -> stage_pb2.InputBinding:
         return stage_pb2.InputBinding(

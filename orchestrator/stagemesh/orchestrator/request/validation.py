@@ -62,11 +62,26 @@ class ValidRequest:
     """The input that the client streams while the request runs. None if the input is complete from the start."""
     preferred: Mapping[str, str] = field(default_factory=dict[str, str])
     """The names of the replicas that stages use if they are not busier than others, by stage name."""
+    running_attempt: int | None = None
+    """The attempt of the steps that another orchestrator has started on the preferred replicas.
+
+    The request continues with these steps if possible. None if it has not run, or has to run again.
+    """
 
     @property
     def choices(self) -> int:
         """The number of choices. The request runs once for each of them."""
         return self.parameters.choices or 1
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether another orchestrator can continue with the steps: there is one choice and no streamed input."""
+        return self.choices == 1 and self.stream is None
+
+    @property
+    def continues(self) -> bool:
+        """Whether this run continues with the steps of another orchestrator, which it does not restart."""
+        return self.first_attempt == self.running_attempt
 
     @property
     def choice_id(self) -> str:
@@ -141,6 +156,7 @@ def validate(
         generation=request.generation,
         stream=stream,
         preferred=request.preferred_replicas,
+        running_attempt=_running_attempt(request),
     )
     return replace(valid, outputs=_check_fed(valid, pipeline))
 
@@ -148,6 +164,18 @@ def validate(
 def first_attempt(earlier_calls: int) -> int:
     """Returns the number of each stage's first attempt, which exceeds those that the earlier calls may have used."""
     return 1 + ATTEMPTS_A_CALL * earlier_calls
+
+
+def _running_attempt(request: orchestrator_pb2.GenerateRequest) -> int | None:
+    if not request.HasField("admitted_call"):
+        return None
+    if request.admitted_call >= request.earlier_calls:
+        raise InvalidRequestError(
+            f"admitted_call is {request.admitted_call}; it must be lower than earlier_calls, which is "
+            f"{request.earlier_calls}",
+            reason="INVALID_EARLIER_CALLS",
+        )
+    return first_attempt(request.admitted_call)
 
 
 def check_pipeline(name: str, pipeline: Pipeline) -> None:

@@ -414,7 +414,7 @@ def prepare_environment() -> None:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             # On a CPU, oneDNN prepares a kernel for each number of tokens. It would retain 1,024 of up to 100 kB.
-            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512",
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",

@@ -275,12 +275,19 @@ def spec_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepSpec:
 
 
 def _fingerprint(request: stage_pb2.ExecuteStepRequest) -> bytes:
-    """Returns a digest of the request without its trace context, which calls of the same step need not share."""
-    traceparent = request.traceparent
-    request.ClearField("traceparent")
-    digest = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest()
-    request.traceparent = traceparent
-    return digest
+    """Returns a digest of the request without what calls of the same step need not share.
+
+    These are the trace context, and what an orchestrator measures or negotiates: the connectors of edges and the pace
+    in their chunk policies. A call that attaches to a running step does not change them.
+    """
+    content = stage_pb2.ExecuteStepRequest()
+    content.CopyFrom(request)
+    content.ClearField("traceparent")
+    for output in content.outputs:
+        output.ClearField("connector")
+        if output.policy.HasField("frames"):
+            output.policy.frames.ClearField("pace")
+    return hashlib.blake2b(content.SerializeToString(deterministic=True), digest_size=16).digest()
 
 
 def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
