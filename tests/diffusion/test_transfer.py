@@ -65,10 +65,15 @@ def _drain(up: Deployment, replica: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("interrupt", "resumed_from", "reason"),
+    ("interrupt", "resumed_from", "reasons"),
     [
-        (Deployment.kill, range(INTERRUPTED_AFTER - 1 - CHECKPOINT_STEPS, STEPS, CHECKPOINT_STEPS), "REPLICA_LOST"),
-        (_drain, range(INTERRUPTED_AFTER, STEPS), "DRAINED"),
+        # The restarted process may answer before the orchestrator finds the port closed.
+        (
+            Deployment.kill,
+            range(INTERRUPTED_AFTER - 1 - CHECKPOINT_STEPS, STEPS, CHECKPOINT_STEPS),
+            {"REPLICA_LOST", "REPLICA_RESTARTED"},
+        ),
+        (_drain, range(INTERRUPTED_AFTER, STEPS), {"DRAINED"}),
     ],
     ids=["killed", "drained"],
 )
@@ -77,7 +82,7 @@ def test_an_interrupted_image_resumes_elsewhere_with_the_same_result(
     uninterrupted: str,
     interrupt: Callable[[Deployment, str], None],
     resumed_from: range,
-    reason: str,
+    reasons: set[str],
 ) -> None:
     up.wait(lambda up: up.all_ready())
     with up.client() as client:
@@ -87,7 +92,7 @@ def test_an_interrupted_image_resumes_elsewhere_with_the_same_result(
         status = operator.GetRequest(admin_pb2.GetRequestRequest(request_id=generation.request_id), timeout=10)
     first, second = status.steps
     assert made == uninterrupted
-    assert first.error.reason == reason
+    assert first.error.reason in reasons
     assert second.replica != first.replica
     assert second.resumed_steps in resumed_from
 

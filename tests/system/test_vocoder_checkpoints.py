@@ -86,7 +86,8 @@ def test_a_killed_vocoder_decodes_only_the_frames_after_its_checkpoint(voice: De
     assert disturbed.shape == undisturbed.shape
     assert np.abs(disturbed - undisturbed).max() < 2e-6
     first, second = _attempts(voice, request_id)
-    assert first.error.reason == "REPLICA_LOST"
+    # The restarted process may answer before the orchestrator finds the port closed.
+    assert first.error.reason in {"REPLICA_LOST", "REPLICA_RESTARTED"}
     assert second.resumed_steps
     decoded_s, audio_s = second.finished.usage.audio_s, len(undisturbed) / 24_000
     print(f"{audio_s:.3f} s of audio, of which the second attempt decoded {decoded_s:.3f} s")

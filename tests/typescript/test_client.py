@@ -141,6 +141,8 @@ async def test_next_call_sends_the_ends_of_what_has_arrived() -> None:
     assert {each.name: each.position for each in second.next_positions} == {"text": 4, "audio": 2}
     assert (second.parameters.seed, second.earlier_calls, second.request_id) == (9, 1, first.request_id)
     assert not first.parameters.HasField("seed")
+    assert not first.HasField("admitted_call")
+    assert (second.admitted_call, dict(second.preferred_replicas)) == (0, {"thinker": "thinker-0"})
     assert (first.generation, second.generation) == ("", "g")
     assert first.linger_s == second.linger_s == 30
 

@@ -69,6 +69,12 @@ export class StagemeshClient {
           for await (const event of this.#call(request, options)) {
             hasBegun ||= event.$case !== "queued";
             pauses.reset();
+            const choices = event.$case === "admitted" ? event.value.choices : [];
+            if (choices.length === 1 && choices[0]) {
+              // The next call continues with the steps that run on these replicas.
+              request.admittedCall = request.earlierCalls;
+              request.preferredReplicas = choices[0].replicas;
+            }
             if (received.add(event)) yield event;
           }
           isOver = true;
