@@ -146,3 +146,6 @@ def test_the_admitted_call_is_an_earlier_one(world: World) -> None:
     request.admitted_call = request.earlier_calls = 3
     with pytest.raises(InvalidRequestError, match="admitted_call is 3; it must be lower than earlier_calls"):
         validate(request, world.pipeline)
+    request.parameters.choices = 2
+    with pytest.raises(InvalidRequestError, match="admitted_call is 3"):
+        validate(request, world.pipeline)

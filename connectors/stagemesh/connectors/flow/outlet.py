@@ -163,10 +163,10 @@ class Outlet:
     # -- another consumer
 
     def check_rebindable(self) -> None:
-        """Checks that another consumer can receive the flow from its first chunk.
+        """Raises NotReadyError (CHUNK_GONE) if no other consumer can receive the flow from its first chunk.
 
-        Raises NotReadyError (CHUNK_GONE) if the flow has ended, or if some of its chunks or the state of some of its
-        tickets are no longer retained.
+        This is the case if the flow has ended, or if some of its chunks or the state of some of its tickets are no
+        longer retained.
         """
         if self.is_over or not self.chunks.can_restart:
             edge = self.attempt.key.edge

@@ -153,8 +153,7 @@ class RequestLifecycle:
             return self._stopped
         self._note_admitted(request, plans)
         if len(plans) == 1:
-            continues = request.can_continue and dict(plans[0].replicas) == dict(request.preferred)
-            if continues and request.running_attempt is not None:
+            if request.running_attempt is not None and dict(plans[0].replicas) == dict(request.preferred):
                 return await self._continue_or_run(request, request.running_attempt, plans[0], plan)
             return await self._run_or_take_over(request, plans[0], plan)
         async with asyncio.TaskGroup() as group:

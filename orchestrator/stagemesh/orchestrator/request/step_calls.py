@@ -198,7 +198,7 @@ class StepCalls:
                 refuse_unknown(event, of=f"replica {state.replica.name}")
 
     def finish(self, state: StepState) -> None:
-        """Marks a stage as finished, and releases its replica.
+        """Sets the phase of a stage to FINISHED, and releases its replica.
 
         Also called for a lost stage whose results are no longer needed.
         """

@@ -156,9 +156,13 @@ def validate(
         generation=request.generation,
         stream=stream,
         preferred=request.preferred_replicas,
-        running_attempt=_running_attempt(request),
     )
-    return replace(valid, outputs=_check_fed(valid, pipeline))
+    running_attempt = _running_attempt(request)
+    return replace(
+        valid,
+        outputs=_check_fed(valid, pipeline),
+        running_attempt=running_attempt if valid.can_continue else None,
+    )
 
 
 def first_attempt(earlier_calls: int) -> int:

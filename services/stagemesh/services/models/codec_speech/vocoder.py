@@ -80,10 +80,11 @@ class Placement(NamedTuple):
 
 
 def choose_placement(options: Mapping[str, JsonValue]) -> Placement:
-    """Returns the placement that a vocoder stage's options select. Limits the threads of torch.
+    """Returns the device and the data type that the options of a vocoder stage select.
 
-    `device: auto` selects a GPU if the machine has one. `dtype: auto` selects float32 on a CPU and bfloat16 on a GPU.
-    Raises InvalidRequestError if an option is invalid, and NotReadyError if there is no GPU for `device: cuda`.
+    Also limits the number of torch's threads. `device: auto` selects a GPU if the machine has one. `dtype: auto`
+    selects float32 on a CPU and bfloat16 on a GPU. Raises InvalidRequestError if an option is invalid, and
+    NotReadyError if there is no GPU for `device: cuda`.
     """
     parsed = parse_options(_VocoderOptions, options, stage="")
     limit_threads()
@@ -104,9 +105,9 @@ class CodecVocoder(Saves[VocoderState]):
     """
 
     def __init__(self, decoder: CodecDecoder, *, batches: Sequence[int] | None = None) -> None:
-        """`batches` are the permitted numbers of streams in a batch, ascending from 1.
+        """`batches` contains the permitted numbers of streams in a batch, in ascending order from 1.
 
-        None permits any number on a CPU, and few on a GPU.
+        None permits any number on a CPU, and those in `_GPU_BATCHES` on a GPU.
         """
         self._decoder = decoder
         self._max_frames = _MAX_BATCH_FRAMES[decoder.device.type]
