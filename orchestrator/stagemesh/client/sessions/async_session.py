@@ -66,18 +66,18 @@ class AsyncSession:
         Raises InvalidRequestError if a piece cannot be sent.
         """
         for part in content:
-            await self._run(self._steps.append(part))
+            await self._wait(self._steps.append(part))
 
     async def clear(self) -> None:
         """Drops the input of the open turn."""
-        await self._run(self._steps.clear())
+        await self._wait(self._steps.clear())
 
     async def commit(self) -> int:
         """Ends the input of the open turn, so that the pipeline answers it. Returns the number of the turn.
 
         Raises NotReadyError if the turn has no input (EMPTY_TURN), or while the former turn is answered (TURN_RUNNING).
         """
-        return await self._run(self._steps.commit())
+        return await self._wait(self._steps.commit())
 
     async def interrupt(self, turn: int | None = None) -> TurnInterrupted:
         """Stops the answer to a turn, by default the one that is being answered.
@@ -85,7 +85,7 @@ class AsyncSession:
         Returns when the session has confirmed it. No event of the answer follows. Raises NotReadyError (TURN_ENDED or
         TURN_NOT_STARTED) if the turn is not being answered.
         """
-        return await self._run(self._steps.interrupt(turn))
+        return await self._wait(self._steps.interrupt(turn))
 
     async def truncate(
         self, turn: int | None = None, *, audio_s: float | None = None, positions: Mapping[str, int] | None = None
@@ -99,7 +99,7 @@ class AsyncSession:
 
         Raises NotReadyError for any other turn, and InvalidRequestError (BEYOND_OUTPUT) for more than was sent.
         """
-        return await self._run(self._steps.truncate(turn, audio_s=audio_s, positions=positions))
+        return await self._wait(self._steps.truncate(turn, audio_s=audio_s, positions=positions))
 
     async def answer(self) -> AsyncGenerator[SessionEvent]:
         """Yields the events up to the end of the turn that was committed last.
@@ -143,7 +143,7 @@ class AsyncSession:
         self._client.sessions.add(self)
         self._task = asyncio.create_task(self._connect())
         try:
-            await self._run(self._steps.opened())
+            await self._wait(self._steps.opened())
         except BaseException:
             await self.close()
             raise
@@ -158,15 +158,8 @@ class AsyncSession:
                 return delivery.event
         return None
 
-    async def _run(self, steps: Steps[T]) -> T:
-        """Runs a method that waits for the session."""
-        self._state.callers += 1
-        try:
-            return await self._wait(steps)
-        finally:
-            self._state.callers -= 1
-
     async def _wait(self, steps: Steps[T]) -> T:
+        """Runs a method that waits for the session."""
         try:
             while True:
                 condition = next(steps)

@@ -4,6 +4,7 @@ It knows neither gRPC nor a clock. A connection records the responses that arriv
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from stagemesh.client.retries import RetryPolicy
@@ -68,8 +69,8 @@ class SessionState:
         """Whether the program has closed the session."""
         self.restart: Restart | None = None
         """The reason why the orchestrator of the current call must forget the session, or None."""
-        self.callers = 0
-        """The number of methods that wait for the session, apart from readers of events."""
+        self.conditions: list[Callable[[], bool]] = []
+        """The conditions on which methods wait, apart from readers of events."""
         self.committed = 0
         """The newest turn that was committed or has ended. The next one is the open turn."""
         self.turns: dict[int, ReceivedTurn] = {}
@@ -109,12 +110,17 @@ class SessionState:
     @property
     def may_read(self) -> bool:
         """Whether a further response may be received now."""
-        return self.callers > 0 or self.is_closing or len(self.deliveries) < _READ_AHEAD
+        return self._has_waiting or self.is_closing or len(self.deliveries) < _READ_AHEAD
 
     @property
     def needs_call(self) -> bool:
         """Whether something waits that needs a call to the orchestrator."""
-        return self.callers > 0 or self.is_closing or self.log.has_unsent
+        return self._has_waiting or self.is_closing or self.log.has_unsent
+
+    @property
+    def _has_waiting(self) -> bool:
+        # A method whose condition is met may not have been resumed yet. It does not need anything further.
+        return not all(condition() for condition in self.conditions)
 
     @property
     def newest(self) -> int:

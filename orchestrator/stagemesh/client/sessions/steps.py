@@ -128,7 +128,14 @@ class SessionSteps:
         return answer
 
     def _wait(self, condition: Callable[[], bool]) -> Steps[None]:
-        yield lambda: self._state.has_ended or condition()
+        def may_continue() -> bool:
+            return self._state.has_ended or condition()
+
+        self._state.conditions.append(may_continue)
+        try:
+            yield may_continue
+        finally:
+            self._state.conditions.remove(may_continue)
         if not condition():
             self._check()
 

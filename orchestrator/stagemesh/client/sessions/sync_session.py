@@ -141,11 +141,7 @@ class Session:
     def _run(self, steps: Steps[T]) -> T:
         """Runs a method that waits for the session."""
         with self._changed:
-            self._state.callers += 1
-            try:
-                return self._wait(steps)
-            finally:
-                self._state.callers -= 1
+            return self._wait(steps)
 
     def _wait(self, steps: Steps[T]) -> T:
         try:
