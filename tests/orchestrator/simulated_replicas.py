@@ -77,6 +77,7 @@ class Step:
     events: list[stage_pb2.ExecuteStepResponse] = field(default_factory=list[stage_pb2.ExecuteStepResponse])
     finished: bool = False
     over: bool = False
+    callers: int = 0
 
     def emit(self, **event: object) -> None:
         self.events.append(stage_pb2.ExecuteStepResponse(**event))  # type: ignore[arg-type]
@@ -90,6 +91,7 @@ class SimulatedReplica:
         self.member, self.world = member, world
         self.deaths = 0
         self.dead = self.cut = self.fails = False
+        self.doubts = 0
         self.steps: dict[str, Step] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.calls: list[stage_pb2.ExecuteStepRequest] = []
@@ -160,9 +162,16 @@ class SimulatedReplica:
         )
 
     async def wait_while_serving(self) -> None:
+        doubts = self.doubts
         while True:
             self._check()
+            if self.doubts > doubts:
+                raise UnavailableError("the watch was ended", reason=REPLICA_LOST)
             await self.world.changed.wait()
+
+    def end_health_watch(self) -> None:
+        self.doubts += 1
+        self.world.changed.fire()
 
     async def watch_load(self, verdict: Verdict) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         while True:
@@ -188,6 +197,13 @@ class SimulatedReplica:
         self._check()
         self.calls.append(request)
         step = self.steps.get(request.step_id) or self._begin(request)
+        step.callers += 1
+        try:
+            await self._replay(step, take)
+        finally:
+            step.callers -= 1
+
+    async def _replay(self, step: Step, take: Callable[[stage_pb2.ExecuteStepResponse], None]) -> None:
         for position in itertools.count():
             while len(step.events) <= position:
                 self._check()
@@ -205,6 +221,8 @@ class SimulatedReplica:
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> stage_pb2.CancelStepResponse:
         self._check()
         for step_id, step in list(self.steps.items()):
+            if step.callers and request.when_left:
+                continue
             if step.request.request_id == request.request_id and step.request.attempt <= request.attempt:
                 self.tasks.pop(step_id).cancel()
                 del self.steps[step_id]

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 
@@ -21,6 +22,9 @@ PAUSE_S = (0.5, 3.5)
 MAX_DEATHS = 2
 """The number of deaths that a request may suffer. After two it runs alone, and a third death would rightly fail it."""
 _AT_WORK_S = 0.3
+_AIM_S = 0.03
+"""The pause between two searches for a stage that is at work."""
+_AIM_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,11 @@ class Injector:
         seed: int,
         output_of: Mapping[str, str],
         load_s: float,
+        aims: bool = False,
     ) -> None:
         """`output_of` maps each stage to the output in which a client sees that the stage continues. `load_s` is the
-        maximum time for a process to become ready.
+        maximum time for a process to become ready. If `aims` is True, faults hit replicas that are at work on a request
+        whose client receives its output just then.
         """
         self.counts = Counter[FaultKind]()
         self.missed = list[str]()
@@ -60,7 +66,7 @@ class Injector:
         self._deployment, self._operator, self._load = deployment, operator, load
         self._kinds, self._random = kinds, Random(seed)
         self._faults = Faults(deployment, operator, Random(seed + 1), load_s=load_s)
-        self._output_of, self._load_s = output_of, load_s
+        self._output_of, self._load_s, self._aims = output_of, load_s, aims
         self._ill = set[str]()
         """The replicas on which a fault is in progress."""
         self._deaths = Counter[str]()
@@ -72,7 +78,7 @@ class Injector:
         async with asyncio.TaskGroup() as group:
             while sum(self.counts.values()) < count and time.monotonic() < end_s:
                 await asyncio.sleep(self._random.uniform(*PAUSE_S))
-                victim = await self._victim(kind)
+                victim = await self._find_victim(kind)
                 if victim is not None:
                     self._ill.add(victim)
                     group.create_task(self._inject(kind, victim))
@@ -96,6 +102,17 @@ class Injector:
         finally:
             self._ill.discard(victim)
 
+    async def _find_victim(self, kind: FaultKind) -> str | None:
+        """Returns the victim. With `aims`, waits for a stage that is at work. Returns None if there is none."""
+        if not self._aims:
+            return await self._victim(kind)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_AIM_LIMIT_S):
+                while (victim := await self._victim(kind)) is None:
+                    await asyncio.sleep(_AIM_S)
+                return victim
+        return None
+
     async def _victim(self, kind: FaultKind) -> str | None:
         """Returns the victim: never the last healthy replica of its stage. Returns None if there is none now."""
         if kind.is_of_orchestrator:
@@ -110,10 +127,17 @@ class Injector:
         others = Counter(well.values())
         candidates = sorted(name for name, stage in well.items() if others[stage] > 1)
         self._random.shuffle(candidates)
+        if self._aims:
+            candidates = [each for each in candidates if await self._is_at_work(each)]
         for candidate in candidates:
             if not kind.kills or await self._may_die(candidate):
                 return candidate
         return None
+
+    async def _is_at_work(self, replica: str) -> bool:
+        output = self._output_of[replica.rpartition("-")[0]]
+        busy = [request for request, delivery in self._load.running.items() if _arrives(delivery, output)]
+        return bool(busy) and not set(busy).isdisjoint(await self._operator.requests_on(replica))
 
     async def _may_die(self, replica: str) -> bool:
         return all(self._deaths[request] < MAX_DEATHS for request in await self._operator.requests_on(replica))
@@ -134,9 +158,8 @@ class Injector:
 
     def _note(self, kind: str, delivery: Delivery, output: str) -> None:
         # For a request that has not started yet, or waits for another reason, the pause cannot be measured.
-        times_s, now_s = delivery.outputs[output].times_s, time.monotonic()
-        if times_s and now_s - times_s[-1] < _AT_WORK_S:
-            self.struck.setdefault(kind, []).append(HitRequest(delivery, output, now_s))
+        if _arrives(delivery, output):
+            self.struck.setdefault(kind, []).append(HitRequest(delivery, output, time.monotonic()))
 
     async def _wait_until_ready(self, victim: str) -> None:
         """Waits until the victim accepts requests again."""
@@ -157,3 +180,9 @@ class Injector:
             return victim in await self._operator.ready()
         except grpc.aio.AioRpcError:
             return False
+
+
+def _arrives(delivery: Delivery, output: str) -> bool:
+    """Returns whether the client has just received a part of an output."""
+    times_s = delivery.outputs[output].times_s
+    return bool(times_s) and time.monotonic() - times_s[-1] < _AT_WORK_S

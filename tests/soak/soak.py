@@ -41,6 +41,8 @@ class Plan:
     steps: tuple[int, int] = (20, 45)
     different: int = 12
     """The number of different requests, which are repeated."""
+    aims: bool = False
+    """Whether faults hit replicas that are at work on a request whose client receives its output just then."""
     load_s: float = 30.0
     """The maximum time in seconds for a process to become ready."""
 
@@ -88,7 +90,14 @@ async def _without_relay(endpoint: str) -> AsyncIterator[str]:
 async def _run(up: Deployment, operator: Operator, endpoint: str, plan: Plan, work: Work) -> Report:
     load = Load(endpoint, work)
     injector = Injector(
-        up, operator, load, kinds=plan.kinds, seed=plan.seed, output_of=work.output_of, load_s=plan.load_s
+        up,
+        operator,
+        load,
+        kinds=plan.kinds,
+        seed=plan.seed,
+        output_of=work.output_of,
+        load_s=plan.load_s,
+        aims=plan.aims,
     )
     found = _Results(load, injector)
     sampling = asyncio.create_task(_sample(up, found))

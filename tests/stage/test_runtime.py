@@ -192,6 +192,20 @@ async def test_cancel_waits_for_the_engine() -> None:
         assert (await runtime.cancel("r", attempt=0, reason="again")).stopped == 0
 
 
+async def test_cancel_when_left_spares_a_step_that_another_caller_follows() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime:
+        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as follower:
+            await _read_first_output(follower)
+            async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as leaver:
+                await _read_first_output(leaver)
+            assert (await runtime.cancel("r", attempt=0, reason="it left", when_left=True)).stopped == 0
+            assert engine.running == ["r"]
+            cancelling = asyncio.create_task(runtime.cancel("r", attempt=0, reason="it left", when_left=True))
+        assert (await cancelling).stopped == 1
+        assert engine.released == ["r"]
+
+
 async def test_a_second_stop_does_not_interrupt_the_first() -> None:
     engine = GatedEngine()
     async with (

@@ -77,7 +77,12 @@ def named_options(options: ChannelOptions, server_name: str) -> ChannelOptions:
 
 
 def open_channel(
-    endpoint: str, *, server_name: str = "", keepalive_s: float = 2.0, ping_timeout_s: float = 1.0
+    endpoint: str,
+    *,
+    server_name: str = "",
+    keepalive_s: float = 2.0,
+    ping_timeout_s: float = 1.0,
+    pings_without_calls: bool = True,
 ) -> grpc.aio.Channel:
     """Opens and returns a channel to `endpoint` ("host:port"). The caller must close the channel.
 
@@ -85,11 +90,13 @@ def open_channel(
     name in the server's TLS certificate, or empty if it is the host in `endpoint`.
 
     `keepalive_s` is the number of seconds between keepalive pings. A connection is closed if a ping is not answered
-    within `ping_timeout_s` seconds. By default, a silent connection is detected within three seconds.
+    within `ping_timeout_s` seconds. By default, a silent connection is detected within three seconds. If
+    `pings_without_calls` is False, no pings are sent while the channel has no calls.
     """
     options = dict[str, int | str](named_options(CHANNEL_OPTIONS, server_name))
     options["grpc.keepalive_time_ms"] = round(1000 * keepalive_s)
     options["grpc.keepalive_timeout_ms"] = options["grpc.http2.ping_timeout_ms"] = round(1000 * ping_timeout_s)
+    options["grpc.keepalive_permit_without_calls"] = int(pings_without_calls)
     return open_async(endpoint, PROCESS.credentials, list(options.items()))
 
 

@@ -2395,22 +2395,28 @@ class CancelStepRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    WHEN_LEFT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     attempt: _builtins.int
     """Cancel this attempt and all earlier ones. 0 cancels all attempts."""
     reason: _builtins.str
     """The reason, for the log and for the Abort that is sent downstream."""
+    when_left: _builtins.bool
+    """Whether to spare the steps that another caller follows, such as the orchestrator that continues the request. The
+    caller has ended its own calls. A stage that does not know the field cancels all of them.
+    """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
         reason: _builtins.str = ...,
+        when_left: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reason", b"reason", "request_id", b"request_id", "when_left", b"when_left"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

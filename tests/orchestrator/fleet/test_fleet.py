@@ -40,6 +40,7 @@ class _Stage:
         self.description.incarnation = "one"
         self.description.replica = member.name
         self.reachable, self.listening, self.closed = True, True, False
+        self.is_doubted = False
         self.work_s = 0.0
         self.refused_consumers: set[str] = set()
         self.verdicts: list[Verdict] = []
@@ -58,12 +59,18 @@ class _Stage:
         return description
 
     async def wait_while_serving(self) -> None:
-        incarnation = self.description.incarnation
+        incarnation, self.is_doubted = self.description.incarnation, False
         while self.description.state == stage_pb2.REPLICA_STATE_READY:
             self._check()
+            if self.is_doubted:
+                raise UnavailableError("its calls were ended")
             if self.description.incarnation != incarnation:
                 raise UnavailableError("connection reset")
             await self.changed.wait()
+
+    def end_health_watch(self) -> None:
+        self.is_doubted = True
+        self.changed.fire()
 
     async def watch_load(self, verdict: Verdict) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         self.verdicts.append(verdict)
@@ -246,6 +253,17 @@ def test_a_replica_that_was_briefly_unreachable_is_the_same(pipeline: Pipeline) 
         await asyncio.sleep(3)
         assert world.fleet.replicas["b"] == (before,)
         assert (before.state, before.end_cause) == (ReplicaState.READY, None)
+
+    _play(pipeline, scene)
+
+
+def test_a_replica_that_lost_a_step_is_asked_for_its_state(pipeline: Pipeline) -> None:
+    async def scene(world: _World) -> None:
+        (replica,) = world.fleet.replicas["b"]
+        replica.doubt(UnavailableError("it does not answer"))
+        assert (replica.state, world.fleet.ready) == (ReplicaState.UNREACHABLE, False)
+        await asyncio.sleep(1)
+        assert (replica.state, replica.end_cause, world.fleet.ready) == (ReplicaState.READY, None, True)
 
     _play(pipeline, scene)
 

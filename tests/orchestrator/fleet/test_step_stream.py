@@ -17,6 +17,7 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from stagemesh.orchestrator.fleet import replica_client
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
 from stagemesh.orchestrator.request.step_calls import follow_step
@@ -197,6 +198,41 @@ async def test_a_stream_whose_end_is_announced_is_closed_and_replaced(
         await caller.run("three")
     assert caller.received == {name: ["accepted", "finished"] for name in ("one", "two", "three")}
     assert caller.stage.streams == 2
+
+
+async def test_a_stream_without_steps_ends_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_client, "_STEPS_IDLE_S", 0.05)
+    async with _calling() as caller:
+        await caller.run("one")
+        await _until(lambda: caller.stage.open_streams == 0)
+        await caller.run("two")
+    assert caller.received["one"] == caller.received["two"] != []
+    assert caller.stage.streams == 2
+
+
+async def test_a_stream_with_a_long_step_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_client, "_STEPS_IDLE_S", 0.0)
+    go_on = asyncio.Event()
+
+    async def wait(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        del stage
+        yield ACCEPTED
+        if request.request_id == "long":
+            await go_on.wait()
+        yield FINISHED
+
+    async with _calling(wait) as caller:
+        long = asyncio.create_task(caller.run("long"))
+        await _until(lambda: caller.stage.running == 1)
+        await caller.run("short")
+        steps = caller.client._steps
+        assert steps is not None
+        steps._end_if_idle()
+        assert not steps.is_closed
+        go_on.set()
+        await long
+        await _until(lambda: steps.is_closed and not caller.stage.open_streams)
+    assert caller.stage.streams == 1
 
 
 async def test_closing_the_client_ends_its_steps() -> None:

@@ -28,6 +28,7 @@ class Caller:
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self.orchestrator = orchestrator
+        self.calling: asyncio.Task[None] | None = None
         self.replicas: Mapping[str, str] = {}
         self.spoken: dict[str, str] = {}
 
@@ -81,7 +82,7 @@ def _run(world: World, between: Callable[[Caller], Coroutine[object, object, Non
     async def main() -> Caller:
         async with AsyncExitStack() as stack:
             first, second = [Caller(await stack.enter_async_context(_orchestrating(world))) for _ in range(2)]
-            calling = asyncio.create_task(first.call(ask(request_id="r")))
+            first.calling = asyncio.create_task(first.call(ask(request_id="r")))
             await asyncio.sleep(0.25)
             again = ask(request_id="r")
             again.earlier_calls, again.admitted_call = 1, 0
@@ -90,8 +91,8 @@ def _run(world: World, between: Callable[[Caller], Coroutine[object, object, Non
             async with asyncio.TaskGroup() as group:
                 group.create_task(second.call(again))
                 group.create_task(between(first))
-            calling.cancel()
-            await asyncio.wait([calling])
+            first.calling.cancel()
+            await asyncio.wait([first.calling])
         return second
 
     return virtual_time.run(main())
@@ -103,6 +104,19 @@ async def _nothing(first: Caller) -> None:
 
 def test_running_steps_continue_at_another_orchestrator(world: World) -> None:
     second = _run(world, _nothing)
+    assert second.spoken == SPOKEN
+    assert second.attempts == {1}
+    assert world.made == {"a": ROWS, "b": ROWS, "c": ROWS}, "no stage computes a row twice"
+
+
+def test_an_orchestrator_that_the_client_has_left_spares_the_steps(world: World) -> None:
+    async def leave(first: Caller) -> None:
+        await asyncio.sleep(0.1)
+        await first.orchestrator.cancel("r", when_left=True, may_act_for=lambda _: True)
+        assert first.calling is not None
+        first.calling.cancel()
+
+    second = _run(world, leave)
     assert second.spoken == SPOKEN
     assert second.attempts == {1}
     assert world.made == {"a": ROWS, "b": ROWS, "c": ROWS}, "no stage computes a row twice"

@@ -317,6 +317,14 @@ class Replica:
         if changed:
             self._on_change()
 
+    def doubt(self, cause: StagemeshError) -> None:
+        """Sets the state to UNREACHABLE because a running step has lost the replica, which does not answer.
+
+        The replica's watcher then asks for its state.
+        """
+        self.observe(ReplicaState.UNREACHABLE, cause.message)
+        self.client.end_health_watch()
+
     async def observe_again(self, former: ReplicaState, *, timeout_s: float) -> None:
         """Asks the replica for its state, and sets it if the state is then still `former`.
 

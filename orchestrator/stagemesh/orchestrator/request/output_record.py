@@ -15,6 +15,7 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2
 MAX_LINGER_S = 60
 _EMPTY = request_pb2.Finish(reason=request_pb2.FINISH_REASON_EMPTY)
 NOT_RUNNING = "NOT_RUNNING"
+CALLER_DISCONNECTED = "CALLER_DISCONNECTED"
 """The error reason of requests that an orchestrator ends because it stops."""
 
 
@@ -187,7 +188,7 @@ class RequestRecord:
     def _abandon(self) -> None:
         if not self.journal.readers and not self.journal.closed:
             self.abandoned = True
-            self._stop(CancelledRequestError("the client disconnected", reason="CALLER_DISCONNECTED"))
+            self._stop(CancelledRequestError("the client disconnected", reason=CALLER_DISCONNECTED))
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

@@ -17,7 +17,7 @@ from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Plan
 from stagemesh.orchestrator.request.failures import NOT_REBOUND, SETTLE_S, Failure, Failures, root_cause
 from stagemesh.orchestrator.request.input_planes import InputPlanes
-from stagemesh.orchestrator.request.output_record import NOT_RUNNING, RequestRecord
+from stagemesh.orchestrator.request.output_record import CALLER_DISCONNECTED, NOT_RUNNING, RequestRecord
 from stagemesh.orchestrator.request.recovery import (
     Action,
     ActionKind,
@@ -395,6 +395,9 @@ class RequestRun:
         running = [state for state in self._states.values() if state.at_work and state.replica.stage not in failed]
         attempts = [SupersededAttempt(state.replica, state.attempt) for state in running]
         attempts += [attempt for state in self._states.values() for attempt in state.superseded]
+        if error.reason == CALLER_DISCONNECTED:
+            # Replicas spare the steps that another orchestrator follows.
+            await self._leave_steps()
         for attempt in attempts:
             self._spawn(self._calls.cancel(attempt, error), self._cancelling, name="cancel")
         if not self._cancelling:
@@ -403,6 +406,13 @@ class RequestRun:
         if pending:
             self._record.close(error)
             await asyncio.wait(pending)
+
+    async def _leave_steps(self) -> None:
+        tasks = [task for state in self._states.values() for task in state.tasks]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     # -- tasks
 

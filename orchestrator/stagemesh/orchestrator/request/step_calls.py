@@ -19,7 +19,7 @@ from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, WholeP
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, TakeEvent
 from stagemesh.orchestrator.request.failures import Failures
-from stagemesh.orchestrator.request.output_record import RequestRecord
+from stagemesh.orchestrator.request.output_record import CALLER_DISCONNECTED, RequestRecord
 from stagemesh.orchestrator.request.parameters import parameters_of
 from stagemesh.orchestrator.request.recovery import (
     Phase,
@@ -143,7 +143,8 @@ class StepCalls:
     async def cancel(self, attempt: SupersededAttempt, error: StagemeshError | None = None) -> None:
         """Cancels an attempt on its replica. If the call fails, logs the error instead of raising it.
 
-        `error` is the reason for the cancellation, or None if a newer attempt has replaced this attempt.
+        `error` is the reason for the cancellation, or None if a newer attempt has replaced this attempt. If the client
+        has left, spares an attempt that another orchestrator follows: the client may continue there.
         """
         if attempt.replica.end_cause is not None:
             return
@@ -151,6 +152,7 @@ class StepCalls:
             request_id=self._request.choice_id,
             attempt=attempt.attempt,
             reason=error.message if error is not None else "a newer attempt has replaced it",
+            when_left=error is not None and error.reason == CALLER_DISCONNECTED,
         )
         try:
             response = await attempt.replica.client.cancel(request, timeout_s=_CANCEL_S)
@@ -388,6 +390,8 @@ async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, ta
                 broken_s = 0.0
             broken_s = broken_s or loop.time()
             if not await _answers_again(replica, until_s=broken_s + REATTACH_S):
+                if replica.end_cause is None:
+                    replica.doubt(exc)
                 raise
         else:
             if not relay.has_events:

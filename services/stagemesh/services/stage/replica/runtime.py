@@ -56,6 +56,8 @@ PLANNED_S = 2.0
 seconds. They receive the replica's state within milliseconds."""
 _PAUSE_S = 2.0
 """Time limit for running steps to pause before they are stopped, in seconds. Other replicas resume the paused steps."""
+LEAVE_S = 0.2
+"""The time for which the cancellation of steps without callers waits for the callers to leave, in seconds."""
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 10.0
 _IDLE_LEVEL = 1
 """The level at which an idle replica sleeps: its weights stay in host memory, so that it wakes quickly."""
@@ -289,16 +291,21 @@ class StageRuntime:
             async for event in events:
                 yield stage_pb2.ExecuteStepResponse.FromString(event)
 
-    async def cancel(self, request_id: str, *, attempt: int, reason: str) -> stage_pb2.CancelStepResponse:
+    async def cancel(
+        self, request_id: str, *, attempt: int, reason: str, when_left: bool = False
+    ) -> stage_pb2.CancelStepResponse:
         """Stops the running steps of a request and waits until they have ended. Returns their number and their work.
 
         Stops only steps of `attempt` and of earlier attempts. An attempt of 0 means all attempts. `reason` is the
-        message of the steps' error, or empty for a default message.
+        message of the steps' error, or empty for a default message. If `when_left` is True, does nothing if one of
+        these steps still has a caller after LEAVE_S seconds.
         """
         check_choice_id(request_id)
+        runs = self._runs.running(request_id, up_to_attempt=attempt)
+        if when_left and not await _all_left(runs):
+            return stage_pb2.CancelStepResponse()
         self.states.forget(request_id)
         self._runs.release_edges(request_id, up_to_attempt=attempt)
-        runs = self._runs.running(request_id, up_to_attempt=attempt)
         await self._stop(runs, CancelledRequestError(reason or "the step was cancelled", metadata=self.where))
         response = stage_pb2.CancelStepResponse(stopped=len(runs))
         for run in runs:
@@ -588,6 +595,15 @@ class StageRuntime:
         for run in runs:
             run.stop(cause)
         await _wait_ended(runs)
+
+
+async def _all_left(runs: Sequence[StepRun]) -> bool:
+    """Waits at most LEAVE_S seconds until no step has a caller. Returns whether this is the case."""
+    # The caller that has ended its calls may be ahead of them.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LEAVE_S):
+            await asyncio.gather(*(run.left() for run in runs))
+    return not any(run.has_callers for run in runs)
 
 
 async def _wait_ended(runs: Sequence[StepRun]) -> None:

@@ -132,7 +132,9 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
                     await asyncio.wait_for(self._runtime.closed.wait(), interval_s)
 
     async def CancelStep(self, request: stage_pb2.CancelStepRequest, context: _Context) -> stage_pb2.CancelStepResponse:
-        return await self._runtime.cancel(request.request_id, attempt=request.attempt, reason=request.reason)
+        return await self._runtime.cancel(
+            request.request_id, attempt=request.attempt, reason=request.reason, when_left=request.when_left
+        )
 
     async def ProbeEdge(self, request: stage_pb2.ProbeEdgeRequest, context: _Context) -> stage_pb2.ProbeEdgeResponse:
         found = await self._runtime.data_plane.probe(

@@ -19,7 +19,7 @@ from stagemesh.common.errors import (
     UnavailableError,
 )
 from stagemesh.common.logs import bind_log_context
-from stagemesh.common.notification import Journal
+from stagemesh.common.notification import Journal, Notifier
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.user_errors import UserErrors
 from stagemesh.connectors.data_plane import DataPlane
@@ -123,6 +123,8 @@ class StepRun:
             spec = states.with_state(spec)
         self.request_id, self.step_id, self.attempt = spec.request_id, spec.step_id, spec.attempt
         self.fingerprint, self.priority = spec.fingerprint, spec.task.priority
+        self._left = Notifier()
+        """Fires when the last caller has disconnected."""
         self.journal = Journal[bytes](on_abandoned=self._abandoned)
         """The events of the step as serialized messages. Message objects would need ten times as much memory."""
         self._spec, self._trace = spec, spec.trace
@@ -236,10 +238,21 @@ class StepRun:
         assert self._task is not None, "`start` has not been called"
         await asyncio.wait([self._task])
 
+    @property
+    def has_callers(self) -> bool:
+        """Whether the run has not ended and a caller follows it."""
+        return bool(self.journal.readers) and not self.journal.closed
+
+    async def left(self) -> None:
+        """Waits until no caller follows the run. May wait for a long time if the run ends before."""
+        while self.has_callers:
+            await self._left.wait()
+
     def _abandoned(self) -> None:
         """Called when the last caller has disconnected. Stops the run after ABANDON_S seconds unless a caller has
         reconnected.
         """
+        self._left.fire()
         asyncio.get_running_loop().call_later(ABANDON_S, self._stop_abandoned)
 
     def _stop_abandoned(self) -> None:
