@@ -53,11 +53,11 @@ class Injector:
         seed: int,
         output_of: Mapping[str, str],
         load_s: float,
-        aims: bool = False,
+        hits: int = 0,
     ) -> None:
         """`output_of` maps each stage to the output in which a client sees that the stage continues. `load_s` is the
-        maximum time for a process to become ready. If `aims` is True, faults hit replicas that are at work on a request
-        whose client receives its output just then.
+        maximum time for a process to become ready. If `hits` is given, faults hit only replicas that are at work on a
+        request whose client receives its output just then, until each kind has hit this number of requests.
         """
         self.counts = Counter[FaultKind]()
         self.missed = list[str]()
@@ -66,7 +66,7 @@ class Injector:
         self._deployment, self._operator, self._load = deployment, operator, load
         self._kinds, self._random = kinds, Random(seed)
         self._faults = Faults(deployment, operator, Random(seed + 1), load_s=load_s)
-        self._output_of, self._load_s, self._aims = output_of, load_s, aims
+        self._output_of, self._load_s, self._hits = output_of, load_s, hits
         self._ill = set[str]()
         """The replicas on which a fault is in progress."""
         self._deaths = Counter[str]()
@@ -74,20 +74,23 @@ class Injector:
     async def run(self, *, count: int, stop_s: float) -> None:
         """Injects a number of faults, or as many as there is time for. Returns when the last fault is over."""
         end_s, kinds = time.monotonic() + stop_s, self._random_kinds()
-        kind = next(kinds)
+        kind = next(kinds, None)
         async with asyncio.TaskGroup() as group:
-            while sum(self.counts.values()) < count and time.monotonic() < end_s:
+            while kind is not None and sum(self.counts.values()) < count and time.monotonic() < end_s:
                 await asyncio.sleep(self._random.uniform(*PAUSE_S))
                 victim = await self._find_victim(kind)
                 if victim is not None:
                     self._ill.add(victim)
                     group.create_task(self._inject(kind, victim))
-                    kind = next(kinds)
+                    kind = next(kinds, None)
 
     def _random_kinds(self) -> Iterator[FaultKind]:
-        """Yields kinds in random order, each as often as the others."""
-        while True:
-            yield from self._random.sample(self._kinds, len(self._kinds))
+        """Yields kinds in random order, each as often as the others. With `hits`, ends when there are enough."""
+        while kinds := [kind for kind in self._kinds if not self._has_hits(kind)]:
+            yield from self._random.sample(kinds, len(kinds))
+
+    def _has_hits(self, kind: FaultKind) -> bool:
+        return bool(self._hits) and len(self.struck.get(kind.value, ())) >= self._hits
 
     async def _inject(self, kind: FaultKind, victim: str) -> None:
         await self._note_hits(kind, victim)
@@ -103,8 +106,8 @@ class Injector:
             self._ill.discard(victim)
 
     async def _find_victim(self, kind: FaultKind) -> str | None:
-        """Returns the victim. With `aims`, waits for a stage that is at work. Returns None if there is none."""
-        if not self._aims:
+        """Returns the victim. With `hits`, waits for a stage that is at work. Returns None if there is none."""
+        if not self._hits:
             return await self._victim(kind)
         with suppress(TimeoutError):
             async with asyncio.timeout(_AIM_LIMIT_S):
@@ -127,7 +130,7 @@ class Injector:
         others = Counter(well.values())
         candidates = sorted(name for name, stage in well.items() if others[stage] > 1)
         self._random.shuffle(candidates)
-        if self._aims:
+        if self._hits:
             candidates = [each for each in candidates if await self._is_at_work(each)]
         for candidate in candidates:
             if not kind.kills or await self._may_die(candidate):

@@ -41,8 +41,10 @@ class Plan:
     steps: tuple[int, int] = (20, 45)
     different: int = 12
     """The number of different requests, which are repeated."""
-    aims: bool = False
-    """Whether faults hit replicas that are at work on a request whose client receives its output just then."""
+    hits: int = 0
+    """If given, faults hit only replicas that are at work on a request whose client receives its output just then. They
+    continue until each kind has hit this number of requests.
+    """
     load_s: float = 30.0
     """The maximum time in seconds for a process to become ready."""
 
@@ -97,7 +99,7 @@ async def _run(up: Deployment, operator: Operator, endpoint: str, plan: Plan, wo
         seed=plan.seed,
         output_of=work.output_of,
         load_s=plan.load_s,
-        aims=plan.aims,
+        hits=plan.hits,
     )
     found = _Results(load, injector)
     sampling = asyncio.create_task(_sample(up, found))

@@ -18,7 +18,7 @@ Recognizer: TypeAlias = Callable[[npt.NDArray[np.float32], int], str]
 """Returns the words that are spoken in audio samples, given the samples and their rate in Hz."""
 
 TOPICS = ("river", "castle", "garden", "mountain", "kitchen", "library")
-_SEED, _MAX_TOKENS = 7, 40
+_SEED, _MAX_TOKENS = 7, 120
 _TIMEOUT_S = 240.0
 _EXTRA_WORD_ERRORS = 0.15
 """The word error rate that is allowed to Whisper in excess of its rate for the same request without a fault."""
@@ -58,9 +58,9 @@ class SpeechJudge:
 
 
 def speech_work(judge: SpeechJudge) -> Work:
-    """Requests for short answers, which are spoken."""
+    """Requests for answers of about a hundred words, which are spoken."""
     return Work(
-        [Request(f"Describe a {topic} in one sentence.", _SEED, _MAX_TOKENS) for topic in TOPICS],
+        [Request(f"Describe a {topic} in a few sentences.", _SEED, _MAX_TOKENS) for topic in TOPICS],
         {"thinker": "text", "acoustic": "audio", "vocoder": "audio"},
         lambda _: {"text": (), "audio": ()},
         judge=judge.judge,

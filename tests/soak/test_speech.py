@@ -14,7 +14,8 @@ from tests.soak.speech import SpeechJudge, speech_work
 from tests.soak.workload import Request
 
 KINDS = tuple(kind for kind in FaultKind if not kind.is_of_orchestrator)
-FAULTS = 20
+HITS = 20
+"""The number of requests that each kind of fault interrupts while they are spoken."""
 LOAD_S = 400.0
 
 
@@ -61,17 +62,19 @@ def test_repeated_missing_or_wrong_words_are_found(recognized: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.speech
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(4000)
 async def test_nothing_is_spoken_twice_or_left_out() -> None:
     before, judge = shared_memory(), SpeechJudge()
     with deployed("speech", "--set", "stages.*.replicas=2", ready_s=LOAD_S) as up:
-        plan = Plan(kinds=KINDS, seed=3, faults=FAULTS, faults_s=2000, clients=2, load_s=LOAD_S)
+        # Some of the requests that are hit end before their client receives more.
+        plan = Plan(kinds=KINDS, seed=3, hits=HITS + 5, faults_s=3000, clients=2, load_s=LOAD_S)
         report = await soak_deployment(up, plan, work=speech_work(judge))
     print(report.summary())
     print(f"{judge.same} as without a fault, {judge.recognized} by speech recognition")
     print(*report.timelines.values(), sep="\n")
     assert report.problems() == []
-    assert sum(report.faults.values()) >= FAULTS
+    hits = {kind.value: len(report.pause_s.get(kind.value, ())) for kind in KINDS}
+    assert min(hits.values()) >= HITS, hits
     # vLLM kills an engine core that does not end in time, which leaves a semaphore of 32 bytes.
     left = {name for name in shared_memory() - before if not name.startswith("sem.loky-")}
     assert not left

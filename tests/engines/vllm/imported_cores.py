@@ -1,0 +1,5 @@
+"""Imports vLLM as a stage does. The process that forks engine cores imports this module."""
+
+from stagemesh.services.engines.vllm.preload import preload
+
+preload()
