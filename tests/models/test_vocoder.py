@@ -14,7 +14,7 @@ from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.models.hibari.acoustic import AcousticModel
-from stagemesh.services.models.hibari.vocoder import VocoderStream
+from stagemesh.services.models.hibari.vocoder import Vocoder, VocoderStream
 
 SENTENCES = (b"Yes.", b"The quick brown fox jumps over the lazy dog, twice.")
 SEED = 5
@@ -48,6 +48,38 @@ def _audio(frames: dict[str, Array], cuts: list[int]) -> npt.NDArray[np.float32]
 @settings(max_examples=40, deadline=None)
 def test_packet_boundaries_do_not_change_a_bit(spoken: dict[str, Array], cuts: list[int]) -> None:
     np.testing.assert_array_equal(_audio(spoken, cuts), _audio(spoken, []))
+
+
+@given(cut=st.integers(0, 500))
+@settings(max_examples=40, deadline=None)
+def test_a_restored_stream_continues_bit_for_bit(spoken: dict[str, Array], cut: int) -> None:
+    vocoder = Vocoder(None, {})
+    stream = vocoder.open(seed=SEED, options={})
+    parts = [Packet({name: tensor[part] for name, tensor in spoken.items()}) for part in (slice(cut), slice(cut, None))]
+    first = [out.tensors["audio"] for out in stream.push(parts[0])]
+    # A stream that goes on must not change what was saved.
+    saved = {name: tensor.copy() for name, tensor in vocoder.save(stream).items()}
+    whole = vocoder.save(stream)
+    rest = [out.tensors["audio"] for out in stream.push(parts[1])]
+    assert all(np.array_equal(tensor, whole[name]) for name, tensor in saved.items())
+    restored = [out.tensors["audio"] for out in vocoder.restore(saved, seed=0, options={}).push(parts[1])]
+    for one, other in zip(rest, restored, strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(np.concatenate([*first, *restored]), _audio(spoken, []))
+
+
+@pytest.mark.parametrize("name", ["random", "early", "spectrum", "overlapping", "f0"])
+def test_a_saved_state_of_another_shape_is_rejected(name: str) -> None:
+    vocoder = Vocoder(None, {})
+    saved = vocoder.save(vocoder.open(seed=SEED, options={}))
+    with pytest.raises(ValueError, match=f"{name} has the shape"):
+        vocoder.restore({**saved, name: np.zeros((2, 2))}, seed=SEED, options={})
+
+
+def test_the_saved_state_of_the_acoustic_model_is_its_speed() -> None:
+    model = AcousticModel(None, {})
+    state = model.open(seed=0, options={"speed": 1.5})
+    assert model.restore(model.save(state), seed=0, options={}) == state
 
 
 @pytest.mark.parametrize("frames", range(1, 8))

@@ -81,13 +81,33 @@ class Arrivals:
         self.pieces.append(piece)
         self.times_s.append(time.monotonic())
 
-    def pause_s(self, fault_s: float) -> float | None:
-        """Returns the seconds from a fault to the end of the pause that it caused, or None if no piece arrived
-        afterwards. The pause is the longest one that began before the fault or soon after, because some pieces may have
-        been in flight.
+    def pause_s(self, fault_s: float, *, usual: "Arrivals | None" = None) -> float | None:
+        """Returns the length of the pause that a fault caused, in seconds, or None if no piece arrived afterwards.
+
+        Without `usual`, this is the time from the fault to the end of the longest pause. `usual` is the same output
+        without a fault, which may have pauses of its own, for example before a sentence. The pause then begins when the
+        next part would usually have arrived. Pauses count that began before the fault or soon after, because some
+        pieces may have been in flight.
         """
-        pauses = [each for each in pairwise(self.times_s) if each[1] > fault_s and each[0] < fault_s + _IN_FLIGHT_S]
-        return max(pauses, key=lambda pause: pause[1] - pause[0])[1] - fault_s if pauses else None
+        times_s = self.times_s
+        ends = [
+            n + 1 for n in range(len(times_s) - 1) if times_s[n + 1] > fault_s and times_s[n] < fault_s + _IN_FLIGHT_S
+        ]
+        if not ends:
+            return None
+        if usual is None:
+            return times_s[max(ends, key=lambda n: times_s[n] - times_s[n - 1])] - fault_s
+        begins = [0, *accumulate(map(len, self.pieces))]
+        last = max(0, bisect_right(times_s, fault_s) - 1)
+        # The difference of the clocks of the two deliveries. A part that was due before the fault was due at the fault.
+        shift_s = times_s[last] - usual.arrival_s(begins[last])
+        shift_s = max(shift_s, fault_s - usual.arrival_s(begins[last + 1]))
+        return max(0.0, *(times_s[n] - shift_s - usual.arrival_s(begins[n]) for n in ends))
+
+    def arrival_s(self, position: int) -> float:
+        """Returns the time at which the byte at a position arrived, or the time of the last one if there are fewer."""
+        ends = list(accumulate(map(len, self.pieces)))
+        return self.times_s[min(bisect_right(ends, position), len(ends) - 1)]
 
 
 class Delivery:

@@ -34,10 +34,13 @@ class HitRequest:
     delivery: Delivery
     output: str
     at_s: float
+    usual: Delivery | None
+    """The delivery of an equal request without a fault."""
 
     def pause_s(self) -> float | None:
-        """Seconds until its client received more, or None if the output was complete."""
-        return self.delivery.outputs[self.output].pause_s(self.at_s) if self.delivery.whole() else None
+        """Seconds for which its client waited longer than usual, or None if the output was complete."""
+        usual = self.usual.outputs[self.output] if self.usual is not None else None
+        return self.delivery.outputs[self.output].pause_s(self.at_s, usual=usual) if self.delivery.whole() else None
 
 
 class Injector:
@@ -162,7 +165,9 @@ class Injector:
     def _note(self, kind: str, delivery: Delivery, output: str) -> None:
         # For a request that has not started yet, or waits for another reason, the pause cannot be measured.
         if _arrives(delivery, output):
-            self.struck.setdefault(kind, []).append(HitRequest(delivery, output, time.monotonic()))
+            self.struck.setdefault(kind, []).append(
+                HitRequest(delivery, output, time.monotonic(), self._load.first(delivery.request))
+            )
 
     async def _wait_until_ready(self, victim: str) -> None:
         """Waits until the victim accepts requests again."""

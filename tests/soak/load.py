@@ -12,6 +12,7 @@ from stagemesh.client.retries import RetryPolicy
 from stagemesh.common.errors import StagemeshError
 from tests.soak.delivery import Delivery
 from tests.soak.work import Work
+from tests.soak.workload import Request
 
 Condition: TypeAlias = Callable[[], bool]
 
@@ -31,6 +32,10 @@ class Load:
         """Runs the next `count` requests, at most `clients` at a time."""
         left = iter(range(count))
         await self._all(clients, lambda: next(left, None) is not None)
+
+    def first(self, request: Request) -> Delivery | None:
+        """Returns the first delivery of a request that has ended: the one without faults after `each_once`."""
+        return next((each for each in self.ended.values() if each.request == request), None)
 
     async def until(self, stop: asyncio.Event, *, clients: int) -> None:
         """Runs requests until `stop` is set, and waits for the last ones."""

@@ -28,7 +28,7 @@ class Report:
     """The numbers of faults by kind."""
     missed_faults: Sequence[str]
     pause_s: Mapping[str, Sequence[float]]
-    """The seconds until the client of each hit request received more, by kind of fault."""
+    """The seconds for which the client of each hit request waited longer than usual, by kind of fault."""
     growth: Sequence[str]
     """A text for each process whose memory or number of open files grew."""
     orchestrator_mb: Sequence[int]

@@ -104,7 +104,18 @@ def test_a_failed_request_is_compared_as_far_as_it_got() -> None:
 
 
 def test_a_pause_ends_with_the_longest_gap() -> None:
-    arrivals = Arrivals(times_s=[1.0, 1.1, 1.2, 1.25, 2.0, 2.3, 9.0])
+    arrivals = Arrivals([b"x"] * 7, [1.0, 1.1, 1.2, 1.25, 2.0, 2.3, 9.0])
     assert arrivals.pause_s(1.15) == pytest.approx(0.85)
     assert arrivals.pause_s(8.0) == pytest.approx(1.0)
     assert arrivals.pause_s(9.5) is None
+
+
+def test_a_usual_pause_is_not_one_of_the_fault() -> None:
+    usual = Arrivals([b"ab", b"cd", b"ef", b"gh"], [0.0, 0.1, 2.1, 2.2])
+    late = Arrivals([b"ab", b"cd", b"ef", b"gh"], [10.0, 10.1, 12.6, 12.7])
+    assert late.pause_s(10.2, usual=usual) == pytest.approx(0.5)
+    assert late.pause_s(12.3, usual=usual) == pytest.approx(0.3)
+    assert usual.pause_s(0.5, usual=usual) == pytest.approx(0.0)
+    early = Arrivals([b"abcde", b"f", b"gh"], [10.0, 12.6, 12.7])
+    assert early.pause_s(10.2, usual=usual) == pytest.approx(0.5)
+    assert late.pause_s(10.2) == pytest.approx(2.4)

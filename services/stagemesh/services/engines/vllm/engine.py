@@ -308,7 +308,7 @@ class VllmEngine:
 
         options, stage = self._options, self._config.stage
         features: list[RequestFeature] = [
-            Resume(checkpoint_tokens=options.checkpoint_tokens),
+            Resume(checkpoint_tokens=options.checkpoint_tokens, checkpoint_s=options.checkpoint_s),
             Media(stage=stage, media_bytes=options.media_bytes, tokenizer_thread=self._thread),
             StepSpans(lambda: self.load().running),
         ]

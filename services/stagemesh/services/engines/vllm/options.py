@@ -140,7 +140,12 @@ class StageOptions:
     codec: CodecOptions | None = None
     kv_handover: KvHandoverOptions | None = None
     checkpoint_tokens: Annotated[int, Field(ge=0)] = 64
-    """The number of tokens between two checkpoints of a request. 0 disables checkpoints."""
+    """The maximum number of tokens between two checkpoints of a request. 0 disables checkpoints."""
+    checkpoint_s: Annotated[float, Field(gt=0)] = 0.5
+    """The time in seconds after which the next token of a request has a checkpoint, even after fewer tokens.
+
+    A request whose replica is lost computes again what follows its newest checkpoint.
+    """
     profile_dir: str | None = None
     """The absolute path of the folder for profiles, or None if profiles are disabled."""
     media_bytes: Annotated[int, Field(ge=0)] = 256 << 20

@@ -6,6 +6,7 @@ middle of a character or of a stop string. Mixins for vLLM's model runners pass 
 """
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -63,13 +64,14 @@ class Resumed(msgspec.Struct, frozen=True):
 class Resume(RequestFeature):
     """The request feature for checkpoints. Emits checkpoints of requests and resumes requests from checkpoints.
 
-    `checkpoint_tokens` is the number of tokens between two checkpoints. If it is 0, no checkpoints are emitted.
+    `checkpoint_tokens` is the maximum number of tokens between two checkpoints, and `checkpoint_s` the time in seconds
+    after which the next token has one. If `checkpoint_tokens` is 0, no checkpoints are emitted.
     """
 
     runner_module = __name__
 
-    def __init__(self, *, checkpoint_tokens: int) -> None:
-        self._interval = checkpoint_tokens
+    def __init__(self, *, checkpoint_tokens: int, checkpoint_s: float) -> None:
+        self._interval, self._interval_s = checkpoint_tokens, checkpoint_s
 
     async def start(self, llm: "AsyncLLM") -> None:
         await super().start(llm)
@@ -80,20 +82,27 @@ class Resume(RequestFeature):
         if request.logprobs is not None and request.task.resume_from is not None:
             request.logprobs.resume(request.sampled, request.task.resume_from.tensors)
         request.params = remaining_params(request.params, resumed=len(request.sampled))
-        return _Checkpoints(request, interval=self._interval)
+        return _Checkpoints(request, interval=self._interval, interval_s=self._interval_s)
 
 
 class _Checkpoints(RequestHook):
-    """Emits a checkpoint of one request every `interval` tokens. Emits no checkpoints if `interval` is 0."""
+    """Emits a checkpoint of one request every `interval` tokens, or at the first token after `interval_s` seconds.
 
-    def __init__(self, request: EngineRequest, *, interval: int) -> None:
-        self._request, self._interval = request, interval
-        self._seen_tokens = len(request.sampled)
+    Emits no checkpoints if `interval` is 0.
+    """
+
+    def __init__(self, request: EngineRequest, *, interval: int, interval_s: float) -> None:
+        self._request, self._interval, self._interval_s = request, interval, interval_s
+        self._seen_tokens, self._last_s = len(request.sampled), time.monotonic()
 
     def observe(self, *, finished: bool) -> Iterator[Checkpoint]:
         before, count = self._seen_tokens, len(self._request.sampled)
         self._seen_tokens = count
-        if self._interval and before // self._interval != count // self._interval and not finished:
+        if not self._interval or finished or count == before:
+            return
+        now_s = time.monotonic()
+        if before // self._interval != count // self._interval or now_s - self._last_s >= self._interval_s:
+            self._last_s = now_s
             logprobs, saved_state = self._request.logprobs, self._request.saved_state
             tensors = {_PROMPT: _digest(self._request.prompt), **(logprobs.state() if logprobs is not None else {})}
             if saved_state is not None:

@@ -7,16 +7,17 @@ import numpy as np
 from hibari import Hibari
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.tensors import Tensors
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.function.base import Call
+from stagemesh.services.engines.function.base import Call, Saves
 
 MODEL_FILE = "hibari.onnx"
 _MIN_IDS = 3
 """The minimum number of phoneme ids in a sentence that contains speech. Two of the ids are padding."""
 
 
-class AcousticModel:
+class AcousticModel(Saves[float]):
     """A `Function` that converts text to spectral frames. Each output packet contains the frames of one sentence.
 
     The state of a request is its speaking speed.
@@ -34,6 +35,12 @@ class AcousticModel:
 
     def open(self, *, seed: int, options: Mapping[str, Value]) -> float:  # noqa: ARG002
         return float(options.get("speed", 1.0))
+
+    def save(self, state: float) -> Tensors:
+        return {"speed": np.array(state)}
+
+    def restore(self, tensors: Tensors, *, seed: int, options: Mapping[str, Value]) -> float:  # noqa: ARG002
+        return float(tensors["speed"])
 
     def __call__(self, batch: Sequence[Call[float]]) -> Sequence[Sequence[Packet]]:
         return [[] if call.packet is None else self._speak(call.packet, speed=call.state) for call in batch]

@@ -9,16 +9,17 @@ boundaries either.
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from hibari import dsp
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.tensors import Array, Tensors
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.function.base import Call
+from stagemesh.services.engines.function.base import Call, Saves
 from stagemesh.services.models.hibari import BINS
 
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -29,9 +30,10 @@ _HALF = _WINDOW // 2
 _VOICED_HZ = 40.0
 _HIGHEST_HZ = 11_000.0
 _NEAR_POLE = 2e-3
+_UINT64 = (1 << 64) - 1
 
 
-class Vocoder:
+class Vocoder(Saves["VocoderStream"]):
     """A `Function` that converts spectral frames to audio. The state of a request is a `VocoderStream`."""
 
     def __init__(self, model: Path | None, options: Mapping[str, object]) -> None:
@@ -40,6 +42,14 @@ class Vocoder:
 
     def open(self, *, seed: int, options: Mapping[str, Value]) -> "VocoderStream":  # noqa: ARG002
         return VocoderStream(seed)
+
+    def save(self, state: "VocoderStream") -> Tensors:
+        return state.save()
+
+    def restore(self, tensors: Tensors, *, seed: int, options: Mapping[str, Value]) -> "VocoderStream":
+        stream = self.open(seed=seed, options=options)
+        stream.restore(tensors)
+        return stream
 
     def __call__(self, batch: Sequence[Call["VocoderStream"]]) -> Sequence[Sequence[Packet]]:
         return [list(call.state.push(call.packet)) if call.packet else [] for call in batch]
@@ -69,6 +79,15 @@ class VocoderStream:
                 self._sentence = SentenceStream(self._rng)
                 ends.remove(end)
             start = end
+
+    def save(self) -> Tensors:
+        """Returns the tensors that `restore` needs, by name."""
+        return {"random": _random_state(self._rng), **self._sentence.save()}
+
+    def restore(self, tensors: Tensors) -> None:
+        """Continues after the frames of the saved stream. Raises KeyError or ValueError if a tensor is not suitable."""
+        _set_random_state(self._rng, tensors["random"])
+        self._sentence.restore(tensors)
 
 
 class SentenceStream:
@@ -105,6 +124,27 @@ class SentenceStream:
         first = self._frames_done
         self._frames_done, self._overlapping = total, blocks[len(blocks) - (_OVERLAP - 1) :]
         return _overlap_add(blocks, first=first, total=total if last else None)
+
+    def save(self) -> Tensors:
+        """Returns the tensors that `restore` needs, by name. The random numbers are not among them."""
+        pending = {} if self._source is None else {"source": self._source}
+        return {
+            **pending,
+            "early": self._early,
+            "spectrum": self._spectrum,
+            "overlapping": self._overlapping,
+            "frames_done": np.array(self._frames_done),
+            **self._pulses.save(),
+        }
+
+    def restore(self, tensors: Tensors) -> None:
+        """Continues after the frames of the saved sentence. Raises KeyError or ValueError as `_checked` does."""
+        self._source = _checked(tensors, "source", (None,)) if "source" in tensors else None
+        self._early = _checked(tensors, "early", (None,))
+        self._spectrum = _checked(tensors, "spectrum", (None, *self._spectrum.shape[1:]))
+        self._overlapping = _checked(tensors, "overlapping", self._overlapping.shape)
+        self._frames_done = int(tensors["frames_done"])
+        self._pulses.restore(tensors)
 
     def _extend_source(self, samples: Floats, *, last: bool) -> None:
         """Appends pulse samples to the source.
@@ -181,6 +221,15 @@ class PulseTrain:
         self._f0 = known[count:] if not last else known[:0]
         return self._pulses(_interpolate(known)) if count else np.empty(0, np.float32)
 
+    def save(self) -> Tensors:
+        """Returns the tensors that `restore` needs, by name."""
+        return {"f0": self._f0, "cycles_hz": np.array(self._cycles_hz)}
+
+    def restore(self, tensors: Tensors) -> None:
+        """Continues after the pitch of the saved signal. Raises KeyError or ValueError as `_checked` does."""
+        self._f0 = _checked(tensors, "f0", (None,))
+        self._cycles_hz = float(tensors["cycles_hz"])
+
     def _pulses(self, pitch_hz: Floats) -> Floats:
         """Returns a pulse sample for each pitch in `pitch_hz`: the sum of cos(h t) over the harmonics h = 1 to H.
 
@@ -201,6 +250,35 @@ class PulseTrain:
         pulses = np.sin(order * phase) / np.where(near_pole, np.float32(1), denominator)
         pulses = np.where(near_pole, order, pulses) - np.float32(0.5)
         return np.where(voiced, pulses, np.float32(0)).astype(np.float32)
+
+
+def _checked(tensors: Tensors, name: str, shape: tuple[int | None, ...]) -> Floats:
+    """Returns a saved tensor of float32. Raises KeyError if it is missing, and ValueError if its shape differs.
+
+    None in `shape` permits any size.
+    """
+    tensor = tensors[name]
+    if tensor.ndim != len(shape) or any(size not in (None, own) for own, size in zip(tensor.shape, shape, strict=True)):
+        raise ValueError(f"{name} has the shape {tensor.shape}; it must be {shape}")
+    return tensor.astype(np.float32)
+
+
+def _random_state(rng: np.random.Generator) -> Array:
+    """Returns the state of a generator that `numpy.random.default_rng` has made, as int64[6]."""
+    state: Any = rng.bit_generator.state
+    numbers = (state["state"]["state"], state["state"]["inc"])
+    halves = [half for number in numbers for half in (number >> 64, number & _UINT64)]
+    return np.array([*halves, state["has_uint32"], state["uinteger"]], np.uint64).view(np.int64)
+
+
+def _set_random_state(rng: np.random.Generator, saved: Array) -> None:
+    """Sets the state that `_random_state` has returned. Raises ValueError if it is another tensor."""
+    if saved.shape != (6,):
+        raise ValueError(f"random has the shape {saved.shape}; it must be (6,)")
+    high, low, high_step, low_step, has_half, half = map(int, saved.view(np.uint64))
+    numbers = {"state": high << 64 | low, "inc": high_step << 64 | low_step}
+    name = type(rng.bit_generator).__name__
+    rng.bit_generator.state = {"bit_generator": name, "state": numbers, "has_uint32": has_half, "uinteger": half}
 
 
 def _interpolate(f0: Floats) -> Floats:
