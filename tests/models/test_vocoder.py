@@ -57,7 +57,7 @@ def test_a_restored_stream_continues_bit_for_bit(spoken: dict[str, Array], cut: 
     stream = vocoder.open(seed=SEED, options={})
     parts = [Packet({name: tensor[part] for name, tensor in spoken.items()}) for part in (slice(cut), slice(cut, None))]
     first = [out.tensors["audio"] for out in stream.push(parts[0])]
-    # A stream that goes on must not change what was saved.
+    # A stream that continues must not change what was saved.
     saved = {name: tensor.copy() for name, tensor in vocoder.save(stream).items()}
     whole = vocoder.save(stream)
     rest = [out.tensors["audio"] for out in stream.push(parts[1])]

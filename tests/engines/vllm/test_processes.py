@@ -1,6 +1,7 @@
 """The processes of the vllm engine: their death is reported, and none outlives its stage."""
 
 import asyncio
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,9 +30,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def test_dead_core_is_reported(model: Path) -> None:
     engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
-    before = {child.pid for child in cores(psutil.Process())}
+    before = {child.pid for child in multiprocessing.active_children()}
     await engine.start(lambda _: None)
-    (core,) = [child for child in cores(psutil.Process()) if child.pid not in before]
+    (core,) = [psutil.Process(child.pid) for child in multiprocessing.active_children() if child.pid not in before]
     # Long enough that the process is killed first.
     core.suspend()
     running = asyncio.create_task(collect(engine.submit(LONG)))

@@ -20,7 +20,10 @@ from stagemesh.services.engines.base import (
     Task,
     TokenLogprobs,
 )
+from stagemesh.services.engines.vllm import resume
+from stagemesh.services.engines.vllm.conversion import CheckedParams
 from stagemesh.services.engines.vllm.engine import VllmEngine
+from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
 from stagemesh.services.engines.vllm.resume import remaining_params
 from tests.engines.support import collect, stage_config, text_of
 from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
@@ -98,6 +101,18 @@ async def assert_the_same_follows(
     for one in checkpoints(rest):
         shared = min(one.steps, len(tokens))
         assert one.token_ids[:shared] == tokens[:shared]
+
+
+async def test_a_slow_request_has_a_checkpoint_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    request = EngineRequest(task(), "r", RequestPrompt(list(PROMPT)), CheckedParams())
+    hook, steps = resume._Checkpoints(request, interval=4, interval_s=0.5), list[int]()
+    for passed_s in (0.1, 0.3, 0.2, 0.1, 0.1, 0.6):
+        now_s += passed_s
+        request.sampled.append(7)
+        steps += [each.steps for each in hook.observe(finished=False)]
+    assert steps == [3, 4, 6], "after 0.6 s, after four tokens, and after another 0.7 s"
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
