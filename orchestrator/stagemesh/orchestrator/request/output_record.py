@@ -15,8 +15,9 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2
 MAX_LINGER_S = 60
 _EMPTY = request_pb2.Finish(reason=request_pb2.FINISH_REASON_EMPTY)
 NOT_RUNNING = "NOT_RUNNING"
-CALLER_DISCONNECTED = "CALLER_DISCONNECTED"
 """The error reason of requests that an orchestrator ends because it stops."""
+CALLER_DISCONNECTED = "CALLER_DISCONNECTED"
+"""The error reason of requests whose client has left."""
 
 
 class RequestRecord:
