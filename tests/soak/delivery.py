@@ -104,6 +104,11 @@ class Arrivals:
         shift_s = max(shift_s, fault_s - usual.arrival_s(begins[last + 1]))
         return max(0.0, *(times_s[n] - shift_s - usual.arrival_s(begins[n]) for n in ends))
 
+    @property
+    def size_bytes(self) -> int:
+        """The number of bytes that have arrived."""
+        return sum(map(len, self.pieces))
+
     def arrival_s(self, position: int) -> float:
         """Returns the time at which the byte at a position arrived, or the time of the last one if there are fewer."""
         ends = list(accumulate(map(len, self.pieces)))

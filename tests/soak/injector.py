@@ -25,6 +25,7 @@ _AT_WORK_S = 0.3
 _AIM_S = 0.03
 """The pause between two searches for a stage that is at work."""
 _AIM_LIMIT_S = 60.0
+"""The time after which a search without success ends, so that the soak can end in time."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,13 @@ class HitRequest:
 
     def pause_s(self) -> float | None:
         """Seconds for which its client waited longer than usual, or None if the output was complete."""
+        if not self.delivery.whole():
+            return None
         usual = self.usual.outputs[self.output] if self.usual is not None else None
-        return self.delivery.outputs[self.output].pause_s(self.at_s, usual=usual) if self.delivery.whole() else None
+        own = self.delivery.outputs[self.output]
+        # Another answer, because of another batch, has its parts at other times.
+        is_same = usual is not None and own.size_bytes == usual.size_bytes
+        return own.pause_s(self.at_s, usual=usual if is_same else None)
 
 
 class Injector:
