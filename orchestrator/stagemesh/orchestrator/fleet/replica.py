@@ -285,7 +285,7 @@ class Replica:
             await self.load.idle.wait()
 
     def leave(self, why: str) -> None:
-        """Stops planning new requests on the replica because it is no longer a member. Running requests continue.
+        """Records that the replica is no longer a member: it gets no new requests, and its running requests continue.
 
         `why` is shown to operators.
         """

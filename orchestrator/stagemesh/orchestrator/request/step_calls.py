@@ -200,7 +200,7 @@ class StepCalls:
                 refuse_unknown(event, of=f"replica {state.replica.name}")
 
     def finish(self, state: StepState) -> None:
-        """Sets the phase of a stage to FINISHED, and releases its replica.
+        """Ends the work on a stage: sets its phase to FINISHED, and releases its replica.
 
         Also called for a lost stage whose results are no longer needed.
         """
