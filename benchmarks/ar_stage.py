@@ -43,6 +43,8 @@ GOALS: Mapping[str, Mapping[str, str]] = {
     SMALLER.name: {STAGE: ">=0.75"},
 }
 """The goals of each model's variants, as ratios to the direct variant."""
+FRONT_END_GOALS = {STAGE: "<=1.91", STATES: "<=2.94"}
+"""The goals of the processor time of the front end, as ratios to that of the direct variant: 65 and 100 to 34 µs."""
 START = "start"
 STARTS = 3
 PROBED_S = 8.0
@@ -74,6 +76,16 @@ class ModelResults:
             )
             for variant, goal in GOALS[self.shape.name].items()
             for streams, times in self.times.items()
+        ]
+        figures += [
+            Figure(
+                f"processor time of the front end a token, {variant} / direct, {_text(STREAMS[-1])}",
+                self.times[STREAMS[-1]].front_end_ratio(variant, DIRECT),
+                "ratio",
+                FRONT_END_GOALS[variant],
+                subject,
+            )
+            for variant in GOALS[self.shape.name]
         ]
         more_mb = self.memory_mb[STAGE] - self.memory_mb[DIRECT]
         figures.append(

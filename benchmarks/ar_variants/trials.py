@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.ar_variants.processes import cpu_s
@@ -45,8 +45,15 @@ class Times:
 
     def ratio(self, variant: str, other: str) -> float:
         """Returns the speed of a variant relative to another: the median of the repeats' ratios."""
-        pairs = zip(self.tokens_per_s[variant], self.tokens_per_s[other], strict=True)
-        return statistics.median(one / another for one, another in pairs)
+        return _median_ratio(self.tokens_per_s, variant, other)
+
+    def front_end_ratio(self, variant: str, other: str) -> float:
+        """Returns the processor time of a variant's front end for each token, relative to another."""
+        return _median_ratio(self.front_end_us, variant, other)
+
+
+def _median_ratio(values: Mapping[str, Sequence[float]], variant: str, other: str) -> float:
+    return statistics.median(one / another for one, another in zip(values[variant], values[other], strict=True))
 
 
 def run_trials(variants: Sequence[Variant], *, streams: int, name: str) -> Times:

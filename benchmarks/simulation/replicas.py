@@ -18,7 +18,8 @@ from stagemesh.common.errors import NotFoundError, UnavailableError, Unsupported
 from stagemesh.common.notification import Notifier
 from stagemesh.common.versions import own_protocol
 from stagemesh.connectors.stream.wire import EdgeProbe
-from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient, Verdict
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient, Verdict
+from stagemesh.orchestrator.fleet.replica_errors import REPLICA_LOST
 from stagemesh.orchestrator.membership.base import Member, MembershipListener
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import stage_pb2

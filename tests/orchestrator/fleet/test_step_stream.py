@@ -17,9 +17,10 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from stagemesh.orchestrator.fleet import replica_client
+from stagemesh.orchestrator.fleet import step_stream
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
+from stagemesh.orchestrator.fleet.replica_errors import REPLICA_LOST
 from stagemesh.orchestrator.request.step_calls import follow_step
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.rpc.server import Server
@@ -201,7 +202,7 @@ async def test_a_stream_whose_end_is_announced_is_closed_and_replaced(
 
 
 async def test_a_stream_without_steps_ends_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_client, "_STEPS_IDLE_S", 0.05)
+    monkeypatch.setattr(step_stream, "_IDLE_S", 0.05)
     async with _calling() as caller:
         await caller.run("one")
         await _until(lambda: caller.stage.open_streams == 0)
@@ -211,7 +212,7 @@ async def test_a_stream_without_steps_ends_and_is_replaced(monkeypatch: pytest.M
 
 
 async def test_a_stream_with_a_long_step_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_client, "_STEPS_IDLE_S", 0.0)
+    monkeypatch.setattr(step_stream, "_IDLE_S", 0.0)
     go_on = asyncio.Event()
 
     async def wait(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:

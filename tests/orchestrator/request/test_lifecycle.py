@@ -11,7 +11,7 @@ import pytest
 from stagemesh.common.errors import CancelledRequestError, InternalError, StagemeshError, UnavailableError
 from stagemesh.orchestrator.admission import Admission, AdmissionRequest
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.fleet.replica_client import TakeEvent
+from stagemesh.orchestrator.fleet.step_stream import TakeEvent
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Plan, PlannedStep, Planner
 from stagemesh.orchestrator.request.lifecycle import PlanRuns, RequestLifecycle

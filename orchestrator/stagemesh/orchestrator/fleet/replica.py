@@ -10,7 +10,8 @@ from stagemesh.common.notification import Notifier
 from stagemesh.common.replica_state import ReplicaState
 from stagemesh.common.signatures import differing_fields
 from stagemesh.common.versions import check_version
-from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, ReplicaClient
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
+from stagemesh.orchestrator.fleet.replica_errors import REPLICA_LOST
 from stagemesh.orchestrator.membership.base import Member, find_refusal
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import protocol_pb2, stage_pb2

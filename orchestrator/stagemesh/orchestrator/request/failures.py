@@ -16,7 +16,7 @@ from stagemesh.common.errors import Code, InternalError, StagemeshError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.process_lifecycle import ENGINE_DIED
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST
+from stagemesh.orchestrator.fleet.replica_errors import REPLICA_LOST
 from stagemesh.orchestrator.request.recovery import Phase, StepState
 
 POISON_REQUEST = "POISON_REQUEST"

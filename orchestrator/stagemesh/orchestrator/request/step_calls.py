@@ -17,7 +17,8 @@ from stagemesh.common.unknown_kinds import refuse_unknown
 from stagemesh.connectors.flow.chunk_sizes import PlayoutPace
 from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, TakeEvent
+from stagemesh.orchestrator.fleet.replica_errors import REPLICA_LOST
+from stagemesh.orchestrator.fleet.step_stream import TakeEvent
 from stagemesh.orchestrator.request.failures import Failures
 from stagemesh.orchestrator.request.output_record import CALLER_DISCONNECTED, RequestRecord
 from stagemesh.orchestrator.request.parameters import parameters_of

@@ -1,7 +1,6 @@
 """Converts tasks to vLLM's requests and vLLM's outputs to emissions, and runs the requests in vLLM."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
@@ -11,13 +10,14 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import EngineInput
 from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput
 from vllm.renderers import BaseRenderer, ChatParams
 from vllm.renderers.chat_utils import ChatCompletionMessageParam
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from stagemesh.common.errors import InvalidRequestError, UnavailableError, UnsupportedError
 from stagemesh.common.tensors import Array
@@ -292,34 +292,35 @@ def _given(sampling: SamplingOptions) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-async def generate(
+async def start_request(
     llm: AsyncLLM, request: EngineRequest, adapter: Entry | None, *, stage: str
-) -> AsyncGenerator[RequestOutput]:
-    """Runs a request in vLLM and yields vLLM's outputs. `adapter` is the adapter to apply, or None.
+) -> RequestOutputCollector:
+    """Passes a request to vLLM and returns the collector of its outputs. `adapter` is the adapter to apply, or None.
 
-    Raises UnavailableError if vLLM fails. Raises InvalidRequestError if vLLM rejects the request, or if no token can
-    continue the structure that the request requires.
+    The collector is read directly, because a generator of vLLM's costs processor time for each token. Its reader calls
+    `AsyncLLM.abort` unless it has read the last output. Raises UnavailableError if vLLM has failed, and
+    InvalidRequestError if vLLM rejects the request.
     """
     tokens = [*request.prompt.token_ids, *request.sampled]
     engine_input = cast("EngineInput", {**request.prompt.engine_input, "prompt_token_ids": tokens})
     try:
-        generated = llm.generate(
+        return await llm.add_request(
+            request.name,
             engine_input,
             request.params,
-            request.name,
             lora_request=lora_request(adapter) if adapter is not None else None,
             # In vLLM a lower number is a higher priority.
             priority=-request.task.priority,
         )
-        async with aclosing(generated) as outputs:
-            async for output in outputs:
-                if output.outputs[0].finish_reason == "error":
-                    raise _end_error(request.task, stage=stage)
-                yield output
-    except (EngineDeadError, EngineGenerateError) as exc:
-        raise UnavailableError(f"stage {stage}: vLLM failed: {exc}", reason="ENGINE_FAILED") from exc
     except (ValueError, VLLMValidationError) as exc:
         raise InvalidRequestError(f"stage {stage}: vLLM rejects the request: {exc}") from exc
+    except EngineDeadError as exc:
+        raise engine_failed(exc, stage=stage) from exc
+
+
+def engine_failed(exc: Exception, *, stage: str) -> UnavailableError:
+    """Returns the error for requests whose engine core has failed with the error `exc`."""
+    return UnavailableError(f"stage {stage}: vLLM failed: {exc}", reason="ENGINE_FAILED")
 
 
 def emission_of(output: CompletionOutput, request: EngineRequest, *, with_tokens: bool) -> Emission | None:
@@ -351,7 +352,7 @@ def emission_of_prompt(request: EngineRequest) -> Emission | None:
     return Emission(Packet({PROMPT_IDS: np.array(request.prompt.token_ids, np.int32)}))
 
 
-def _end_error(task: Task, *, stage: str) -> InvalidRequestError | UnavailableError:
+def end_error(task: Task, *, stage: str) -> InvalidRequestError | UnavailableError:
     """Returns the error for a request that vLLM ended because of an error.
 
     It is an InvalidRequestError if the request requires a structure, and an UnavailableError otherwise.

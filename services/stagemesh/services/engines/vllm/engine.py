@@ -26,7 +26,7 @@ from stagemesh.services.engines.vllm.options import KV_CACHE_KIND, StageOptions,
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.output_processor import RequestOutputCollector
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 _HEALTH_POLL_S = 0.2
@@ -159,12 +159,16 @@ class VllmEngine:
         for feature in self._features:
             await feature.start(llm)
 
-    async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:  # noqa: C901  # one loop, for speed
+    async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:  # noqa: C901, PLR0912  # one loop, for speed
         # Imported here and not in the loop, because even an import of a known module costs half a microsecond.
+        from vllm.outputs import RequestOutput
+
         from stagemesh.services.engines.vllm.conversion import (
             TOKEN_IDS,
             emission_of,
             emission_of_prompt,
+            end_error,
+            engine_failed,
             finish_of,
             is_wanted,
             media_tokens,
@@ -179,15 +183,23 @@ class VllmEngine:
                 yield emission
             usage = Usage(prompt_tokens=len(request.prompt.token_ids), media_tokens=media_tokens(request.prompt))
             sampled, with_tokens = request.sampled, is_wanted(task, TOKEN_IDS)
+            finished = outputs is None
             # One loop without further generators and functions, because it runs for every token.
-            async for output in outputs:
+            while outputs is not None and not finished:
+                try:
+                    output = outputs.get_nowait() or await outputs.get()
+                except Exception as exc:
+                    raise engine_failed(exc, stage=self._config.stage) from exc
+                assert isinstance(output, RequestOutput)
+                finished, completion, before = output.finished, output.outputs[0], len(sampled)
+                if completion.finish_reason == "error":
+                    raise end_error(task, stage=self._config.stage)
                 if not usage.steps:
                     yield usage
-                completion, before = output.outputs[0], len(sampled)
                 sampled += completion.token_ids
                 usage.output_tokens = usage.steps = count = len(sampled)
                 self._meter.count(request.name, count - before)
-                if output.finished:
+                if finished:
                     self.control.count_prompt(output)
                     request.kv_transfer_params = output.kv_transfer_params
                     usage.cached_tokens = output.num_cached_tokens or 0
@@ -197,7 +209,7 @@ class VllmEngine:
                 if before // _PROGRESS_TOKENS != count // _PROGRESS_TOKENS:
                     yield Progress(count)
                 for hook in hooks:
-                    for event in hook.observe(finished=output.finished):
+                    for event in hook.observe(finished=finished):
                         yield event
             for hook in hooks:
                 async with aclosing(hook.finish()) as events:
@@ -331,12 +343,13 @@ class VllmEngine:
 
     async def _begin(
         self, task: Task, held: AsyncExitStack
-    ) -> tuple[EngineRequest, list[RequestHook], AsyncGenerator["RequestOutput"]]:
-        """Checks a task and passes it to vLLM. Returns the request, the hooks of the features, and vLLM's outputs.
+    ) -> tuple[EngineRequest, list[RequestHook], "RequestOutputCollector | None"]:
+        """Checks a task and passes it to vLLM. Returns the request, the hooks of the features, and the collector of
+        vLLM's outputs, which is None if the request is complete without vLLM.
 
-        When `held` exits, the request's resources are released.
+        When `held` exits, the request is aborted unless it has ended, and its resources are released.
         """
-        from stagemesh.services.engines.vllm.conversion import generate
+        from stagemesh.services.engines.vllm.conversion import start_request
 
         request = await self._read_request(task, held)
         for feature in self._features:
@@ -347,10 +360,11 @@ class VllmEngine:
         self._meter.begin(request.name, request.params.max_tokens or 0)
         held.callback(self._meter.end, request.name)
         if any(feature.completes(request) for feature in self._features):
-            return request, hooks, _no_outputs()
-        outputs = generate(self.control.llm, request, adapter, stage=self._config.stage)
-        held.push_async_callback(outputs.aclose)
-        return request, hooks, outputs
+            return request, hooks, None
+        llm = self.control.llm
+        # vLLM ignores the abortion of a request that has ended.
+        held.push_async_callback(llm.abort, request.name)
+        return request, hooks, await start_request(llm, request, adapter, stage=self._config.stage)
 
     async def _read_request(self, task: Task, held: AsyncExitStack) -> EngineRequest:
         """Checks a task and returns the request for vLLM. When `held` exits, the request's resources are
@@ -389,12 +403,6 @@ class VllmEngine:
                 name, prompt.token_ids, params=params, alternatives=params.logprobs, tokenizer=llm.get_tokenizer()
             )
         return EngineRequest(task, name, prompt, params, logprobs)
-
-
-async def _no_outputs() -> AsyncGenerator["RequestOutput"]:
-    none: tuple[RequestOutput, ...] = ()
-    for output in none:
-        yield output
 
 
 def _hands_over(options: StageOptions) -> HandsOver | None:
