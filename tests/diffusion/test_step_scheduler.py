@@ -19,19 +19,15 @@ def turn(
 def scheduler(*turns: RequestProgress, max_wait_steps: int = 100, max_batch: int = 8) -> StepScheduler:
     made = StepScheduler(max_wait_steps=max_wait_steps, max_batch=max_batch)
     for each in turns:
-        made.add(each)
+        made.add(each, stop_at=each.total_steps)
     return made
 
 
 def step(of: StepScheduler, *, seconds: float = 1.0, now_s: float = 0.0) -> list[str]:
-    """Runs the next step and returns its requests. Removes finished requests."""
+    """Runs the next step and returns its requests. Finished requests leave the scheduler."""
     batch = of.next_batch(now_s)
     if batch:
-        of.record(batch, seconds)
-    for each in batch:
-        each.record(None)
-        if not each.steps_left:
-            of.remove(each)
+        of.record(batch, [None] * len(batch), seconds=seconds)
     return [each.request_id for each in batch]
 
 
@@ -73,7 +69,7 @@ def test_a_long_request_gets_steps_among_short_ones() -> None:
     of = scheduler(turn("long", 50), max_wait_steps=4)
     steps = list[str]()
     for number in range(10):
-        of.add(turn(f"short {number}", 3))
+        of.add(turn(f"short {number}", 3), stop_at=3)
         steps += [name for _ in range(3) for name in step(of)]
     assert steps.count("long") == 6
 
@@ -97,7 +93,7 @@ def test_every_wait_is_bounded_and_every_request_ends(
     while ended < len(arrivals):
         while coming and coming[0][1][0] <= at:
             number, (_, steps_left, priority, key, tokens) = coming.pop(0)
-            of.add(turn(str(number), steps_left, key=key, priority=priority, tokens=tokens))
+            of.add(turn(str(number), steps_left, key=key, priority=priority, tokens=tokens), stop_at=steps_left)
             waits[str(number)] = 0
         done = step(of, now_s=at)
         assert not waits or done

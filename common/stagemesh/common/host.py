@@ -31,6 +31,8 @@ _REUSED_BYTES = 4 << 20
 """The size, in bytes, up to which the memory of an object is reused. Must exceed the size of a fragment's message."""
 _RETAINED_BYTES = 32 << 20
 """The maximum number of free bytes at the end of the heap that the process retains."""
+_REUSED_TENSOR_BYTES, _RETAINED_TENSOR_BYTES = 32 << 20, 256 << 20
+"""The same sizes for a process that computes on tensors. The C library accepts no larger size for reused objects."""
 
 
 @cache
@@ -154,9 +156,22 @@ def retain_freed_memory() -> None:
     By default, each large message would use new memory, and the system needs longer to provide the memory than a
     processor needs to copy the message. Has no effect on C libraries other than glibc. Source: mallopt(3).
     """
+    _set_retained_memory(_REUSED_BYTES, _RETAINED_BYTES)
+
+
+def retain_tensor_memory() -> None:
+    """Makes the C library reuse the memory of freed tensors, which are larger than messages.
+
+    Call it in a process that computes a model on the CPU. Without it, the kernel would provide and clear new memory for
+    each large intermediate result, which is a quarter of the time in which a small VAE decodes an image.
+    """
+    _set_retained_memory(_REUSED_TENSOR_BYTES, _RETAINED_TENSOR_BYTES)
+
+
+def _set_retained_memory(reused_bytes: int, retained_bytes: int) -> None:
     if hasattr(_libc(), "mallopt"):
-        _libc().mallopt(_M_MMAP_THRESHOLD, _REUSED_BYTES)
-        _libc().mallopt(_M_TRIM_THRESHOLD, _RETAINED_BYTES)
+        _libc().mallopt(_M_MMAP_THRESHOLD, reused_bytes)
+        _libc().mallopt(_M_TRIM_THRESHOLD, retained_bytes)
 
 
 @cache

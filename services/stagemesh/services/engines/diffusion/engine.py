@@ -30,7 +30,8 @@ from stagemesh.services.engines.diffusion.controls import DiffusionAdapters, Wor
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.scheduling.admission import Admission
-from stagemesh.services.engines.diffusion.scheduling.step_scheduler import RequestProgress, StepLoop, StepScheduler
+from stagemesh.services.engines.diffusion.scheduling.step_loop import StepLoop
+from stagemesh.services.engines.diffusion.scheduling.step_scheduler import RequestProgress, StepScheduler
 from stagemesh.services.engines.options import request_options
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class DiffusionEngine:
                         yield event
             finally:
                 # Shielded, because the worker must free the request even if this coroutine is cancelled.
-                await asyncio.shield(self._step_loop.call("drop", name))
+                await asyncio.shield(self._executor.call("drop", name))
 
     async def _begin(self, name: str, task: Task, inputs: "DiffusionInputs") -> "PreparedRequest":
         if task.resume_from is not None:
@@ -146,12 +147,12 @@ class DiffusionEngine:
                     reason="INVALID_CHECKPOINT",
                 )
             try:
-                prepared: PreparedRequest = await self._step_loop.call("runner.begin", name, inputs, state=state)
+                prepared: PreparedRequest = await self._executor.call("runner.begin", name, inputs, state=state)
             except InvalidChunkError as exc:
                 raise InvalidRequestError(exc.message, reason="INVALID_CHECKPOINT") from exc
             return prepared
         conditioning = await _receive_once(task.inlets, CONDITIONING) if self._options.part == "denoise" else None
-        return await self._step_loop.call("runner.begin", name, inputs, conditioning=conditioning)  # type: ignore[no-any-return]
+        return await self._executor.call("runner.begin", name, inputs, conditioning=conditioning)  # type: ignore[no-any-return]
 
     async def _run_steps(self, name: str, task: Task, prepared: "PreparedRequest") -> AsyncGenerator[EngineEvent, None]:
         """Runs the remaining steps of the request `name` and yields its events.
@@ -179,7 +180,7 @@ class DiffusionEngine:
                     usage.steps = done - prepared.step_index
                     yield Progress(done, prepared.total_steps)
                     if task.pause_requested.is_set():
-                        request.stop_early()
+                        self._scheduler.stop_early(request)
             if task.pause_requested.is_set():
                 break
             if request.done < last:
@@ -224,7 +225,7 @@ class DiffusionEngine:
         metadata = {"step": done, "final": final}
         if self._options.part == "denoise":
             return [Emission(Packet(await self._serialized(name, LATENTS), metadata))]
-        return await self._images(await self._step_loop.call("runner.decode", name), task, metadata)
+        return await self._images(await self._executor.call("runner.decode", name), task, metadata)
 
     async def _decode_all(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """Runs a task of a stage that only decodes. Decodes each incoming packet of latents, and yields one result for
@@ -234,7 +235,7 @@ class DiffusionEngine:
         usage = Usage()
         yield usage
         async for packet in flow:
-            frames = await self._step_loop.call("runner.decode_latents", packet.tensors[LATENTS])
+            frames = await self._executor.call("runner.decode_latents", packet.tensors[LATENTS])
             steps += 1
             for event in await self._images(frames, task, packet.metadata):
                 yield event
@@ -252,7 +253,7 @@ class DiffusionEngine:
         """Returns serialized data of the request `name` in a dict with the key `kind`. `kind` selects the data:
         CONDITIONING, LATENTS or STATE.
         """
-        return {kind: await self._step_loop.call("runner.serialize", name, kind)}
+        return {kind: await self._executor.call("runner.serialize", name, kind)}
 
     def _inputs(self, task: Task, family: "Family") -> "DiffusionInputs":
         from stagemesh.services.engines.diffusion.request_inputs import build_inputs

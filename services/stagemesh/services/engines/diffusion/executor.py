@@ -44,6 +44,10 @@ _ENVIRONMENT = {
 }
 
 
+NextCall: TypeAlias = Callable[[], tuple[Any, ...] | None]
+"""A function that returns the arguments of the next call, or None if there is none."""
+
+
 class ThreadExecutor:
     """Runs one worker on a single thread of this process. Executes calls one at a time, in the order in which they were
     submitted.
@@ -53,6 +57,8 @@ class ThreadExecutor:
         self._folder, self._options = folder, options
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="diffusion")
         self._worker: Any = None
+        self._calls = 0
+        """The number of calls that run or wait, without those of `repeat`."""
 
     async def start(self, report: Callable[[str], None]) -> None:
         """Creates the worker. Before each phase of the startup, calls `report` with a description of the phase."""
@@ -67,10 +73,27 @@ class ThreadExecutor:
         Returns the method's result or raises its error. Raises UnavailableError if the executor is closed.
         """
         # `close` may reset the attribute before the thread runs the call.
-        worker = self._worker
-        if worker is None:
-            raise UnavailableError("the engine is closed", reason="SHUTTING_DOWN")
-        return await self._run(lambda: attrgetter(method)(worker)(*args, **kwargs))
+        worker = self._open_worker()
+        self._calls += 1
+        try:
+            return await self._run(lambda: attrgetter(method)(worker)(*args, **kwargs))
+        finally:
+            self._calls -= 1
+
+    async def repeat(self, method: str, next_call: NextCall, record: Callable[[Any], None]) -> None:
+        """Calls a method of the worker until `next_call` returns None, or until another call waits.
+
+        `next_call` returns the arguments of each call, and `record` is called with its result. Both run on the worker's
+        thread. Raises the method's error, or UnavailableError if the executor is closed.
+        """
+        worker = self._open_worker()
+
+        def work() -> None:
+            called = attrgetter(method)(worker)
+            while not self._calls and (arguments := next_call()) is not None:
+                record(called(*arguments))
+
+        await self._run(work)
 
     async def wait_failed(self) -> str:
         """Never returns, because the worker's thread ends only with this process."""
@@ -85,6 +108,11 @@ class ThreadExecutor:
         self._thread.shutdown(wait=False)
 
     # -- inner workings
+
+    def _open_worker(self) -> Any:
+        if self._worker is None:
+            raise UnavailableError("the engine is closed", reason="SHUTTING_DOWN")
+        return self._worker
 
     async def _run(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -141,6 +169,8 @@ class ProcessExecutor:
         self._ranks: list[RankProcess] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._calling = asyncio.Lock()
+        self._calls = 0
+        """The number of calls that run or wait, without those of `repeat`."""
         self._failure = ""
         self._failed = asyncio.Event()
         self._store_folder: Path | None = None
@@ -157,8 +187,21 @@ class ProcessExecutor:
             await run_to_completion(self._send_all(setups))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        async with self._calling:
-            return await run_to_completion(self._send_all([RankCall(method, args, kwargs)] * len(self._ranks)))
+        self._calls += 1
+        try:
+            async with self._calling:
+                return await self._call_all(RankCall(method, args, kwargs))
+        finally:
+            self._calls -= 1
+
+    async def repeat(self, method: str, next_call: NextCall, record: Callable[[Any], None]) -> None:
+        """Does the same as `ThreadExecutor.repeat`. The functions run on the event loop."""
+        while True:
+            # Calls that wait for the lock are next.
+            async with self._calling:
+                if self._calls or (arguments := next_call()) is None:
+                    return
+                record(await self._call_all(RankCall(method, arguments)))
 
     async def wait_failed(self) -> str:
         await self._failed.wait()
@@ -174,6 +217,9 @@ class ProcessExecutor:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     # -- inner workings
+
+    async def _call_all(self, call: RankCall) -> Any:
+        return await run_to_completion(self._send_all([call] * len(self._ranks)))
 
     async def _send_all(self, messages: Sequence[RankSetup | RankCall]) -> Any:
         if self._failed.is_set():

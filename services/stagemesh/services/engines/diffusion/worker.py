@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from stagemesh.common.descriptors import import_factory
 from stagemesh.common.errors import NotReadyError, StagemeshError
+from stagemesh.common.host import retain_tensor_memory
 from stagemesh.common.tensors import Array
 from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS
@@ -171,6 +172,8 @@ class DiffusionWorker:
         self._folder, self._options, self._rank_group = folder, options, rank_group
         self._device = rank_group.device if rank_group is not None else choose_device(options.device)
         limit_threads()
+        if self._device.type == "cpu":
+            retain_tensor_memory()
         self._runner: DiffusionRunner | None = None
         self._sleeping_runner: DiffusionRunner | None = None
         """The runner whose weights are in host memory while the engine is asleep. None if the engine is awake or has

@@ -16,7 +16,9 @@ from stagemesh.v1 import request_pb2, stage_pb2
 
 # The other fields of a message also need space.
 _MAX_TENSOR_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
-PROGRESS_INTERVAL_S = 0.5
+PROGRESS_INTERVAL_S, STEPS_INTERVAL_S = 0.5, 0.05
+"""The shortest time between two progress reports of a step in seconds: in general, and if the total number of steps is
+known. A message of each short step would take longer than people can see it."""
 _MAGIC_BYTES = 4
 _MEDIA_TYPES: Mapping[bytes, str] = {
     b"\x89PNG": "image/png",
@@ -173,10 +175,10 @@ def finish_to_wire(finish: Finish) -> request_pb2.Finish:
 
 
 class ProgressThrottle:
-    """Limits progress reports to one per PROGRESS_INTERVAL_S seconds. Progress with a known total number of steps is
-    not limited.
+    """Limits progress reports to one per PROGRESS_INTERVAL_S seconds, or to one per STEPS_INTERVAL_S seconds if the
+    total number of steps is known. The last of a known number of steps is always reported.
 
-    An engine that emits tokens reports progress for each token. Without the limit, progress reports would double the
+    An engine reports progress for each token or denoising step. Without the limit, progress reports would double the
     number of messages.
     """
 
@@ -189,7 +191,8 @@ class ProgressThrottle:
         the end of the step.
         """
         now_s = self._clock()
-        if progress.total_steps is None and now_s - self._reported_s < PROGRESS_INTERVAL_S:
+        interval_s = PROGRESS_INTERVAL_S if progress.total_steps is None else STEPS_INTERVAL_S
+        if progress.steps != progress.total_steps and now_s - self._reported_s < interval_s:
             return False
         self._reported_s = now_s
         return True

@@ -1,16 +1,14 @@
-"""The scheduler of denoising steps, and the loop that runs them. Each step is shared by a batch of requests."""
+"""The scheduler of denoising steps. Each step is shared by a batch of requests."""
 
 import asyncio
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from threading import Lock
 
-from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.errors import StagemeshError
 from stagemesh.common.tracing import StepTrace
-from stagemesh.services.engines.calls import EngineCalls
-from stagemesh.services.engines.diffusion.executor import Executor
 
 _MAX_TOKENS_RATIO = 2
 """Maximum ratio of the token counts of two requests that share a step."""
@@ -44,8 +42,8 @@ class RequestProgress:
     """Number of completed steps at which the request leaves the step loop."""
     error: StagemeshError | None = None
     """Error of the request's latest step, or None if that step succeeded."""
-    recorded: asyncio.Event = field(default_factory=asyncio.Event)
-    """Event that is set after each step of the request, and when the step loop ends."""
+    reported: asyncio.Event = field(default_factory=asyncio.Event)
+    """Event that the step loop sets after each step of the request, and when it ends."""
     trace: StepTrace | None = None
     """The spans of the request's step of the stage, or None if the request is not traced."""
     waited: int = 0
@@ -57,19 +55,6 @@ class RequestProgress:
         """Number of remaining steps."""
         return self.total_steps - self.done
 
-    def stop_early(self) -> None:
-        """Makes the request leave the step loop after its current step. If none of its steps is running, the request
-        leaves after its next step.
-        """
-        self.stop_at = min(self.stop_at, self.done + 1)
-
-    def record(self, error: StagemeshError | None) -> None:
-        """Records that a step has completed, or that it has failed with `error`. None means that the step succeeded."""
-        if error is None:
-            self.done += 1
-        self.error = error
-        self.recorded.set()
-
 
 class StepScheduler:
     """Selects the requests of the next step by priority, then by the fewest remaining steps, without starvation.
@@ -80,6 +65,8 @@ class StepScheduler:
 
     Requests with similar numbers of tokens share a step if sharing lowers the time per request. The numbers must be
     similar, because all rows of a forward pass are padded to the longest row.
+
+    Thread-safe, because the thread that computes the steps selects and records them.
     """
 
     def __init__(self, *, max_wait_steps: int, max_batch: int) -> None:
@@ -87,19 +74,34 @@ class StepScheduler:
         """Moving average of the duration of a step, in seconds. 0 until the first step has completed."""
         self._max_wait_steps = max_wait_steps
         self._sizes = BatchSizes(max_batch)
-        self.requests: set[RequestProgress] = set()
-        """All requests that are waiting for their next step or running a step."""
+        self._requests: set[RequestProgress] = set()
+        self._lock = Lock()
 
-    def add(self, request: RequestProgress) -> None:
-        """Adds a request, so that it is considered for the next steps."""
-        request.waited = 0
-        self.requests.add(request)
+    @property
+    def requests(self) -> list[RequestProgress]:
+        """All requests that are waiting for their next step or running a step."""
+        with self._lock:
+            return list(self._requests)
+
+    def add(self, request: RequestProgress, *, stop_at: int) -> None:
+        """Adds a request, so that it is considered for the next steps until `stop_at` steps are completed in total."""
+        with self._lock:
+            request.waited, request.stop_at = 0, stop_at
+            self._requests.add(request)
+
+    def stop_early(self, request: RequestProgress) -> None:
+        """Makes a request leave after its current step. If none of its steps is running, it leaves after its next
+        step.
+        """
+        with self._lock:
+            request.stop_at = min(request.stop_at, request.done + 1)
 
     def remove(self, request: RequestProgress) -> None:
         """Removes a request, so that it runs no further steps. Does nothing if the scheduler does not contain the
         request.
         """
-        self.requests.discard(request)
+        with self._lock:
+            self._requests.discard(request)
 
     def next_batch(self, now_s: float) -> list[RequestProgress]:
         """Returns the requests that run the next step together, or an empty list if no request is waiting.
@@ -107,20 +109,36 @@ class StepScheduler:
         The returned requests remain in the scheduler. `now_s` is the current time, in seconds on the clock of the
         requests' deadlines.
         """
-        ordered = sorted(self.requests, key=lambda request: self._rank(request, now_s))
-        if not ordered:
-            return []
-        first = ordered[0]
-        candidates = [request for request in ordered if _can_join(request, first)]
-        batch = candidates[: self._sizes.size(self._size_class(first), len(candidates))]
-        for request in ordered:
-            request.waited = 0 if request in batch else request.waited + 1
-        return batch
+        with self._lock:
+            ordered = sorted(self._requests, key=lambda request: self._rank(request, now_s))
+            if not ordered:
+                return []
+            first = ordered[0]
+            candidates = [request for request in ordered if _can_join(request, first)]
+            batch = candidates[: self._sizes.size(self._size_class(first), len(candidates))]
+            for request in ordered:
+                request.waited = 0 if request in batch else request.waited + 1
+            return batch
 
-    def record(self, batch: Sequence[RequestProgress], seconds: float) -> None:
-        """Records that a step of the requests in `batch` has taken `seconds` seconds."""
-        self._sizes.record(self._size_class(batch[0]), len(batch), seconds)
-        self.step_s = seconds if not self.step_s else 0.9 * self.step_s + 0.1 * seconds
+    def record(
+        self, batch: Sequence[RequestProgress], errors: Sequence[StagemeshError | None], *, seconds: float
+    ) -> bool:
+        """Records that a step of the requests in `batch` has ended after `seconds` seconds, and removes the requests
+        that have stopped. Returns whether there are such requests.
+
+        `errors` contains the error of each request, or None if its step succeeded.
+        """
+        with self._lock:
+            self._sizes.record(self._size_class(batch[0]), len(batch), seconds)
+            self.step_s = seconds if not self.step_s else 0.9 * self.step_s + 0.1 * seconds
+            has_stopped = False
+            for request, error in zip(batch, errors, strict=True):
+                request.error = error
+                request.done += error is None
+                if error is not None or request.done >= request.stop_at:
+                    self._requests.discard(request)
+                    has_stopped = True
+            return has_stopped
 
     def work_s(self) -> float:
         """Returns the estimated time that all remaining steps of all requests take, in seconds."""
@@ -182,92 +200,3 @@ def _can_join(request: RequestProgress, first: RequestProgress) -> bool:
     fewer, more = sorted((request.tokens, first.tokens))
     is_similar = request.key == first.key and more <= _MAX_TOKENS_RATIO * fewer
     return is_similar and request.steps_left <= _MAX_STEPS_RATIO * first.steps_left
-
-
-class StepLoop:
-    """Runs the denoising steps of all requests, one batch at a time.
-
-    Other worker calls, such as the calls that begin or end a request, run before the next batch. Otherwise, each of
-    these calls would wait for a step, so that long requests would delay short requests.
-    """
-
-    def __init__(self, executor: Executor, scheduler: StepScheduler) -> None:
-        self._executor, self._scheduler = executor, scheduler
-        self.calls = EngineCalls()
-        """The denoising steps so far."""
-        self._calls = 0
-        self._changed = asyncio.Event()
-        self._ended = False
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the worker and returns its result. The next step starts only after the method has
-        returned.
-        """
-        self._calls += 1
-        try:
-            return await self._executor.call(method, *args, **kwargs)
-        finally:
-            self._calls -= 1
-            self._changed.set()
-
-    async def run_steps(self, request: RequestProgress, stop_at: int) -> AsyncGenerator[int, None]:
-        """Runs a request until `stop_at` steps are completed in total. Yields the number of completed steps after each
-        step.
-
-        `RequestProgress.stop_early` makes the request stop earlier. Raises the step's error if a step fails.
-        """
-        if self._ended:
-            raise UnavailableError("the engine has ended", reason="SHUTTING_DOWN")
-        request.stop_at = stop_at
-        self._scheduler.add(request)
-        self._changed.set()
-        try:
-            while request.done < request.stop_at:
-                await request.recorded.wait()
-                request.recorded.clear()
-                if request.error is not None:
-                    raise request.error
-                yield request.done
-        finally:
-            self._scheduler.remove(request)
-
-    async def serve(self) -> None:
-        """Runs the steps of all requests until this coroutine is cancelled.
-
-        After the cancellation, requests that wait for a step fail with UnavailableError.
-        """
-        try:
-            await self._serve()
-        finally:
-            self._ended = True
-            for request in self._scheduler.requests:
-                request.record(UnavailableError("the engine has ended", reason="SHUTTING_DOWN"))
-
-    async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            batch = [] if self._calls else self._scheduler.next_batch(loop.time())
-            if not batch:
-                self._changed.clear()
-                await self._changed.wait()
-                continue
-            began_s = loop.time()
-            errors = await self._step(batch)
-            took_s = loop.time() - began_s
-            self._scheduler.record(batch, took_s)
-            self.calls.add((request.trace for request in batch), seconds=took_s)
-            for request, error in zip(batch, errors, strict=True):
-                request.record(error)
-                if error is not None or request.done >= request.stop_at:
-                    self._scheduler.remove(request)
-            # Allows requests that have stopped to make their calls before the next step.
-            await asyncio.sleep(0)
-
-    async def _step(self, batch: Sequence[RequestProgress]) -> Sequence[StagemeshError | None]:
-        try:
-            errors: Sequence[StagemeshError | None] = await self._executor.call(
-                "step", [request.request_id for request in batch]
-            )
-        except StagemeshError as exc:
-            return [exc] * len(batch)
-        return errors
