@@ -50,6 +50,21 @@ class Play:
         """The sizes of the chunks."""
         return [size for _, size in self.cut]
 
+    def due_in_s(self) -> float | None:
+        """Returns the time until the waiting frames are due, or None."""
+        due_s = self._sizes.due_s(self.waiting)
+        return None if due_s is None else due_s - self.now_s
+
+    def pause(self) -> "Play":
+        """Lets the producer pause until the waiting frames are cut, and returns this play."""
+        due_s = self._sizes.due_s(self.waiting)
+        assert due_s is not None, "frames are waiting"
+        self.now_s = max(self.now_s, due_s)
+        self._sizes.cut(self.waiting)
+        self.cut.append((self.now_s, self.waiting))
+        self.waiting = 0
+        return self
+
     def longest_gap_s(self) -> float:
         """Returns the longest time in which nothing is played between two chunks, if calls take as long as expected."""
         worst_s = dry_s = ready_s = 0.0
@@ -58,6 +73,28 @@ class Play:
             worst_s = max(worst_s, ready_s - dry_s) if number else 0.0
             dry_s = max(dry_s, ready_s) + size * FRAME_S
         return worst_s
+
+
+@pytest.mark.parametrize("frames", range(40, 60))
+def test_no_audio_waits_for_a_producer_that_pauses(frames: int) -> None:
+    pace = PlayoutPace(0.01, FRAME_S, GPU_S)
+    play = Play(pace, (4, 16, 25)).run([0.01] * frames)
+    if play.waiting:
+        play.pause()
+    assert sum(play.sizes) == frames
+    assert play.longest_gap_s() == 0
+
+
+def test_frames_of_a_slow_producer_wait_for_the_smallest_chunk() -> None:
+    # Each frame arrives when the audio has run dry, but not later than usual.
+    play = Play(PlayoutPace(0.01, FRAME_S, GPU_S), (4, 25)).run([0.01] * 4 + [0.2] * 30)
+    assert play.waiting == 2
+    assert play.due_in_s() == pytest.approx(4 * 0.2, rel=0.01)
+
+
+def test_nothing_is_due_before_the_first_chunk() -> None:
+    play = Play(PlayoutPace(0.01, FRAME_S, GPU_S), (4, 25)).run([0.01] * 3)
+    assert play.due_in_s() is None
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from stagemesh.common.connector_descriptors import AUTO, GRPC, NIXL, SHM, Connec
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.connectors.conformance import assert_same, receive_all, send_all
 from stagemesh.connectors.edge import EdgeKey, Packet
+from stagemesh.connectors.flow.chunk_sizes import PlayoutPace
 from stagemesh.connectors.flow.chunking import FramesPolicy, StepPolicy
 from tests.connectors.hosts import open_flow, packet, two_hosts
 from tests.connectors.relays import relayed
@@ -75,6 +76,59 @@ async def test_private_arena_has_no_partitions() -> None:
         with pytest.raises(NotReadyError, match=r"remove data_plane\.shared_arena") as caught:
             a.plane.arena.open_partition(1 << 20)
     assert caught.value.reason == "ARENA_NOT_SHARED"
+
+
+def _frames(first: int, count: int) -> Packet:
+    return Packet({"frames": np.arange(first, first + count, dtype=np.float32)})
+
+
+@pytest.mark.parametrize("connector", [SHM, GRPC])
+async def test_rows_that_wait_are_sent_when_the_producer_pauses(connector: ConnectorName) -> None:
+    pace = PlayoutPace(frame_interval_s=0.001, frame_audio_s=0.01, call_costs_s={16: 0.001})
+    async with two_hosts() as (a, b), asyncio.timeout(10):
+        outlet, inlet = open_flow(a, b, connector=connector, policy=FramesPolicy(16, (2,), pace=pace))
+        received = aiter(inlet)
+        # Two rows form the first chunk. The others would wait for 13 more.
+        await outlet.send(_frames(0, 5))
+        before = [await anext(received), await anext(received)]
+        await outlet.send(_frames(5, 1))
+        finishing = asyncio.create_task(outlet.finish())
+        after = [each async for each in received]
+        await finishing
+    assert [len(each.tensors["frames"]) for each in before] == [2, 3]
+    assert_same(after, [_frames(5, 1)])
+
+
+async def test_flow_may_end_while_rows_wait_for_a_pause() -> None:
+    pace = PlayoutPace(frame_interval_s=0.001, frame_audio_s=10.0, call_costs_s={16: 0.001})
+    async with two_hosts() as (a, b):
+        policy = FramesPolicy(16, (2,), pace=pace)
+        finished, aborted = (open_flow(a, b, request=name, policy=policy) for name in ("finished", "aborted"))
+        await finished[0].send(_frames(0, 5))
+        await aborted[0].send(_frames(0, 5))
+        aborted[0].abort(UnavailableError("the engine has failed", reason="ENGINE_FAILED"))
+        _, received = await asyncio.gather(finished[0].finish(), receive_all(finished[1]))
+        assert [len(each.tensors["frames"]) for each in received] == [2, 3]
+        with pytest.raises(StagemeshError, match="the engine has failed"):
+            await receive_all(aborted[1])
+        await a.settled()
+
+
+async def test_producer_that_pauses_receives_the_error_that_ended_its_flow() -> None:
+    pace = PlayoutPace(frame_interval_s=0.001, frame_audio_s=0.01, call_costs_s={16: 0.001})
+    rows = np.zeros((5, 4096), np.float32)
+    async with two_hosts() as (a, _), two_hosts(window_bytes=48 << 10) as (_, b), asyncio.timeout(10):
+        outlet, inlet = open_flow(a, b, policy=FramesPolicy(16, (2,), pace=pace))
+        # The consumer reads nothing, so that the rows that the pause cuts wait for credit.
+        await outlet.send(Packet({"frames": rows}))
+        while not outlet.status.wanted_bytes:
+            await outlet.chunks.changed.wait()
+        sending = asyncio.create_task(outlet.send(Packet({"frames": rows})))
+        await inlet.aclose()
+        with pytest.raises(StagemeshError) as caught:
+            await sending
+        assert caught.value.reason == "NOT_READ"
+        await a.settled()
 
 
 async def test_chunk_larger_than_the_arena_is_rejected_with_a_remedy() -> None:

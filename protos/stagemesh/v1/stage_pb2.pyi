@@ -468,7 +468,8 @@ class FramesPolicy(_message.Message):
     @_builtins.property
     def pace(self) -> Global___PlayoutPace:
         """If set, each chunk has one of the sizes in `ramp` or `frames`, which the stage chooses so that the audio which the
-        consumer makes from the frames does not run dry. A stage that does not know the field uses `ramp` in turn.
+        consumer makes from the frames does not run dry. While its engine pauses, a chunk may have fewer frames. A stage
+        that does not know the field uses `ramp` in turn.
         """
 
     def __init__(

@@ -11,6 +11,8 @@ _MAX_SHARE = 1 / 8
 """The maximum duration of a call, as a share of its audio's duration, at which a size below the largest is used after
 the first chunk. Smaller calls would occupy the consumer for more time than they gain.
 """
+_PAUSE_S, _PAUSE_ROWS = 0.05, 4
+"""A producer pauses if no row arrives for this number of seconds and of usual times between rows."""
 _EWMA_WEIGHT = 0.2
 """The weight of the newest row in the moving average of the time between rows."""
 
@@ -58,6 +60,17 @@ class ChunkSizes(Protocol):
         """
         ...
 
+    def due_s(self, waiting: int) -> float | None:
+        """Returns the time at which `waiting` rows must be cut although they are too few, or None if they can wait.
+
+        The time is a time on the monotonic clock. It holds until the next call of `add`.
+        """
+        ...
+
+    def cut(self, waiting: int) -> None:
+        """Records that the waiting rows are cut now although they are too few."""
+        ...
+
 
 class FixedSizes:
     """`ChunkSizes` that are known in advance: those of a ramp, then always the same one."""
@@ -76,13 +89,21 @@ class FixedSizes:
         size, self._wanted = self._wanted, next(self._ramp, self._frames)
         return size
 
+    def due_s(self, waiting: int) -> float | None:  # noqa: ARG002
+        """Returns None, because the sizes do not depend on time."""
+        return None
+
+    def cut(self, waiting: int) -> None:
+        """Does nothing, because the following sizes remain the same."""
+
 
 class PlayoutSizes:
     """`ChunkSizes` that depend on how much of the flow's audio has not been played.
 
     The first chunk is as small as permitted, so that audio begins early, but plays until a second chunk can be ready.
     Each later chunk is the largest one that is ready before the audio runs dry at the present speed of the producer,
-    because a call with many frames takes little longer than one with few.
+    because a call with many frames takes little longer than one with few. If the producer pauses, for example between
+    two sentences, the rows that wait are cut before the audio runs dry.
     """
 
     def __init__(
@@ -119,6 +140,20 @@ class PlayoutSizes:
             if max(complete_s, self._ready_s) + self._pace.reserve_s + self._costs_s[sizes[at]] <= self._dry_s:
                 return 0
         return self._cut(sizes[at - 1], self._costs_s[sizes[at - 1]], now_s) if at else 0
+
+    def due_s(self, waiting: int) -> float | None:
+        """Returns the latest time at which the waiting rows can be cut before the audio runs dry, but not before the
+        producer pauses. None before the first chunk, because nothing is played then.
+        """
+        if not waiting or not self._last_size or self._arrived_s is None:
+            return None
+        ready_in_s = self._pace.reserve_s + self._costs_s[next(size for size in self._sizes if size >= waiting)]
+        return max(self._arrived_s + max(_PAUSE_S, _PAUSE_ROWS * self._interval_s), self._dry_s - ready_in_s)
+
+    def cut(self, waiting: int) -> None:
+        """Records that the waiting rows are cut now although they are too few."""
+        size = next(size for size in self._sizes if size >= waiting)
+        self._cut(waiting, self._costs_s[size], self._clock())
 
     # -- internals
 

@@ -83,6 +83,19 @@ class Chunker:
             self._waiting = [_slice(joined, size, size + self._waiting_frames)] if self._waiting_frames else []
         return chunks
 
+    @property
+    def due_s(self) -> float | None:
+        """The time on the monotonic clock at which `cut` must be called, or None if the retained rows can wait.
+
+        It holds until the next packet.
+        """
+        return self._sizes.due_s(self._waiting_frames)
+
+    def cut(self) -> list[Packet]:
+        """Returns a list with a chunk of the retained rows, although they are too few for the policy."""
+        self._sizes.cut(self._waiting_frames)
+        return self.finish()
+
     def finish(self) -> list[Packet]:
         """Returns a list with the flow's last chunk, which contains the retained rows.
 

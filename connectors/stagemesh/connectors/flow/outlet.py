@@ -76,6 +76,10 @@ class Outlet:
         self._digest = wire.FlowDigest()
         self._shape: wire.PacketShape | None = None
         self._error: StagemeshError | None = None
+        self._cut_timer: asyncio.TimerHandle | None = None
+        """The timer that cuts the retained rows if the producer pauses. None if there are no such rows."""
+        self._cutting: asyncio.Task[None] | None = None
+        """The task that sends the rows that the timer has cut."""
         self._rebind_timer: asyncio.TimerHandle | None = None
         self.attempt = OutletAttempt(key, connector, self.chunks, on_over=self._attempt_over)
 
@@ -137,6 +141,7 @@ class Outlet:
         """
         for part in self.transform.finish() if self.transform else ():
             await self._cut(part)
+        await self._end_pause()
         for chunk in self._chunker.finish() if self._chunker else ():
             await self._send(chunk)
         self._check_error()
@@ -209,8 +214,9 @@ class Outlet:
         self._end()
 
     def _end(self) -> None:
-        if self._rebind_timer is not None:
-            self._rebind_timer.cancel()
+        for running in (self._rebind_timer, self._cut_timer, self._cutting):
+            if running is not None:
+                running.cancel()
         self.transform = self._chunker = None  # They retain rows.
         self.chunks.changed.fire()
         self.is_over = True
@@ -221,8 +227,37 @@ class Outlet:
             raise copy(self._error)
 
     async def _cut(self, packet: Packet) -> None:
+        await self._end_pause()
         for chunk in self._chunker.push(packet) if self._chunker else (packet,):
             await self._send(chunk)
+        if self._chunker is not None and (due_s := self._chunker.due_s) is not None:
+            loop = asyncio.get_running_loop()
+            self._cut_timer = loop.call_later(max(0.0, due_s - time.monotonic()), self._cut_waiting)
+
+    def _cut_waiting(self) -> None:
+        """Sends the rows that the chunk policy has retained, because the producer pauses."""
+        assert self._chunker is not None, "the end of the flow cancels the timer"
+        self._cut_timer, chunks = None, self._chunker.cut()
+        self._cutting = asyncio.create_task(self._send_all(chunks), name=f"pause of {self.attempt.key.edge}")
+        # A producer that aborts the flow does not ask for the error.
+        self._cutting.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _send_all(self, chunks: Sequence[Packet]) -> None:
+        for chunk in chunks:
+            await self._send(chunk)
+
+    async def _end_pause(self) -> None:
+        """Cancels the timer, and waits until the rows that it has cut are sent. Raises the error if that fails."""
+        if self._cut_timer is not None:
+            self._cut_timer.cancel()
+            self._cut_timer = None
+        cutting = self._cutting
+        if cutting is not None:
+            # The end of the flow cancels the task, but not the caller.
+            await asyncio.wait([cutting])
+            self._cutting = None
+            if not cutting.cancelled():
+                cutting.result()
 
     async def _send(self, packet: Packet) -> None:
         self._check_error()

@@ -5,6 +5,7 @@ process with threads must not be forked. Therefore the stage forks a process in 
 engine core.
 """
 
+import gc
 import os
 import pickle
 import socket
@@ -58,12 +59,19 @@ def _run_received(parent: socket.socket, *, parent_pid: int) -> int:
             return 0
         environment, process = pickle.loads(data)  # noqa: S301  # from this program itself
         replace_variables(environment)
+        # When its core ends, vLLM would collect the objects of all imports, and thereby copy their shared memory. That
+        # takes a second, and the memory is freed in any case when this process ends.
+        gc.unfreeze = _keep_frozen
         return int(process._bootstrap(parent_sentinel=parent.fileno()))  # noqa: SLF001  # as multiprocessing's own ways
     except BaseException:  # noqa: BLE001  # the stack below belongs to the parent
         traceback.print_exc()
         return 1
     finally:
         sys.stderr.flush()
+
+
+def _keep_frozen() -> None:
+    """Does nothing. Replaces `gc.unfreeze`."""
 
 
 class _Popen(popen_spawn_posix.Popen):
