@@ -27,7 +27,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # Two files of tests at once, where the user may give each process namespaces of its own. tests/conftest.py sorts them.
-AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 3 --dist loadfile --no-loadscope-reorder)
+AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 2 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv typescript kubernetes livekit browser go models demo demo-image test soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
