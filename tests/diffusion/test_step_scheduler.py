@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stagemesh.common.errors import UnavailableError
 from stagemesh.services.engines.diffusion.scheduling.step_scheduler import BatchSizes, RequestProgress, StepScheduler
 
 
@@ -63,6 +64,24 @@ def test_a_removed_request_gets_no_step() -> None:
     of.remove(gone)
     of.remove(gone)
     assert step(of) == ["stays"]
+
+
+def test_a_request_that_stops_early_leaves_after_one_more_step() -> None:
+    early, other = turn("early", 9, priority=1), turn("other", 9)
+    of = scheduler(early, other)
+    assert step(of) == ["early"]
+    of.stop_early(early)
+    assert [step(of), step(of)] == [["early"], ["other"]]
+    assert (early.done, early.stop_at) == (2, 2)
+
+
+def test_a_request_whose_step_fails_leaves() -> None:
+    failing, other = turn("failing", 9, key="k"), turn("other", 9, key="k", priority=-1)
+    of, error = scheduler(failing, other), UnavailableError("out of memory", reason="ENGINE_FAILED")
+    assert of.record([failing, other], [error, None], seconds=1.0)
+    assert of.requests == [other]
+    assert (failing.error, failing.done, other.error, other.done) == (error, 0, None, 1)
+    assert not of.record([other], [None], seconds=1.0)
 
 
 def test_a_long_request_gets_steps_among_short_ones() -> None:

@@ -12,7 +12,7 @@ _MAX_SHARE = 1 / 8
 the first chunk. Smaller calls would occupy the consumer for more time than they gain.
 """
 _PAUSE_S, _PAUSE_ROWS = 0.05, 4
-"""A producer pauses if no row arrives for this number of seconds and of usual times between rows."""
+"""A producer pauses if no row arrives for this number of seconds, and for this number of usual times between rows."""
 _EWMA_WEIGHT = 0.2
 """The weight of the newest row in the moving average of the time between rows."""
 

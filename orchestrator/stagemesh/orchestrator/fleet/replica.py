@@ -286,7 +286,7 @@ class Replica:
             await self.load.idle.wait()
 
     def leave(self, why: str) -> None:
-        """Records that the replica is no longer a member: it gets no new requests, and its running requests continue.
+        """Ends the replica's membership. The replica receives no new requests. Its running requests continue.
 
         `why` is shown to operators.
         """

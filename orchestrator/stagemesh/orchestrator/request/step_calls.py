@@ -201,7 +201,7 @@ class StepCalls:
                 refuse_unknown(event, of=f"replica {state.replica.name}")
 
     def finish(self, state: StepState) -> None:
-        """Ends the work on a stage: sets its phase to FINISHED, and releases its replica.
+        """Marks a stage as finished, and releases its replica.
 
         Also called for a lost stage whose results are no longer needed.
         """

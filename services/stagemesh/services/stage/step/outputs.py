@@ -18,7 +18,7 @@ from stagemesh.v1 import request_pb2, stage_pb2
 _MAX_TENSOR_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
 PROGRESS_INTERVAL_S, STEPS_INTERVAL_S = 0.5, 0.05
 """The shortest time between two progress reports of a step in seconds: in general, and if the total number of steps is
-known. A message of each short step would take longer than people can see it."""
+known. A display need not change more often, and a message takes as long as a part of a short step."""
 _MAGIC_BYTES = 4
 _MEDIA_TYPES: Mapping[bytes, str] = {
     b"\x89PNG": "image/png",
