@@ -129,20 +129,28 @@ def test_a_copying_thread_has_a_lower_priority_than_its_process() -> None:
 
 _FREE_AND_ALLOCATE = """
 import resource
-from stagemesh.common.host import retain_freed_memory
-{call}
-for _ in range(20):
-    messages = [b"x" * (1 << 20) for _ in range(8)]
-    del messages
+import threading
+from stagemesh.common.host import retain_freed_memory, retain_tensor_memory, share_heap_among_threads
+{calls}
+def work():
+    for _ in range(20):
+        blocks = [b"x" * ({size_mb} << 20) for _ in range(8)]
+        del blocks
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can retain freed memory")
-def test_freed_memory_is_reused_without_page_faults() -> None:
+@pytest.mark.parametrize(
+    ("size_mb", "calls"), [(1, "retain_freed_memory()"), (16, "share_heap_among_threads(); retain_tensor_memory()")]
+)
+def test_a_thread_reuses_freed_memory_without_page_faults(size_mb: int, calls: str) -> None:
     faults = [
-        int(subprocess.check_output([sys.executable, "-c", _FREE_AND_ALLOCATE.format(call=call)]))
-        for call in ("", "retain_freed_memory()")
+        int(subprocess.check_output([sys.executable, "-c", _FREE_AND_ALLOCATE.format(size_mb=size_mb, calls=wanted)]))
+        for wanted in ("", calls)
     ]
-    pages = 20 * 8 * (1 << 20) // os.sysconf("SC_PAGE_SIZE")
+    pages = 20 * 8 * (size_mb << 20) // os.sysconf("SC_PAGE_SIZE")
     assert faults[0] - faults[1] > pages // 2

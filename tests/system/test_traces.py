@@ -22,7 +22,8 @@ def receiver() -> Iterator[TraceReceiver]:
 
 @pytest.fixture(scope="module")
 def running(receiver: TraceReceiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    pipeline = relays(tmp_path_factory.mktemp("traces"), steps=30, step_s=0.02)
+    # A request takes so long that the delays of a busy machine, tens of milliseconds, are a small share of its time.
+    pipeline = relays(tmp_path_factory.mktemp("traces"), steps=30, step_s=0.06)
     with deployed(pipeline) as running:
         yield running
 

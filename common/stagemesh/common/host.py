@@ -26,7 +26,7 @@ _SCHED_ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 """The C structure sched_attr: size, policy, flags, niceness, real-time priority, runtime, deadline and period."""
 _SCHED_FLAG_RESET_ON_FORK = 1
 _SHORT_SLICE_NS = 100_000
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _REUSED_BYTES = 4 << 20
 """The size, in bytes, up to which the memory of an object is reused. Must exceed the size of a fragment's message."""
 _RETAINED_BYTES = 32 << 20
@@ -148,6 +148,16 @@ def shorten_time_slices() -> None:
         size, niceness = _SCHED_ATTRIBUTES.size, os.getpriority(os.PRIO_PROCESS, 0)
         fields = (size, os.SCHED_OTHER, _SCHED_FLAG_RESET_ON_FORK, niceness, 0, _SHORT_SLICE_NS, 0, 0)
         _libc().syscall(number, 0, _SCHED_ATTRIBUTES.pack(*fields), 0)
+
+
+def share_heap_among_threads() -> None:
+    """Makes the C library allocate the memory of all threads from one heap, which can retain freed memory of any size.
+
+    Call it before the process starts a thread. Otherwise each thread would have heaps of 64 MiB, whose memory is
+    returned to the system when a heap becomes empty. Has no effect on C libraries other than glibc. Source: mallopt(3).
+    """
+    if hasattr(_libc(), "mallopt"):
+        _libc().mallopt(_M_ARENA_MAX, 1)
 
 
 def retain_freed_memory() -> None:

@@ -3,6 +3,7 @@
 import torch
 
 from stagemesh.common.errors import NotReadyError
+from stagemesh.common.host import retain_tensor_memory
 from stagemesh.common.settings import library_variable
 
 
@@ -27,8 +28,13 @@ def choose_device(device: str, *, ranks: int = 1, rank: int = 0) -> torch.device
     return torch.device("cuda", rank) if ranks > 1 else torch.device("cuda")
 
 
-def limit_threads() -> None:
-    """Limits torch to one thread on the CPU, unless the user set OMP_NUM_THREADS. Affects the calling thread."""
+def set_up_torch(device: torch.device) -> None:
+    """Limits torch to one thread on the CPU, unless the user set OMP_NUM_THREADS. Affects the calling thread.
+
+    If the device is the CPU, the process also reuses the memory of freed tensors.
+    """
+    if device.type == "cpu":
+        retain_tensor_memory()
     if not library_variable("OMP_NUM_THREADS"):
         # Stages share a machine. With more threads in each stage, they would compete for the cores.
         torch.set_num_threads(1)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from stagemesh.common.descriptors import EXTERNAL, import_factory, load_engine_descriptor
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.host import share_heap_among_threads
 from stagemesh.common.logs import bind_process_log_context
 from stagemesh.common.process_lifecycle import bind_forks_to_this_process, end_within, ended_when_stuck
 from stagemesh.common.replica_state import ReplicaState
@@ -49,6 +50,7 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     - StageControlService while the engine is loaded
     - "liveness" from the start of the server until its end
     """
+    share_heap_among_threads()
     bind_process_log_context(stage=config.stage, replica=config.replica)
     bind_forks_to_this_process()
     PROCESS.use(Credentials(config.tls))

@@ -13,7 +13,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from stagemesh.common.descriptors import import_factory
 from stagemesh.common.errors import NotReadyError, StagemeshError
-from stagemesh.common.host import retain_tensor_memory
 from stagemesh.common.tensors import Array
 from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS
@@ -27,7 +26,7 @@ from stagemesh.services.engines.diffusion.model_errors import to_stagemesh_error
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, LoadOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
-from stagemesh.services.engines.torch_device import choose_device, limit_threads
+from stagemesh.services.engines.torch_device import choose_device, set_up_torch
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.parallel.rank_group import RankGroup
@@ -171,9 +170,7 @@ class DiffusionWorker:
     def __init__(self, folder: Path, options: DiffusionOptions, *, rank_group: "RankGroup | None" = None) -> None:
         self._folder, self._options, self._rank_group = folder, options, rank_group
         self._device = rank_group.device if rank_group is not None else choose_device(options.device)
-        limit_threads()
-        if self._device.type == "cpu":
-            retain_tensor_memory()
+        set_up_torch(self._device)
         self._runner: DiffusionRunner | None = None
         self._sleeping_runner: DiffusionRunner | None = None
         """The runner whose weights are in host memory while the engine is asleep. None if the engine is awake or has

@@ -17,7 +17,7 @@ from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call, Saves
 from stagemesh.services.engines.options import parse_options
-from stagemesh.services.engines.torch_device import choose_device, limit_threads
+from stagemesh.services.engines.torch_device import choose_device, set_up_torch
 from stagemesh.services.models.codec_speech.streaming import BatchState, StreamState
 
 _MAX_BATCH_FRAMES = {"cpu": 256, "cuda": 1024}
@@ -82,13 +82,13 @@ class Placement(NamedTuple):
 def choose_placement(options: Mapping[str, JsonValue]) -> Placement:
     """Returns the device and the data type that the options of a vocoder stage select.
 
-    Also limits the number of torch's threads. `device: auto` selects a GPU if the machine has one. `dtype: auto`
+    Also sets torch up for the device. `device: auto` selects a GPU if the machine has one. `dtype: auto`
     selects float32 on a CPU and bfloat16 on a GPU. Raises InvalidRequestError if an option is invalid, and
     NotReadyError if there is no GPU for `device: cuda`.
     """
     parsed = parse_options(_VocoderOptions, options, stage="")
-    limit_threads()
     device = choose_device(parsed.device)
+    set_up_torch(device)
     if parsed.dtype == "bfloat16" or (parsed.dtype == "auto" and device.type == "cuda"):
         return Placement(device, torch.bfloat16)
     # By default, a GPU rounds the inputs of float32 convolutions to 10 bits.

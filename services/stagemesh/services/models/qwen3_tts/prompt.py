@@ -167,11 +167,12 @@ def make_prompt_writer(model: Path | None, options: Mapping[str, JsonValue]) -> 
 
 def _load_encoder(model: Path, *, device: str) -> "ReferenceEncoder":
     # Imported here, because a model that clones no voices needs no torch.
-    from stagemesh.services.engines.torch_device import choose_device, limit_threads
+    from stagemesh.services.engines.torch_device import choose_device, set_up_torch
     from stagemesh.services.models.qwen3_tts.reference_voice import load_reference_voice
 
-    limit_threads()
-    return load_reference_voice(model, device=choose_device(device))
+    chosen = choose_device(device)
+    set_up_torch(chosen)
+    return load_reference_voice(model, device=chosen)
 
 
 def _load_tokenizer(model: Path, config: Mapping[str, Any]) -> _Tokenizer:
