@@ -3,8 +3,9 @@
 The model is a tiny Qwen3-Omni with random weights. A request has a prompt of 12 tokens, 32 text tokens and 64 codec
 tokens. Its audio is played as that of a real codec: each frame lasts 80 ms.
 
-- The closed loads run 1, 4 and 10 requests at once, in alternation with the same pipeline with `chunk: whole` on the
-  edge to code2wav. A ratio is the median over the repeats of the ratio of a repeat's medians.
+- The closed loads run 1, 4 and 10 requests at once, in alternation with requests whose code2wav has `chunk: whole`. One
+  deployment runs both, because the processes of two deployments differ in speed by up to 10 %. A ratio is the median
+  over the repeats of the ratio of a repeat's medians.
 - The open loads send requests at random times (Poisson arrivals), at fractions of the measured capacity: the requests
   a second of the largest closed load.
 - First playable audio is the arrival of the first chunk from which on play-out does not starve at once: the audio
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.edge_ways.findings import say
-from benchmarks.omni_streams.deployment import WHOLE, Deployment, deployed, prepare
+from benchmarks.omni_streams.deployment import Deployment, deployed, prepare
 from benchmarks.omni_streams.loads import Load, Stream, closed, opened
 from benchmarks.omni_streams.playout import first_playable_s, worst_underrun_s
 from benchmarks.omni_streams.stamps import Stamps, read, token_hops_ms, vocoder_hops_ms
@@ -33,7 +34,7 @@ from benchmarks.orchestrator_paths.idle_loop import LATENESS, Lateness
 from benchmarks.orchestrator_paths.processes import reporting_process
 from benchmarks.report import Figure, report
 
-CHUNKED, WHOLE_AUDIO = "chunked", "whole"
+CHUNKED, WHOLE = "chunked", "whole"
 C50_S = 0.05
 """The longest underrun of a stream that counts for C50."""
 REFERENCE, LOADED = 10, 80
@@ -52,7 +53,7 @@ _MB_PER_GB = 1000
 class Options:
     """The size of the measurement."""
 
-    repeats: int = 5
+    repeats: int = 9
     each: int = 2
     """The number of requests that each caller of a closed load sends in a repeat."""
     at_once: Sequence[int] = (1, 4, 10)
@@ -96,53 +97,51 @@ class Results:
 
 
 async def measure(options: Options) -> tuple[Results, list[Figure]]:
-    """Starts both pipelines and runs all loads. Returns the results, and the figures of the edges."""
+    """Starts the pipeline and runs all loads. Returns the results, and the figures of the edges."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         await prepare(folder)
-        async with deployed(folder, name=CHUNKED, overrides={}) as chunked:
-            results = Results(chunked.ready_s, starting_cpu_s=chunked.cpu_s())
-            say(f"{CHUNKED}: ready after {chunked.ready_s:.1f} s")
-            async with deployed(folder, name=WHOLE_AUDIO, overrides=WHOLE) as whole:
-                say(f"{WHOLE_AUDIO}: ready after {whole.ready_s:.1f} s")
-                await _run_single(results, chunked, options)
-                for at_once in options.at_once:
-                    await _run_closed(results, {CHUNKED: chunked, WHOLE_AUDIO: whole}, at_once, options)
-            # The other pipeline has ended, so its processes use no processor time during the open loads.
-            await _run_open(results, chunked, options)
-            results.memory_mb = chunked.memory_mb()
-            return results, list(_edge_figures(results, read(chunked.stamps)))
+        async with deployed(folder) as running:
+            results = Results(running.ready_s, starting_cpu_s=running.cpu_s())
+            say(f"ready after {running.ready_s:.1f} s")
+            await _run_single(results, running, options)
+            for at_once in options.at_once:
+                await _run_closed(results, running, at_once, options)
+            await _run_open(results, running, options)
+            results.memory_mb = running.memory_mb()
+            return results, list(_edge_figures(results, read(running.stamps)))
 
 
-async def _run_single(results: Results, chunked: Deployment, options: Options) -> None:
-    await closed(chunked.client, concurrent=max(SINGLE_GOALS), each=1)
+async def _run_single(results: Results, running: Deployment, options: Options) -> None:
+    await closed(running.client, concurrent=max(SINGLE_GOALS), each=1)
     for at_once in SINGLE_GOALS:
-        loads = [await closed(chunked.client, concurrent=at_once, each=1) for _ in range(options.repeats)]
+        loads = [await closed(running.client, concurrent=at_once, each=1) for _ in range(options.repeats)]
         results.taken_s[at_once] = [load.seconds for load in loads]
 
 
-async def _run_closed(results: Results, deployments: Mapping[str, Deployment], at_once: int, options: Options) -> None:
-    loads = results.closed[at_once] = {name: list[Load]() for name in deployments}
-    for name in deployments:
-        await closed(deployments[name].client, concurrent=at_once, each=1)
+async def _run_closed(results: Results, running: Deployment, at_once: int, options: Options) -> None:
+    loads = results.closed[at_once] = {name: list[Load]() for name in (CHUNKED, WHOLE)}
+    for name in loads:
+        await closed(running.client, concurrent=at_once, each=1, whole=name == WHOLE)
     async with reporting_process("benchmarks.orchestrator_paths.idle_loop") as lateness:
         for repeat in range(options.repeats):
             # Each repeat begins with the other one, because the second load finds warmer caches.
-            for name, deployment in list(deployments.items())[:: -1 if repeat % 2 else 1]:
-                loads[name].append(await closed(deployment.client, concurrent=at_once, each=options.each))
+            for name in list(loads)[:: -1 if repeat % 2 else 1]:
+                load = await closed(running.client, concurrent=at_once, each=options.each, whole=name == WHOLE)
+                loads[name].append(load)
         results.late[at_once] = LATENESS.validate_json(await lateness())
     say(f"closed load, {_at_once(at_once)}: {loads[CHUNKED][-1].requests_per_s:.2f} requests/s")
 
 
-async def _run_open(results: Results, chunked: Deployment, options: Options) -> None:
-    before_s = chunked.cpu_s()
+async def _run_open(results: Results, running: Deployment, options: Options) -> None:
+    before_s = running.cpu_s()
     for percent, requests in options.arrivals.items():
         per_s = percent / 100 * results.capacity_per_s
         async with reporting_process("benchmarks.orchestrator_paths.idle_loop") as lateness:
-            load = await opened(chunked.client, per_s=per_s, requests=requests)
+            load = await opened(running.client, per_s=per_s, requests=requests)
             results.open[percent] = Measured(load, LATENESS.validate_json(await lateness()))
         say(f"open load, {percent} %: {requests} requests, {per_s:.2f} a second")
-    results.cpu_s = {name: after_s - before_s[name] for name, after_s in chunked.cpu_s().items()}
+    results.cpu_s = {name: after_s - before_s[name] for name, after_s in running.cpu_s().items()}
 
 
 def figures(results: Results) -> Iterator[Figure]:
@@ -168,10 +167,10 @@ def _closed_figures(at_once: int, loads: Mapping[str, Sequence[Load]]) -> Iterat
     for name, value, goal in RATIOS:
         ratio = statistics.median(
             _median(chunked, value) / _median(whole, value)
-            for chunked, whole in zip(loads[CHUNKED], loads[WHOLE_AUDIO], strict=True)
+            for chunked, whole in zip(loads[CHUNKED], loads[WHOLE], strict=True)
         )
         yield Figure(f"{name}, chunked / whole", ratio, "ratio", goal, subject)
-    rates = [[load.tokens_per_s for load in loads[name]] for name in (CHUNKED, WHOLE_AUDIO)]
+    rates = [[load.tokens_per_s for load in loads[name]] for name in (CHUNKED, WHOLE)]
     ratio = statistics.median(chunked / whole for chunked, whole in zip(*rates, strict=True))
     yield Figure("tokens a second, chunked / whole", ratio, "ratio", ">=0.97", subject)
     for name, value, _ in RATIOS:

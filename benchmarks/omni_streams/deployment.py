@@ -19,7 +19,6 @@ from stagemesh.client import AsyncClient
 from stagemesh.orchestrator.launcher import Launcher
 from stagemesh.orchestrator.spec import load_pipeline
 
-WHOLE = {"edges.talker->code2wav.chunk": "whole"}
 TORCHVISION = Path(sys.prefix) / "torchvision"
 """The folder into which `make venv` installs torchvision, which the thinker imports."""
 FORK_SERVER = "fork server"
@@ -86,10 +85,10 @@ class Deployment:
 
 
 @asynccontextmanager
-async def deployed(folder: Path, *, name: str, overrides: Mapping[str, str]) -> AsyncGenerator[Deployment]:
-    """Runs the pipeline of `folder` with `overrides`. Yields when all processes are ready."""
-    (stamp_folder := folder / name).mkdir()
-    changed = {**overrides, "stages.*.options.stamps": str(stamp_folder)}
+async def deployed(folder: Path) -> AsyncGenerator[Deployment]:
+    """Runs the pipeline of `folder`. Yields when all processes are ready."""
+    (stamp_folder := folder / "stamps").mkdir()
+    changed = {"stages.*.options.stamps": str(stamp_folder)}
     pipeline = load_pipeline(str(folder / "pipeline.yaml"), overrides=changed)
     launcher = Launcher(pipeline, listen="127.0.0.1:0", overrides=changed)
     began_s = time.monotonic()

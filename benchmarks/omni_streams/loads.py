@@ -61,16 +61,22 @@ class Load:
         return [stream.seed for stream in self.streams]
 
 
-async def ask(client: AsyncClient) -> Stream:
-    """Runs one request with a prompt of 12 tokens, 32 text tokens and 64 codec tokens, and a seed of its own."""
+async def ask(client: AsyncClient, *, whole: bool = False) -> Stream:
+    """Runs one request with a prompt of 12 tokens, 32 text tokens and 64 codec tokens, and a seed of its own.
+
+    `whole` says whether the vocoder receives all frames in one chunk.
+    """
     stream = Stream(next(_seeds))
     generator = random.Random(stream.seed)
     # Each digit is a token, and the chat template adds eight.
     prompt = "".join(generator.choices(_DIGITS, k=PROMPT_TOKENS - 8))
     thinker = StageArguments(max_tokens=TEXT_TOKENS, ignore_eos=True, temperature=0.0)
     talker = StageArguments(max_tokens=CODEC_TOKENS, min_tokens=CODEC_TOKENS, temperature=0.0)
+    stages = {"thinker": thinker, "talker": talker}
+    if whole:
+        stages["code2wav"] = StageArguments(chunk="whole")
     began_s = time.monotonic()
-    async for event in client.generate(prompt, seed=stream.seed, stages={"thinker": thinker, "talker": talker}):
+    async for event in client.generate(prompt, seed=stream.seed, stages=stages):
         now_s = time.monotonic() - began_s
         match event:
             case Text():
@@ -91,11 +97,11 @@ def _check(finished: Finished) -> None:
     assert sizes == (PROMPT_TOKENS, TEXT_TOKENS, CODEC_TOKENS), f"the request has other sizes: {sizes}"
 
 
-async def closed(client: AsyncClient, *, concurrent: int, each: int) -> Load:
+async def closed(client: AsyncClient, *, concurrent: int, each: int, whole: bool = False) -> Load:
     """Runs `concurrent` callers at once, each of which sends `each` requests, one after the other."""
 
     async def call() -> list[Stream]:
-        return [await ask(client) for _ in range(each)]
+        return [await ask(client, whole=whole) for _ in range(each)]
 
     began_s = time.monotonic()
     streams = await asyncio.gather(*(call() for _ in range(concurrent)))

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -14,27 +14,46 @@ from stagemesh.common.descriptors import import_factory
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.typed_values import Value
 from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.flow import outlet
 from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.services.engines.base import Emission, EngineEvent, Task
 from stagemesh.services.engines.function.base import Call, Function
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.models.qwen3_omni import CODE2WAV
 
-_chunks: ContextVar[Stamps] = ContextVar("chunks")
-"""The stamps of the chunks that are cut from the emissions of the running step."""
-_push = Chunker.push
+
+@dataclass(frozen=True)
+class _Producer:
+    """The stamps of a running step."""
+
+    emitted: Stamps
+    cut: Stamps
+    """The stamps of the chunks that are cut from the emissions."""
 
 
-def _stamped_push(self: Chunker, packet: Packet) -> list[Packet]:
+_producer: ContextVar[_Producer] = ContextVar("producer")
+
+
+class _StampedChunker(Chunker):
     """Cuts chunks, and stamps them with the time of the emission that led to them."""
-    chunks = _push(self, packet)
-    if (stamps := _chunks.get(None)) is not None:
-        for chunk in chunks:
-            stamps.add(len(chunk.tensors["codes"]))
-    return chunks
+
+    def push(self, packet: Packet) -> list[Packet]:
+        return self._stamped(super().push(packet))
+
+    def cut(self) -> list[Packet]:
+        if (producer := _producer.get(None)) is not None:
+            # No emission led to this chunk. Its way begins with the end of the time that its rows were to wait.
+            producer.emitted.add(0)
+        return self._stamped(super().cut())
+
+    def _stamped(self, chunks: list[Packet]) -> list[Packet]:
+        if (producer := _producer.get(None)) is not None:
+            for chunk in chunks:
+                producer.cut.add(len(chunk.tensors["codes"]))
+        return chunks
 
 
-Chunker.push = _stamped_push  # type: ignore[method-assign]
+setattr(outlet, "Chunker", _StampedChunker)  # noqa: B010  # the module does not export the name
 
 
 class StampedVllm(VllmEngine):
@@ -49,7 +68,7 @@ class StampedVllm(VllmEngine):
         cut = Stamps(f"{self._stage} chunks", task.seed)
         if self._stage == "talker":
             # The code that iterates this generator runs in the same context, and cuts the chunks.
-            _chunks.set(cut)
+            _producer.set(_Producer(emitted, cut))
         inlets = {edge: _StampedInlet(packets, arrived) for edge, packets in task.inlets.items()}
         async with aclosing(super().submit(replace(task, inlets=inlets))) as events:
             async for event in events:
