@@ -176,19 +176,19 @@ def _alone(client: StageClient, specs: Sequence[ImageSpec]) -> float:
 
 
 def _lateness(client: StageClient, *, shorts: int) -> list[float]:
-    """Returns the delay of each short request compared to a short request alone, in its own steps."""
+    """Returns the delay of each short request compared to short requests alone just before, in its own steps."""
     short, slow = _square(SIDE, SHORT_STEPS), _square(SIDE, SLOW_STEPS, seed=1)
     longer = replace(short, steps=2 * SHORT_STEPS)
-    alone_s = statistics.median(client.draw(short) for _ in range(5))
-    longer_s = statistics.median(client.draw(longer) for _ in range(5))
-    step_s = (longer_s - alone_s) / SHORT_STEPS
-    late = list[float]()
-    while len(late) < shorts:
+    delays_s, steps_s = list[float](), list[float]()
+    while len(delays_s) < shorts:
+        alone_s = statistics.median(client.draw(short) for _ in range(3))
+        steps_s.append((statistics.median(client.draw(longer) for _ in range(3)) - alone_s) / SHORT_STEPS)
         finish = client.start(slow)
         client.draw(short)
-        late += [(client.draw(short) - alone_s) / step_s for _ in range(3)]
+        delays_s += [client.draw(short) - alone_s for _ in range(3)]
         finish()
-    return late
+    step_s = statistics.median(steps_s)
+    return [delay_s / step_s for delay_s in delays_s]
 
 
 if __name__ == "__main__":

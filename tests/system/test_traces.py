@@ -22,7 +22,7 @@ def receiver() -> Iterator[TraceReceiver]:
 
 @pytest.fixture(scope="module")
 def running(receiver: TraceReceiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    # A request takes so long that the delays of a busy machine, tens of milliseconds, are a small share of its time.
+    # A request takes 1.8 s, so that the delays of a busy machine, tens of milliseconds, are a small share of it.
     pipeline = relays(tmp_path_factory.mktemp("traces"), steps=30, step_s=0.06)
     with deployed(pipeline) as running:
         yield running
