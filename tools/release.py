@@ -1,9 +1,9 @@
-"""Builds a release: the sdist, the wheel, and a software bill of materials of the client's installation.
+"""Builds a release: the sdist, the wheel, the npm package, and a software bill of materials of the installed client.
 
 Run it in the repository's root: python -m tools.release [FOLDER]. The version is that of pyproject.toml. The wheel is
 built from the sdist, which proves that the sdist is complete. It is installed into a new environment without extras, in
-which a client then calls a pipeline that this repository runs. Packages come from the configured index of pip, in the
-versions of requirements/cpu.txt.
+which a client then calls a pipeline that this repository runs. So is the npm package. Packages come from the configured
+index of pip, in the versions of requirements/cpu.txt, and from the configured registry of npm.
 """
 
 import json
@@ -30,6 +30,20 @@ assert importlib.util.find_spec("typer") is None, "the environment has the packa
 with Client(sys.argv[1]) as client:
     assert client.generate("hello", outputs=["text"]).result().text
 """
+
+_CALL_IN_NODE = """\
+import { StagemeshClient } from "stagemesh";
+
+const client = new StagemeshClient([process.argv[2]]);
+let text = "";
+for await (const event of client.generate("hello")) {
+  const content = event.$case === "output" ? event.value.content : undefined;
+  if (content?.$case === "text") text += content.value;
+}
+client.close();
+if (!text) throw new Error("the pipeline answered without text");
+"""
+_NPM = ("npm", "--no-audit", "--no-fund", "--loglevel=error")
 
 
 def find_problems(root: Path) -> list[str]:
@@ -88,6 +102,22 @@ def install(wheel: Path, folder: Path) -> Path:
     return python
 
 
+def pack(folder: Path) -> Path:
+    """Packs the client in TypeScript, which `make typescript` has built, into a folder. Returns the npm package."""
+    _run(*_NPM, "pack", "--workspace", "clients/typescript", "--pack-destination", str(folder))
+    (package,) = folder.glob("*.tgz")
+    return package
+
+
+def call_in_node(package: Path, folder: Path, endpoint: str) -> None:
+    """Installs the npm package into an empty project in `folder`, and calls a pipeline from there."""
+    folder.mkdir()
+    (folder / "package.json").write_text('{"private": true, "type": "module"}')
+    (folder / "call.js").write_text(_CALL_IN_NODE)
+    _run(*_NPM, "install", "--prefix", str(folder), str(package))
+    _run("node", str(folder / "call.js"), endpoint)
+
+
 @contextmanager
 def running(pipeline: Path) -> Generator[str]:
     """Runs a pipeline on this machine within the block, and yields the endpoint of its orchestrator.
@@ -125,16 +155,20 @@ def _run(*command: str) -> None:
 def main(arguments: list[str]) -> int:
     """Builds and checks a release. Returns 1 if it must not be released."""
     problems = find_problems(ROOT)
+    if shutil.which("npm") is None:
+        problems.append("npm is not installed, so that the npm package cannot be built; install node with npm")
     for problem in problems:
         print(problem, file=sys.stderr)
     if problems:
         return 1
     folder = Path(arguments[0]) if arguments else ROOT / "out/release"
     wheel = build(folder)
+    package = pack(folder)
     with tempfile.TemporaryDirectory() as temporary:
         python = install(wheel, Path(temporary) / "client")
         with running(PIPELINE) as endpoint:
             _run(str(python), "-I", "-c", _CALL, endpoint)
+            call_in_node(package, Path(temporary) / "project", endpoint)
         write_bill_of_materials(python, folder / f"stagemesh-{read_version(ROOT)}.cdx.json")
     for file in sorted(folder.iterdir()):
         print(f"{file.relative_to(ROOT) if file.is_relative_to(ROOT) else file}: {file.stat().st_size:,} bytes")

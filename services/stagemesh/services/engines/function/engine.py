@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from copy import copy
 from functools import partial
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 from stagemesh.common.descriptors import FunctionDescriptor, import_factory, load_function_descriptor
 from stagemesh.common.errors import (
@@ -15,10 +15,8 @@ from stagemesh.common.errors import (
     InvalidRequestError,
     NotReadyError,
     StagemeshError,
-    UnavailableError,
     UnsupportedError,
 )
-from stagemesh.common.notification import Notifier
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.tracing import StepTrace
 from stagemesh.common.typed_values import Value
@@ -28,19 +26,14 @@ from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage, media_of
 from stagemesh.services.engines.calls import EngineCalls
 from stagemesh.services.engines.function.base import Call, Function, OpensWithout, Saves
+from stagemesh.services.engines.function.call_runner import CallRunner, Outcome, WaitingCall
 from stagemesh.services.engines.function.checkpoints import RequestCheckpoints, invalid_checkpoint
 from stagemesh.services.engines.function.options import check_stage_options, function_options, own_options
-from stagemesh.services.engines.function.playout import EWMA_WEIGHT, AudioStream, AudioTensor, CallCosts, CallQueue
+from stagemesh.services.engines.function.playout import EWMA_WEIGHT, AudioStream, AudioTensor, CallCosts
 from stagemesh.services.engines.input_join import packets_of
 from stagemesh.services.engines.options import request_options
 
 Result = TypeVar("Result")
-
-
-class _Waiting(NamedTuple):
-    call: Call[object]
-    done: asyncio.Future[Sequence[Packet]]
-    trace: StepTrace | None
 
 
 class FunctionEngine:
@@ -78,10 +71,9 @@ class FunctionEngine:
         self._options = function_options(config.options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=config.function)
         self._function: Function[object] | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._runner: CallRunner | None = None
+        """Runs the calls of the function. None until the function is loaded."""
         self._audio, self._costs = AudioTensor(self._descriptor.signature), CallCosts()
-        self._waiting = CallQueue[_Waiting]()
-        self._arrived = Notifier()
         self._clock = clock
         self._call_s = 0.0
         """The exponentially weighted moving average of the time per call, in seconds. 0 before the first call."""
@@ -98,7 +90,14 @@ class FunctionEngine:
     async def start(self, report: Callable[[str], None]) -> None:
         report(f"loading {self._name}")
         self._function = function = await self._in_thread(self._load)
-        self._serving = asyncio.create_task(self._serve(function), name=f"function {self._name}")
+        self._runner = CallRunner(
+            self._name,
+            self._thread,
+            partial(self._compute, function),
+            max_batch=self._own_options.max_batch,
+            on_done=self._record,
+            clock=self._clock,
+        )
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         if self._function is None:
@@ -135,7 +134,7 @@ class FunctionEngine:
             self._held -= 1
 
     def load(self) -> EngineLoad:
-        waiting = len(self._waiting)
+        waiting = len(self._runner) if self._runner is not None else 0
         return EngineLoad(
             running=self._held,
             queued=waiting,
@@ -145,14 +144,13 @@ class FunctionEngine:
         )
 
     async def wait_failed(self) -> str:
-        assert self._serving is not None, "`start` has not been called"
-        await asyncio.wait([self._serving])
-        return f"the task that serves function {self._name} ended"
+        assert self._runner is not None, "`start` has not been called"
+        await asyncio.wait([self._runner.failed])
+        return f"the thread of function {self._name} failed"
 
     async def close(self) -> None:
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait([self._serving])
+        if self._runner is not None:
+            self._runner.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # -- internals
@@ -188,61 +186,19 @@ class FunctionEngine:
         If the caller is cancelled, a call that is still waiting is not run. The result of a call that runs is
         discarded.
         """
-        if self._serving is None or self._serving.done():
-            raise self._closed_error()
-        waiting = _Waiting(call, asyncio.get_running_loop().create_future(), trace)
+        assert self._runner is not None, "calls belong to requests, which are accepted when the function is loaded"
+        waiting = WaitingCall(call, asyncio.get_running_loop().create_future(), trace)
         shape = (stream.has_begun, _shape_of(call.packet)) if self._audio.exists else None
-        self._waiting.add(waiting, shape=shape, due_s=self._costs.due_s(stream, now_s=self._clock()))
-        self._arrived.fire()
+        self._runner.add(waiting, shape=shape, due_s=self._costs.due_s(stream, now_s=self._clock()))
         made = await waiting.done
         stream.add(self._audio.seconds(made), now_s=self._clock())
         return made
 
-    def _closed_error(self) -> UnavailableError:
-        return UnavailableError(f"function {self._name} is closed", reason="SHUTTING_DOWN")
+    def _record(self, batch: Sequence[WaitingCall], outcomes: Sequence[Outcome], took_s: float) -> None:
+        self._measure([waiting.call for waiting in batch], outcomes, took_s=took_s)
+        self._calls.add((waiting.trace for waiting in batch), seconds=took_s)
 
-    async def _serve(self, function: Function[object]) -> None:
-        """Runs the waiting calls until cancelled.
-
-        Calls that still wait after the cancellation fail with UnavailableError.
-        """
-        try:
-            while True:
-                # This frame must not retain a batch, because a batch retains packets and their leases.
-                await self._run(await self._next_batch(), function)
-        finally:
-            while self._waiting:
-                for waiting in self._waiting.pop_batch(self._own_options.max_batch):
-                    _set_outcome(waiting, self._closed_error())
-
-    async def _next_batch(self) -> list[_Waiting]:
-        """Waits for at least one call. Returns the next batch without the cancelled calls."""
-        while not self._waiting:
-            await self._arrived.wait()
-        return [
-            waiting for waiting in self._waiting.pop_batch(self._own_options.max_batch) if not waiting.done.cancelled()
-        ]
-
-    async def _run(self, batch: list[_Waiting], function: Function[object]) -> None:
-        if not batch:
-            return
-        calls = [waiting.call for waiting in batch]
-        outcomes: Sequence[Sequence[Packet] | StagemeshError] = [
-            UnavailableError(f"function {self._name} was closed while it ran", reason="SHUTTING_DOWN")
-        ] * len(calls)
-        began_s = self._clock()
-        try:
-            outcomes = await self._in_thread(partial(self._compute, function, calls))
-            took_s = self._clock() - began_s
-            self._measure(calls, outcomes, took_s=took_s)
-            self._calls.add((waiting.trace for waiting in batch), seconds=took_s)
-        finally:
-            for waiting, outcome in zip(batch, outcomes, strict=True):
-                _set_outcome(waiting, outcome)
-
-    def _measure(
-        self, calls: Sequence[Call[object]], outcomes: Sequence[Sequence[Packet] | StagemeshError], *, took_s: float
-    ) -> None:
+    def _measure(self, calls: Sequence[Call[object]], outcomes: Sequence[Outcome], *, took_s: float) -> None:
         call_s = took_s / len(calls)
         self._call_s += (call_s - self._call_s) * (EWMA_WEIGHT if self._call_s else 1.0)
         made = [outcome for outcome in outcomes if not isinstance(outcome, StagemeshError)]
@@ -250,9 +206,7 @@ class FunctionEngine:
             frames = [_frames_of(call.packet) for call in calls]
             self._costs.add(frames, took_s=took_s, audio_s=sum(map(self._audio.seconds, made)))
 
-    def _compute(
-        self, function: Function[object], calls: Sequence[Call[object]]
-    ) -> Sequence[Sequence[Packet] | StagemeshError]:
+    def _compute(self, function: Function[object], calls: Sequence[Call[object]]) -> Sequence[Outcome]:
         try:
             made = function(calls)
         except (Exception, SystemExit) as exc:  # noqa: BLE001  # user code: any exception fails only its own request
@@ -294,15 +248,6 @@ def _shape_of(packet: Packet | None) -> Hashable:
 
 def _frames_of(packet: Packet | None) -> int:
     return max((len(tensor) for tensor in packet.tensors.values() if tensor.ndim), default=0) if packet else 0
-
-
-def _set_outcome(waiting: _Waiting, outcome: Sequence[Packet] | StagemeshError) -> None:
-    if waiting.done.done():
-        return
-    if isinstance(outcome, StagemeshError):
-        waiting.done.set_exception(outcome)
-    else:
-        waiting.done.set_result(outcome)
 
 
 def _open(
