@@ -100,7 +100,7 @@ class RequestRecord:
             timings = request_pb2.Timings(
                 started_s=self.timeline.started_s,
                 first_output_s=min(self.first_outputs_s.values(), default=None),
-                finished_s=self.timeline.elapsed_s(),
+                finished_s=self.timeline.age_s,
             )
             choices = [
                 orchestrator_pb2.FinishedChoice(stages=self.timeline.finished_steps(index))
