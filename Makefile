@@ -121,7 +121,7 @@ check: venv typescript ## Check format, lint, prose, types, layers and contract
 docs: venv node_modules/.stamp ## Build the documentation site into out/site, and check every link
 	NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict
 
-release: venv typescript ## Build the sdist, the wheel and its SBOM and the npm package into out/release, and call a pipeline with both packages
+release: venv typescript ## Build the sdist, the wheel, its SBOM and the npm package into out/release, and call a pipeline with both packages
 	python -m tools.release
 
 protos: venv ## Format the contract and regenerate its stubs and docs/errors.md

@@ -22,6 +22,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 PIPELINE = ROOT / "examples/graph/pipeline.yaml"
 _END_S = 30
+_COMMAND_S = 600
+"""The maximum duration of each command of a release, in seconds. A client calls again until an orchestrator answers."""
 _CALL = """\
 import importlib.util, sys
 from stagemesh.client import Client
@@ -149,7 +151,7 @@ def write_bill_of_materials(python: Path, file: Path) -> None:
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, cwd=ROOT)
+    subprocess.run(command, check=True, cwd=ROOT, timeout=_COMMAND_S)
 
 
 def main(arguments: list[str]) -> int:

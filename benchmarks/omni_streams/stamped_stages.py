@@ -42,7 +42,7 @@ class _StampedChunker(Chunker):
 
     def cut(self) -> list[Packet]:
         if (producer := _producer.get(None)) is not None:
-            # No emission led to this chunk. Its way begins with the end of the time that its rows were to wait.
+            # A pause of the talker led to this chunk, not an emission. Its hop begins when the pause is noticed.
             producer.emitted.add(0)
         return self._stamped(super().cut())
 

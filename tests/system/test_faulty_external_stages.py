@@ -26,7 +26,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     address = f"127.0.0.1:{PortPicker().pick()}"
     pipeline = song(tmp_path_factory.mktemp("song"), addresses=f'["{address}"]', step_s=0.01)
     with stub_replica(pipeline, listen=address), deployed(pipeline) as deployment:
-        # A first request takes longer, which would count for the deadline of the first fault.
+        # The first request connects the stages, which must not use up the deadline of the first fault.
         with deployment.client() as client:
             assert client.generate("hello", seed=1, timeout_s=20).result().text
         yield deployment

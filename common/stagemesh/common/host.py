@@ -151,10 +151,11 @@ def shorten_time_slices() -> None:
 
 
 def share_heap_among_threads() -> None:
-    """Makes the C library allocate the memory of all threads from one heap, which can retain freed memory of any size.
+    """Makes the C library allocate the memory of all threads from one heap.
 
-    Call it before the process starts a thread. Otherwise each thread would have heaps of 64 MiB, whose memory is
-    returned to the system when a heap becomes empty. Has no effect on C libraries other than glibc. Source: mallopt(3).
+    Call it before the process starts a thread. By default, the memory of each thread consists of heaps of 64 MiB, and
+    a heap is returned to the system when it becomes empty, even if its memory is to be reused. Has no effect on C
+    libraries other than glibc. Source: mallopt(3).
     """
     if hasattr(_libc(), "mallopt"):
         _libc().mallopt(_M_ARENA_MAX, 1)

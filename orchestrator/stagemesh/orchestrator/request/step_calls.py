@@ -201,9 +201,9 @@ class StepCalls:
                 refuse_unknown(event, of=f"replica {state.replica.name}")
 
     def finish(self, state: StepState) -> None:
-        """Marks a stage as finished, and releases its replica.
+        """Sets the phase of a stage to FINISHED, and releases the stage's replica.
 
-        Also called for a lost stage whose results are no longer needed.
+        Called when the stage has finished, and when a lost stage's results are no longer needed.
         """
         state.phase = Phase.FINISHED
         state.release_replica()

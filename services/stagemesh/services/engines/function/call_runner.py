@@ -32,9 +32,9 @@ class WaitingCall(NamedTuple):
 class CallRunner:
     """Passes waiting calls to the function, a batch at a time.
 
-    The thread takes the next batch itself, because an event loop would start it a third of a millisecond later. After
-    each batch, other work that waits for the thread is done first. Create the runner within a running event loop, on
-    which all methods are called.
+    The thread takes the next batch itself, because an event loop would start the batch a third of a millisecond later.
+    After each batch, the thread first does its other waiting work, such as opening the state of a request. Create the
+    runner within a running event loop, on which all methods are called.
     """
 
     def __init__(
@@ -61,11 +61,12 @@ class CallRunner:
         self._on_done, self._clock = on_done, clock
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        """Protects the attributes below, which the thread uses, too."""
+        """Protects the queue, the running batch and `_has_turn`, which the event loop and the thread both change."""
         self._queue = CallQueue[WaitingCall]()
         self._running: list[WaitingCall] = []
+        """The calls of the batch that runs. Empty if none runs."""
         self._has_turn = False
-        """Whether the thread will take, or runs, a batch."""
+        """Whether the thread runs a batch, or will look for one."""
         self._is_closed = False
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """A future that completes when the thread runs no further batches because of a defect of Stagemesh."""

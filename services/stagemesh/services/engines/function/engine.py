@@ -146,7 +146,7 @@ class FunctionEngine:
     async def wait_failed(self) -> str:
         assert self._runner is not None, "`start` has not been called"
         await asyncio.wait([self._runner.failed])
-        return f"the thread of function {self._name} failed"
+        return f"function {self._name} returned no outcomes for a batch of calls; the log of this process has the cause"
 
     async def close(self) -> None:
         if self._runner is not None:

@@ -80,11 +80,11 @@ class Placement(NamedTuple):
 
 
 def choose_placement(options: Mapping[str, JsonValue]) -> Placement:
-    """Returns the device and the data type that the options of a vocoder stage select.
+    """Chooses the device and the data type of a vocoder stage by the stage's options, and sets torch up for them.
 
-    Also sets torch up for the device. `device: auto` selects a GPU if the machine has one. `dtype: auto`
-    selects float32 on a CPU and bfloat16 on a GPU. Raises InvalidRequestError if an option is invalid, and
-    NotReadyError if there is no GPU for `device: cuda`.
+    The option `device: auto` selects a GPU if the machine has one. `dtype: auto` selects float32 on a CPU and bfloat16
+    on a GPU. Raises InvalidRequestError if an option is invalid, and NotReadyError if there is no GPU for
+    `device: cuda`.
     """
     parsed = parse_options(_VocoderOptions, options, stage="")
     device = choose_device(parsed.device)
@@ -176,7 +176,7 @@ class CodecVocoder(Saves[VocoderState]):
         return max(size for size in self._batches if size <= max(1, self._max_frames // frames))
 
     def _filling(self, rows: int) -> int:
-        """Returns the number of rows that are added to a batch of `rows`."""
+        """Returns how many copies of the last row fill a batch of `rows` rows up to a permitted size."""
         return next(size for size in self._batches if size >= rows) - rows
 
     def _decode(self, codes: Codes, rows: BatchState) -> Iterator[npt.NDArray[np.float32]]:
