@@ -27,8 +27,11 @@ else:
     from vllm.v1.worker.gpu_worker import Worker
 
 
-_NICENESS = 10
-"""The niceness of a process that computes on the processors which the event loops of the stages use, too."""
+_NICENESS = 5
+"""The niceness of a process that computes on the processors which the event loops of the stages use, too.
+
+A process of niceness 10 would get a tenth of the time of any other busy process on the host, and 5 gets a third.
+"""
 
 
 class StageWorker(Worker):
