@@ -41,7 +41,7 @@ class RequestProgress:
     stop_at: int = 0
     """Number of completed steps at which the request leaves the step loop."""
     error: StagemeshError | None = None
-    """Error of the request's latest step, or None if that step succeeded."""
+    """Error that ends the request: that of its latest step, or of the step loop. None if the request continues."""
     reported: asyncio.Event = field(default_factory=asyncio.Event)
     """Event that the step loop sets after each step of the request, and when it ends."""
     trace: StepTrace | None = None
@@ -133,7 +133,8 @@ class StepScheduler:
             self.step_s = seconds if not self.step_s else 0.9 * self.step_s + 0.1 * seconds
             has_stopped = False
             for request, error in zip(batch, errors, strict=True):
-                request.error = error
+                # The step loop may have ended during the step. Its error remains.
+                request.error = request.error or error
                 request.done += error is None
                 if error is not None or request.done >= request.stop_at:
                     self._requests.discard(request)
