@@ -26,8 +26,9 @@ export OMP_NUM_THREADS ?= 1
 # Hundreds of processes of the tests import the same modules, which Python compiles each time unless it may store them.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two files of tests at once, where the user may give each process namespaces of its own. tests/conftest.py sorts them.
-AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 2 --dist loadfile --no-loadscope-reorder)
+# Three files of tests at once, also on two cores because tests often wait, where the user may give each process namespaces
+# of its own. tests/conftest.py sorts the files.
+AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 3 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv typescript kubernetes livekit browser go models demo demo-image test soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
@@ -100,7 +101,7 @@ soak: models ## Run the long forms of the fault tests, about an hour
 
 fuzz: venv ## Send FUZZ_MESSAGES=100000 random messages to each surface, then fuzz each reader for FUZZ_SECONDS=600 by coverage
 	$(PIP) -r requirements/fuzz.txt
-	STAGEMESH_FUZZ_MESSAGES=$(FUZZ_MESSAGES) pytest tests/fuzz -n 2 --dist loadfile
+	STAGEMESH_FUZZ_MESSAGES=$(FUZZ_MESSAGES) pytest tests/fuzz -n 3 --dist loadfile
 	set -e; for target in chunks fragment media state; do python -m tests.fuzz.guided $$target $(FUZZ_SECONDS); done
 
 cluster: models kubernetes ## Run the chart in a Kubernetes cluster on this machine, and disturb it under load for MINUTES=30
