@@ -26,8 +26,8 @@ export OMP_NUM_THREADS ?= 1
 # Hundreds of processes of the tests import the same modules, which Python compiles each time unless it may store them.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Three files of tests at once, also on two cores because tests often wait, where the user may give each process namespaces
-# of its own. tests/conftest.py sorts the files.
+# Tests often wait, so that three files at once end sooner than two, even on two cores. Each process of tests needs
+# namespaces of its own, which only root can create. tests/conftest.py sorts the files.
 AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 3 --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
@@ -101,7 +101,7 @@ soak: models ## Run the long forms of the fault tests, about an hour
 
 fuzz: venv ## Send FUZZ_MESSAGES=100000 random messages to each surface, then fuzz each reader for FUZZ_SECONDS=600 by coverage
 	$(PIP) -r requirements/fuzz.txt
-	STAGEMESH_FUZZ_MESSAGES=$(FUZZ_MESSAGES) pytest tests/fuzz -n 3 --dist loadfile
+	STAGEMESH_FUZZ_MESSAGES=$(FUZZ_MESSAGES) pytest tests/fuzz -n 2 --dist loadfile
 	set -e; for target in chunks fragment media state; do python -m tests.fuzz.guided $$target $(FUZZ_SECONDS); done
 
 cluster: models kubernetes ## Run the chart in a Kubernetes cluster on this machine, and disturb it under load for MINUTES=30

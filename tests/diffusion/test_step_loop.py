@@ -13,6 +13,8 @@ from stagemesh.services.engines.diffusion.executor import Executor, NextCall
 from stagemesh.services.engines.diffusion.scheduling.step_loop import StepLoop
 from stagemesh.services.engines.diffusion.scheduling.step_scheduler import RequestProgress, StepScheduler
 
+_LIMIT_S = 10
+
 
 class HeldExecutor:
     """An executor whose steps end when the test permits them."""
@@ -25,7 +27,7 @@ class HeldExecutor:
         def work() -> None:
             while (arguments := next_call()) is not None:
                 self.begun.release()
-                self.permitted.acquire()
+                assert self.permitted.acquire(timeout=_LIMIT_S), "the test has not permitted the step"
                 record([None] * len(arguments[0]))
 
         await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -44,11 +46,11 @@ async def test_a_request_fails_if_the_loop_ends_before_the_running_step() -> Non
     executor.permitted.release()
     assert await anext(steps) == 1
     for _ in range(2):
-        await asyncio.to_thread(executor.begun.acquire)
+        assert await asyncio.to_thread(executor.begun.acquire, timeout=_LIMIT_S)
     serving.cancel()
     await asyncio.wait([serving])
     await executor.finish()
     with pytest.raises(UnavailableError, match="the engine has ended"):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(_LIMIT_S):
             async for _ in steps:
                 pass

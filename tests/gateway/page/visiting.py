@@ -72,7 +72,7 @@ async def samples(page: Page, name: str) -> int:
     return int(await answer(page).locator(".heard").get_attribute(f"data-{name}") or 0)
 
 
-async def until(condition: Callable[[], Awaitable[bool]], *, timeout_s: float = 60.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], *, timeout_s: float = 40.0) -> None:
     """Waits until a condition holds. Fails after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while not await condition():

@@ -187,7 +187,7 @@ class Planner:
         return Plan(steps, route, generation, adapters)
 
     def choose_again(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica:
-        """Chooses a replica on which a stage of a plan can be restarted, and returns it.
+        """Returns a replica for the restart of one stage of a plan.
 
         The replica is ready, has loaded the plan's adapter, belongs to the plan's generation, and is not in `avoid`.
         Raises UnavailableError (STAGE_NOT_READY) if there is no such replica.

@@ -201,9 +201,9 @@ class StepCalls:
                 refuse_unknown(event, of=f"replica {state.replica.name}")
 
     def finish(self, state: StepState) -> None:
-        """Sets the phase of a stage to FINISHED, and releases the stage's replica.
+        """Records that a stage has finished, and releases its replica.
 
-        Called when the stage has finished, and when a lost stage's results are no longer needed.
+        Also called for a lost stage if its results are no longer needed.
         """
         state.phase = Phase.FINISHED
         state.release_replica()

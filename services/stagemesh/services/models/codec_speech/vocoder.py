@@ -80,7 +80,7 @@ class Placement(NamedTuple):
 
 
 def choose_placement(options: Mapping[str, JsonValue]) -> Placement:
-    """Chooses the device and the data type of a vocoder stage by the stage's options, and sets torch up for them.
+    """Returns the device and the data type for a vocoder stage with these options. Configures torch for the device.
 
     The option `device: auto` selects a GPU if the machine has one. `dtype: auto` selects float32 on a CPU and bfloat16
     on a GPU. Raises InvalidRequestError if an option is invalid, and NotReadyError if there is no GPU for
@@ -142,11 +142,11 @@ class CodecVocoder(Saves[VocoderState]):
         outputs: list[list[Packet]] = [[] for _ in batch]
         decoded: list[tuple[Sequence[int], Codes, BatchState]] = []
         for numbers in self._groups(batch):
-            filling = self._filling(len(numbers))
+            padding = self._padding(len(numbers))
             last = batch[numbers[-1]].state
-            copies = [StreamState(last.frames, last.memory) for _ in range(filling)]
+            copies = [StreamState(last.frames, last.memory) for _ in range(padding)]
             rows = BatchState([*(batch[number].state for number in numbers), *copies])
-            codes = np.stack([_codes(batch[number]) for number in [*numbers, *[numbers[-1]] * filling]])
+            codes = np.stack([_codes(batch[number]) for number in [*numbers, *[numbers[-1]] * padding]])
             for audio in self._decode(codes, rows):
                 for number, samples in zip(numbers, audio[: len(numbers)], strict=True):
                     outputs[number].append(Packet({"audio": samples}))
@@ -175,8 +175,8 @@ class CodecVocoder(Saves[VocoderState]):
         """Returns the maximum number of streams that are decoded together if each has `frames` new frames."""
         return max(size for size in self._batches if size <= max(1, self._max_frames // frames))
 
-    def _filling(self, rows: int) -> int:
-        """Returns how many copies of the last row fill a batch of `rows` rows up to a permitted size."""
+    def _padding(self, rows: int) -> int:
+        """Returns the number of padding rows with which a batch of `rows` rows has a permitted size."""
         return next(size for size in self._batches if size >= rows) - rows
 
     def _decode(self, codes: Codes, rows: BatchState) -> Iterator[npt.NDArray[np.float32]]:

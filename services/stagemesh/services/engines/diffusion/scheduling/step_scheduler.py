@@ -133,8 +133,9 @@ class StepScheduler:
             self.step_s = seconds if not self.step_s else 0.9 * self.step_s + 0.1 * seconds
             has_stopped = False
             for request, error in zip(batch, errors, strict=True):
-                # The step loop may have ended during the step. Its error remains.
-                request.error = request.error or error
+                if error is not None:
+                    # None is not stored: the step loop may have ended during the step, and has then set an error.
+                    request.error = error
                 request.done += error is None
                 if error is not None or request.done >= request.stop_at:
                     self._requests.discard(request)
