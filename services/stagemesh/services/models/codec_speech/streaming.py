@@ -117,12 +117,13 @@ class CausalConv:
         return self._multiply_windows(joined) if self._groups == 1 else self._add_taps(joined)
 
     def _multiply_windows(self, joined: Tensor) -> Tensor:
+        """Returns the outputs as one matrix product of the weights and the inputs under each place of the kernel."""
         windows = joined.unfold(2, self._history + 1, 1)[..., :: self._dilation]
         weight = self._weight.flatten(1).expand(len(joined), -1, -1)
         return torch.baddbmm(self._bias[:, None], weight, windows.transpose(2, 3).flatten(1, 2))
 
     def _add_taps(self, joined: Tensor) -> Tensor:
-        """Convolves each channel by itself."""
+        """Returns the outputs of a convolution of each channel by itself, as a sum over the taps of the kernel."""
         steps = joined.shape[2] - self._history
         outputs = torch.addcmul(self._bias[:, None], joined[..., :steps], self._weight[..., 0])
         for tap in range(1, self._weight.shape[2]):
@@ -144,6 +145,7 @@ class CausalTransposedConv:
         weights = weights.part("conv")
         self._weight = weights.place(weights.take("weight", inputs, outputs, kernel))
         if self._weight.is_cpu:
+            # [outputs, kernel, inputs], the order that `_multiply` needs.
             self._weight = self._weight.permute(1, 2, 0).contiguous()
         self._bias = weights.place(weights.take("bias", outputs))
         self._stride, self._history = stride, 1 if kernel > stride else 0
@@ -162,9 +164,10 @@ class CausalTransposedConv:
     def _multiply(self, joined: Tensor) -> Tensor:
         """Returns the outputs as one matrix product, of which overlapping parts are added.
 
-        On a CPU, torch's own transposed convolution takes up to twice as long.
+        On a CPU, torch's own transposed convolution takes up to 2.5 times as long.
         """
-        products = torch.matmul(self._weight.flatten(0, 1), joined).unflatten(1, self._weight.shape[:2])
+        products = torch.matmul(self._weight.flatten(0, 1), joined)
+        products = products.view(len(joined), *self._weight.shape[:2], joined.shape[2])
         outputs, overlap = products[:, :, : self._stride], products[:, :, self._stride :]
         if self._history:
             outputs[:, :, : overlap.shape[2], 1:] += overlap[..., :-1]
