@@ -8,6 +8,7 @@ from pydantic import JsonValue
 
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.vllm.arguments import engine_arguments
+from stagemesh.services.engines.vllm.core_calls import shut_down
 from stagemesh.services.engines.vllm.hidden_states.feature import HiddenStates
 from stagemesh.services.engines.vllm.options import HiddenStatesOptions
 from tests.engines.vllm.emitted_states import PROMPTS, load_reference
@@ -31,7 +32,7 @@ async def test_pooling_model_gives_the_reference_embedding(tmp_path: Path) -> No
             (output,) = [output async for output in pooling]
             assert (output.outputs.data - _expected(model, prompt)).abs().max() < 1e-5
     finally:
-        llm.shutdown()
+        shut_down(llm)
         states.close()
         await plane.close()
 

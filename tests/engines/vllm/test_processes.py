@@ -4,9 +4,11 @@ import asyncio
 import multiprocessing
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -44,6 +46,29 @@ async def test_dead_core_is_reported(model: Path) -> None:
             await running
         assert "died" in await engine.wait_failed()
     await engine.close()
+
+
+async def test_a_core_that_ends_while_vllm_kills_it_leaves_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine import utils
+
+    def end_at_the_last_moment(cores: Sequence[BaseProcess], *, timeout: float | None) -> None:
+        for core in cores:
+            core.kill()
+            core.join(timeout)
+        raise psutil.NoSuchProcess(0)
+
+    engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
+    await engine.start(lambda _: None)
+    resources = cast("Any", engine.control.llm.engine_core).resources
+    monkeypatch.setattr(utils, "shutdown", end_at_the_last_moment)
+    await engine.close()
+    async with asyncio.timeout(10):
+        while not (resources.output_socket.closed and resources.input_socket.closed):
+            await asyncio.sleep(0.01)
+        with suppress(asyncio.CancelledError):
+            await resources.output_queue_task
 
 
 def cores(process: psutil.Process) -> list[psutil.Process]:

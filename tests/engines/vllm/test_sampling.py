@@ -29,6 +29,7 @@ from stagemesh.services.engines.base import (
     TokenLogprobs,
     Usage,
 )
+from stagemesh.services.engines.vllm.core_calls import shut_down
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import as_prompt, collect, packets, stage_config, text_of
 from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, write_real_model
@@ -83,7 +84,7 @@ async def direct(model: Path) -> AsyncIterator[AsyncLLM]:
     )
     llm = AsyncLLM.from_engine_args(arguments)
     yield llm
-    llm.shutdown()
+    shut_down(llm)
 
 
 def task(prompt: Prompt | Sequence[int] = "hello", *, seed: int = 3, request_id: str = "r", **sampling: object) -> Task:

@@ -1,4 +1,4 @@
-"""Calls to vLLM's engine core. They raise an error if the core terminates."""
+"""Calls to vLLM's engine core, which raise an error if the core terminates, and the shutdown of the core."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -21,6 +21,21 @@ class CoreRefusalError(InternalError):
     """
 
     default_reason = "ENGINE_ERROR"
+
+
+def shut_down(llm: "AsyncLLM") -> None:
+    """Ends vLLM's processes and releases its sockets and tasks. Call it on the thread that started the processes.
+
+    vLLM kills an engine core that does not end in time. If the core ends at that moment by itself, vLLM raises
+    NoSuchProcess instead of releasing anything. This function then releases the rest.
+    """
+    from psutil import NoSuchProcess
+
+    try:
+        llm.shutdown()
+    except NoSuchProcess:
+        cast("Any", llm.engine_core).resources()
+        llm.shutdown()
 
 
 async def core_call(llm: "AsyncLLM", call: Coroutine[Any, Any, T]) -> T:

@@ -18,6 +18,7 @@ from stagemesh.common.stage_config import StageConfig
 from stagemesh.services.engines.abilities import EngineAbilities, HandsOver, PartitionsArena
 from stagemesh.services.engines.base import EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.engines.vllm.control import Control
+from stagemesh.services.engines.vllm.core_calls import shut_down
 from stagemesh.services.engines.vllm.core_process import forked_core
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, RequestPrompt
 from stagemesh.services.engines.vllm.load_failure import LoadFailure
@@ -233,7 +234,7 @@ class VllmEngine:
         if control is not None:
             control.profiles.discard()
             # Runs on the thread that started vLLM's processes.
-            await asyncio.get_running_loop().run_in_executor(self._thread, control.llm.shutdown)
+            await asyncio.get_running_loop().run_in_executor(self._thread, shut_down, control.llm)
         features, self._features = self._features, []
         for feature in features:
             feature.close()
