@@ -5,7 +5,7 @@ import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
@@ -60,15 +60,19 @@ async def test_a_core_that_ends_while_vllm_kills_it_leaves_nothing(
         raise psutil.NoSuchProcess(0)
 
     engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
+    before = set(multiprocessing.active_children())
     await engine.start(lambda _: None)
     resources = cast("Any", engine.control.llm.engine_core).resources
+    assert not resources.output_socket.closed
     monkeypatch.setattr(utils, "shutdown", end_at_the_last_moment)
     await engine.close()
     async with asyncio.timeout(10):
         while not (resources.output_socket.closed and resources.input_socket.closed):
             await asyncio.sleep(0.01)
-        with suppress(asyncio.CancelledError):
-            await resources.output_queue_task
+        await asyncio.wait([resources.output_queue_task])
+    assert resources.output_socket.closed
+    assert resources.input_socket.closed
+    assert set(multiprocessing.active_children()) <= before
 
 
 def cores(process: psutil.Process) -> list[psutil.Process]:

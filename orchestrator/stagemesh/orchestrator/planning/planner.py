@@ -187,9 +187,9 @@ class Planner:
         return Plan(steps, route, generation, adapters)
 
     def choose_again(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica:
-        """Returns a replica for the restart of one stage of a plan.
+        """Returns a ready replica on which a stage of a plan can restart.
 
-        The replica is ready, has loaded the plan's adapter, belongs to the plan's generation, and is not in `avoid`.
+        The replica has loaded the plan's adapter, belongs to the plan's generation, and is not in `avoid`.
         Raises UnavailableError (STAGE_NOT_READY) if there is no such replica.
         """
         ready = self._registry.ready([stage]).get(plan.generation, {}).get(stage)

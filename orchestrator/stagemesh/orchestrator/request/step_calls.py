@@ -201,9 +201,9 @@ class StepCalls:
                 refuse_unknown(event, of=f"replica {state.replica.name}")
 
     def finish(self, state: StepState) -> None:
-        """Records that a stage has finished, and releases its replica.
+        """Marks a stage as finished and releases its replica.
 
-        Also called for a lost stage if its results are no longer needed.
+        A lost stage whose results are no longer needed is marked, too.
         """
         state.phase = Phase.FINISHED
         state.release_replica()

@@ -231,14 +231,16 @@ class VllmEngine:
 
     async def close(self) -> None:
         control, self._control = self._control, None
-        if control is not None:
-            control.profiles.discard()
-            # Runs on the thread that started vLLM's processes.
-            await asyncio.get_running_loop().run_in_executor(self._thread, shut_down, control.llm)
-        features, self._features = self._features, []
-        for feature in features:
-            feature.close()
-        self._thread.shutdown(wait=False)
+        try:
+            if control is not None:
+                control.profiles.discard()
+                # Runs on the thread that started vLLM's processes.
+                await asyncio.get_running_loop().run_in_executor(self._thread, shut_down, control.llm)
+        finally:
+            features, self._features = self._features, []
+            for feature in features:
+                feature.close()
+            self._thread.shutdown(wait=False)
 
     # -- internals
 

@@ -26,7 +26,7 @@ _DILATIONS = (1, 3, 9)
 _SMALL_ELEMENTS = 20_480
 """The maximum number of input elements of a convolution that a CPU computes as a matrix product.
 
-For such inputs, torch's own convolutions take up to four times as long. This is torch's limit for its slow ones.
+For such inputs, torch's own convolutions take up to four times as long. Above this number, torch uses oneDNN.
 """
 
 
@@ -98,15 +98,19 @@ class BatchState:
 
 
 class CausalConv:
-    """A convolution whose outputs depend only on the present and on earlier inputs."""
+    """A convolution whose outputs depend only on the present and on earlier inputs.
+
+    If `depthwise` is set, each channel is convolved by itself. `inputs` and `outputs` are then equal.
+    """
 
     def __init__(
-        self, weights: Weights, inputs: int, outputs: int, *, kernel: int, dilation: int = 1, groups: int = 1
+        self, weights: Weights, inputs: int, outputs: int, *, kernel: int, dilation: int = 1, depthwise: bool = False
     ) -> None:
         weights = weights.part("conv")
-        self._weight = weights.place(weights.take("weight", outputs, inputs // groups, kernel))
+        self._groups = inputs if depthwise else 1
+        self._weight = weights.place(weights.take("weight", outputs, inputs // self._groups, kernel))
         self._bias = weights.place(weights.take("bias", outputs))
-        self._dilation, self._groups = dilation, groups
+        self._dilation = dilation
         self._history = (kernel - 1) * dilation
 
     def __call__(self, hidden: Tensor, batch: BatchState) -> Tensor:
@@ -117,13 +121,13 @@ class CausalConv:
         return self._multiply_windows(joined) if self._groups == 1 else self._add_taps(joined)
 
     def _multiply_windows(self, joined: Tensor) -> Tensor:
-        """Returns the outputs as one matrix product of the weights and the inputs under each place of the kernel."""
+        """Returns the outputs as the product of the weights and of the inputs under the kernel at each step."""
         windows = joined.unfold(2, self._history + 1, 1)[..., :: self._dilation]
         weight = self._weight.flatten(1).expand(len(joined), -1, -1)
         return torch.baddbmm(self._bias[:, None], weight, windows.transpose(2, 3).flatten(1, 2))
 
     def _add_taps(self, joined: Tensor) -> Tensor:
-        """Returns the outputs of a convolution of each channel by itself, as a sum over the taps of the kernel."""
+        """Returns the outputs of a depthwise convolution without dilation, as a sum over the taps of the kernel."""
         steps = joined.shape[2] - self._history
         outputs = torch.addcmul(self._bias[:, None], joined[..., :steps], self._weight[..., 0])
         for tap in range(1, self._weight.shape[2]):
@@ -162,16 +166,16 @@ class CausalTransposedConv:
         return outputs[..., start : joined.shape[2] * self._stride]
 
     def _multiply(self, joined: Tensor) -> Tensor:
-        """Returns the outputs as one matrix product, of which overlapping parts are added.
+        """Returns the outputs as a matrix product whose overlapping parts are added.
 
         On a CPU, torch's own transposed convolution takes up to 2.5 times as long.
         """
-        products = torch.matmul(self._weight.flatten(0, 1), joined)
-        products = products.view(len(joined), *self._weight.shape[:2], joined.shape[2])
-        outputs, overlap = products[:, :, : self._stride], products[:, :, self._stride :]
+        outputs, kernel, _ = self._weight.shape
+        products = torch.matmul(self._weight.flatten(0, 1), joined).view(len(joined), outputs, kernel, joined.shape[2])
+        sums, overlap = products[:, :, : self._stride], products[:, :, self._stride :]
         if self._history:
-            outputs[:, :, : overlap.shape[2], 1:] += overlap[..., :-1]
-        return outputs.transpose(2, 3).flatten(2).add_(self._bias[:, None])
+            sums[:, :, : overlap.shape[2], 1:] += overlap[..., :-1]
+        return sums.transpose(2, 3).flatten(2).add_(self._bias[:, None])
 
 
 class Snake:
@@ -196,7 +200,7 @@ class ConvNeXt:
     _EPSILON = 1e-6
 
     def __init__(self, weights: Weights, channels: int) -> None:
-        self._conv = CausalConv(weights.part("dwconv"), channels, channels, kernel=self.KERNEL, groups=channels)
+        self._conv = CausalConv(weights.part("dwconv"), channels, channels, kernel=self.KERNEL, depthwise=True)
         norm, up, down = weights.part("norm"), weights.part("pwconv1"), weights.part("pwconv2")
         self._norm = weights.place(norm.take("weight", channels)), weights.place(norm.take("bias", channels))
         self._up = (

@@ -27,7 +27,7 @@ Bounds the memory. With Qwen3-Omni's weights, 256 frames need 1.3 GB in float32.
 """
 
 _GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""The numbers of streams that a GPU decodes together. A batch is filled up with copies of its last stream.
+"""The numbers of streams that a GPU decodes together. Other batches are padded with copies of their last stream.
 
 For each new shape, cuDNN chooses the kernel of each convolution. With Qwen3-Omni's weights on an H200, the first call
 with a shape takes 70 to 170 ms, and a later one with one stream 8 ms.
@@ -80,7 +80,7 @@ class Placement(NamedTuple):
 
 
 def choose_placement(options: Mapping[str, JsonValue]) -> Placement:
-    """Returns the device and the data type for a vocoder stage with these options. Configures torch for the device.
+    """Returns the device and data type that the options of a vocoder stage select, and configures torch for the device.
 
     The option `device: auto` selects a GPU if the machine has one. `dtype: auto` selects float32 on a CPU and bfloat16
     on a GPU. Raises InvalidRequestError if an option is invalid, and NotReadyError if there is no GPU for
@@ -176,7 +176,7 @@ class CodecVocoder(Saves[VocoderState]):
         return max(size for size in self._batches if size <= max(1, self._max_frames // frames))
 
     def _padding(self, rows: int) -> int:
-        """Returns the number of padding rows with which a batch of `rows` rows has a permitted size."""
+        """Returns how many rows a batch of `rows` rows lacks to the next permitted size."""
         return next(size for size in self._batches if size >= rows) - rows
 
     def _decode(self, codes: Codes, rows: BatchState) -> Iterator[npt.NDArray[np.float32]]:
