@@ -7,7 +7,8 @@ tokens. Its audio is played as that of a real codec: each frame lasts 80 ms.
   deployment runs both, because the processes of two deployments differ in speed by up to 10 %. A ratio is the median
   over the repeats of the ratio of a repeat's medians.
 - The open loads send requests at random times (Poisson arrivals), at fractions of the measured capacity: the requests
-  a second of the largest closed load.
+  a second of the largest closed load. They run in rounds. Each round first measures the capacity again, because the
+  speed of a virtual machine changes within minutes. A percentile is the median over the rounds.
 - First playable audio is the arrival of the first chunk from which on play-out does not starve at once: the audio
   until then lasts until the next chunk arrives.
 - An underrun is a time in which the listener, who starts at the first chunk, hears nothing before the end of the audio.
@@ -18,6 +19,7 @@ tokens. Its audio is played as that of a real codec: each frame lasts 80 ms.
 
 import argparse
 import asyncio
+import itertools
 import os
 import statistics
 import tempfile
@@ -57,11 +59,12 @@ class Options:
     each: int = 2
     """The number of requests that each caller of a closed load sends in a repeat."""
     at_once: Sequence[int] = (1, 4, 10)
-    arrivals: Mapping[int, int] = field(default_factory=lambda: {REFERENCE: 24, 50: 60, LOADED: 200, 95: 100})
-    """The number of requests of each open load, by the percentage of the capacity."""
+    rounds: int = 5
+    arrivals: Mapping[int, int] = field(default_factory=lambda: {REFERENCE: 8, 50: 20, LOADED: 80, 95: 30})
+    """The number of requests of each open load of a round, by the percentage of the capacity."""
 
 
-QUICK = Options(repeats=1, each=1, at_once=(1, 4), arrivals={REFERENCE: 2, LOADED: 6})
+QUICK = Options(repeats=1, each=1, at_once=(1, 4), rounds=1, arrivals={REFERENCE: 2, LOADED: 6})
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,16 @@ class Measured:
 
     load: Load
     late: Lateness
+
+
+@dataclass(frozen=True)
+class Round:
+    """The open loads of a round."""
+
+    capacity_per_s: float
+    """The requests a second of the largest closed load."""
+    loads: Mapping[int, Measured]
+    """The loads by the percentage of the capacity."""
 
 
 @dataclass
@@ -82,8 +95,7 @@ class Results:
     taken_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     """The time in which requests that were sent at once ended, by their number."""
     late: dict[int, Lateness] = field(default_factory=dict[int, Lateness])
-    open: dict[int, Measured] = field(default_factory=dict[int, Measured])
-    """The open loads by the percentage of the capacity."""
+    rounds: list[Round] = field(default_factory=list[Round])
     starting_cpu_s: dict[str, float] = field(default_factory=dict[str, float])
     cpu_s: dict[str, float] = field(default_factory=dict[str, float])
     """The processor time during the open loads, by process."""
@@ -91,9 +103,9 @@ class Results:
     """The resident memory after all loads, by process."""
 
     @property
-    def capacity_per_s(self) -> float:
-        """The requests a second of the largest closed load."""
-        return statistics.median(load.requests_per_s for load in self.closed[max(self.closed)][CHUNKED])
+    def open_streams(self) -> dict[int, list[Sequence[Stream]]]:
+        """The requests of each round's open loads, by the percentage of the capacity."""
+        return {percent: [each.loads[percent].load.streams for each in self.rounds] for percent in self.rounds[0].loads}
 
 
 async def measure(options: Options) -> tuple[Results, list[Figure]]:
@@ -135,12 +147,16 @@ async def _run_closed(results: Results, running: Deployment, at_once: int, optio
 
 async def _run_open(results: Results, running: Deployment, options: Options) -> None:
     before_s = running.cpu_s()
-    for percent, requests in options.arrivals.items():
-        per_s = percent / 100 * results.capacity_per_s
-        async with reporting_process("benchmarks.orchestrator_paths.idle_loop") as lateness:
-            load = await opened(running.client, per_s=per_s, requests=requests)
-            results.open[percent] = Measured(load, LATENESS.validate_json(await lateness()))
-        say(f"open load, {percent} %: {requests} requests, {per_s:.2f} a second")
+    for number in range(options.rounds):
+        full = await closed(running.client, concurrent=max(options.at_once), each=options.each)
+        loads: dict[int, Measured] = {}
+        for percent, requests in options.arrivals.items():
+            per_s = percent / 100 * full.requests_per_s
+            async with reporting_process("benchmarks.orchestrator_paths.idle_loop") as lateness:
+                load = await opened(running.client, per_s=per_s, requests=requests, seed=number)
+                loads[percent] = Measured(load, LATENESS.validate_json(await lateness()))
+            say(f"open load, {percent} %: {requests} requests, {per_s:.2f} a second")
+        results.rounds.append(Round(full.requests_per_s, loads))
     results.cpu_s = {name: after_s - before_s[name] for name, after_s in running.cpu_s().items()}
 
 
@@ -149,8 +165,7 @@ def figures(results: Results) -> Iterator[Figure]:
     yield from _single_figures(results)
     for at_once, loads in results.closed.items():
         yield from _closed_figures(at_once, loads)
-    for percent, measured in results.open.items():
-        yield from _open_figures(percent, measured.load.streams, results)
+    yield from _open_figures(results)
     yield from _process_figures(results)
 
 
@@ -181,22 +196,30 @@ def _closed_figures(at_once: int, loads: Mapping[str, Sequence[Load]]) -> Iterat
     yield Figure("real-time factor of a stream", factor, "ratio", "", subject)
 
 
-def _open_figures(percent: int, streams: Sequence[Stream], results: Results) -> Iterator[Figure]:
-    rate = percent / 100 * results.capacity_per_s
-    subject = f"open load, {percent} % of {results.capacity_per_s:.2f} requests a second"
-    first_s = sorted(first_playable_s(stream.chunks) for stream in streams)
-    underruns_s = [worst_underrun_s(stream.chunks) for stream in streams]
-    yield Figure("first playable audio, p50", 1e3 * _quantile(first_s, 0.5), "ms", "", subject)
-    yield Figure("first playable audio, p95", 1e3 * _quantile(first_s, 0.95), "ms", "", subject)
-    if percent == LOADED and REFERENCE in results.open:
-        quiet_s = sorted(first_playable_s(stream.chunks) for stream in results.open[REFERENCE].load.streams)
-        ratio = _quantile(first_s, 0.95) / _quantile(quiet_s, 0.5)
-        yield Figure(f"first playable audio, p95 / p50 at {REFERENCE} %", ratio, "ratio", "<=3", subject)
-    smooth = sum(underrun_s < C50_S for underrun_s in underruns_s) / len(streams)
-    yield Figure("C50", 100 * smooth, "%", ">=99" if percent == LOADED else "", subject)
-    yield Figure("longest underrun", 1e3 * max(underruns_s), "ms", "", subject)
-    audio_s = rate * statistics.mean(stream.audio_s for stream in streams)
-    yield Figure("audio made a second", audio_s, "s/s", "", subject)
+def _open_figures(results: Results) -> Iterator[Figure]:
+    capacity_per_s = statistics.median(each.capacity_per_s for each in results.rounds)
+    all_streams = results.open_streams
+    for percent, rounds in all_streams.items():
+        subject = f"open load, {percent} % of {capacity_per_s:.2f} requests a second"
+        for share in (0.5, 0.95):
+            first_s = statistics.median(_first_playable_s(streams, share) for streams in rounds)
+            yield Figure(f"first playable audio, p{100 * share:.0f}", 1e3 * first_s, "ms", "", subject)
+        if percent == LOADED and REFERENCE in all_streams:
+            ratio = statistics.median(
+                _first_playable_s(streams, 0.95) / _first_playable_s(quiet, 0.5)
+                for streams, quiet in zip(rounds, all_streams[REFERENCE], strict=True)
+            )
+            yield Figure(f"first playable audio, p95 / p50 at {REFERENCE} %", ratio, "ratio", "<=3", subject)
+        underruns_s = [worst_underrun_s(stream.chunks) for streams in rounds for stream in streams]
+        smooth = sum(underrun_s < C50_S for underrun_s in underruns_s) / len(underruns_s)
+        yield Figure("C50", 100 * smooth, "%", ">=99" if percent == LOADED else "", subject)
+        yield Figure("longest underrun", 1e3 * max(underruns_s), "ms", "", subject)
+        stream_s = statistics.mean(stream.audio_s for streams in rounds for stream in streams)
+        yield Figure("audio made a second", percent / 100 * capacity_per_s * stream_s, "s/s", "", subject)
+
+
+def _first_playable_s(streams: Sequence[Stream], share: float) -> float:
+    return _quantile(sorted(first_playable_s(stream.chunks) for stream in streams), share)
 
 
 def _edge_figures(results: Results, stamps: Mapping[str, Mapping[int, Stamps]]) -> Iterator[Figure]:
@@ -206,7 +229,13 @@ def _edge_figures(results: Results, stamps: Mapping[str, Mapping[int, Stamps]]) 
         yield Figure("a request's bytes", edge.size_bytes, "bytes", "", subject)
         yield Figure("a request's chunks", edge.chunks, "", "", subject)
     loads = {_at_once(at_once): (ways[CHUNKED], results.late[at_once]) for at_once, ways in results.closed.items()}
-    loads |= {f"open load, {percent} %": ([each.load], each.late) for percent, each in results.open.items()}
+    for percent in results.rounds[0].loads:
+        measured = [each.loads[percent] for each in results.rounds]
+        late = Lateness(
+            statistics.median(each.late.p50_ms for each in measured),
+            statistics.median(each.late.p99_ms for each in measured),
+        )
+        loads[f"open load, {percent} %"] = [each.load for each in measured], late
     for name, (each, late) in loads.items():
         seeds = [seed for load in each for seed in load.seeds]
         goals = HOP_GOALS if name == _at_once(1) else {}
@@ -227,7 +256,8 @@ def _process_figures(results: Results) -> Iterator[Figure]:
     subject = "processes, each with its children"
     total_gb = sum(results.memory_mb.values()) / _MB_PER_GB
     yield Figure("resident memory, all", total_gb, "GB", "<=4", subject)
-    audio_s = sum(stream.audio_s for each in results.open.values() for stream in each.load.streams)
+    rounds = itertools.chain.from_iterable(results.open_streams.values())
+    audio_s = sum(stream.audio_s for streams in rounds for stream in streams)
     for name, memory_mb in results.memory_mb.items():
         yield Figure(f"resident memory, {name}", memory_mb, "MB", "", subject)
         yield Figure(f"processor time until ready, {name}", results.starting_cpu_s[name], "s", "", subject)

@@ -108,9 +108,9 @@ async def closed(client: AsyncClient, *, concurrent: int, each: int, whole: bool
     return Load(list(itertools.chain.from_iterable(streams)), time.monotonic() - began_s)
 
 
-async def opened(client: AsyncClient, *, per_s: float, requests: int) -> Load:
-    """Sends `requests` requests at random times, `per_s` a second on average. The times are reproducible."""
-    random_times, loop = random.Random(requests), asyncio.get_running_loop()
+async def opened(client: AsyncClient, *, per_s: float, requests: int, seed: int) -> Load:
+    """Sends `requests` requests at random times, `per_s` a second on average. `seed` determines the times."""
+    random_times, loop = random.Random(seed), asyncio.get_running_loop()
     tasks: list[asyncio.Task[Stream]] = []
     began_s = due_s = loop.time()
     async with asyncio.timeout(requests / per_s + _LATE_S), asyncio.TaskGroup() as group:

@@ -107,6 +107,27 @@ class Speaking:
         return [[] if call.packet is None else [Packet({"audio": call.packet.tensors["x"]})] for call in batch]
 
 
+class Delaying:
+    """Emits each input as audio, but retains the last sample of a request until its next input or its end."""
+
+    def __init__(self, model: object, options: Mapping[str, object]) -> None:
+        pass
+
+    def open(self, *, seed: int, options: Mapping[str, Value]) -> list[Array]:
+        return []
+
+    def __call__(self, batch: Sequence[Call[list[Array]]]) -> Sequence[Sequence[Packet]]:
+        return [self._one(call) for call in batch]
+
+    def _one(self, call: Call[list[Array]]) -> list[Packet]:
+        retained = call.state
+        if call.packet is None:
+            return [Packet({"audio": np.concatenate(retained)})] if retained else []
+        samples = np.concatenate([*retained, call.packet.tensors["x"]])
+        retained[:] = [samples[-1:]]
+        return [Packet({"audio": samples[:-1]})]
+
+
 class ListingMedia:
     """Emits the text of the prompt, and the types of its media."""
 
@@ -171,6 +192,7 @@ SPEAKING = FunctionDescriptor(
     ),
     factory="tests.engines.functions:Speaking",
 )
+DELAYING = replace(SPEAKING, factory="tests.engines.functions:Delaying")
 ECHO = FunctionDescriptor(
     Signature(emits={"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}),
     factory="tests.engines.functions:Echo",

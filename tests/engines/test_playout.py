@@ -13,8 +13,8 @@ from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Emission, Task
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.engines.function.playout import AudioStream, AudioTensor, CallCosts, CallQueue
-from tests.engines.functions import BATCHES, CLOCK, ENTERED, GATE, SPEAKING, SUMMING
-from tests.engines.support import stage_config
+from tests.engines.functions import BATCHES, CLOCK, DELAYING, ENTERED, GATE, SPEAKING, SUMMING
+from tests.engines.support import stage_config, stream
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +192,34 @@ async def test_the_load_contains_the_costs_of_calls(streams: Streams) -> None:
     load = streams.engine.load()
     assert load.call_costs_s == {4: 0.25, 8: 0.25}
     assert load.frame_audio_s == pytest.approx(0.1)
+    assert load.audio_delay_s == pytest.approx(0)
+
+
+async def test_the_load_contains_the_audio_that_a_function_retains() -> None:
+    engine = FunctionEngine(stage_config("function", function="tested"), descriptor=DELAYING)
+    await engine.start(lambda _line: None)
+    try:
+        for sizes in ([4, 20], [6, 3, 3], [12]):
+            inputs = stream(*(np.zeros(samples) for samples in sizes))
+            events = [event async for event in engine.submit(Task("1", 1, inlets={"in": inputs}))]
+            emitted = [len(event.packet.tensors["audio"]) for event in events if isinstance(event, Emission)]
+            assert emitted == [sizes[0] - 1, *sizes[1:], 1]
+        load = engine.load()
+    finally:
+        await engine.close()
+    assert load.frame_audio_s == pytest.approx(0.1)
+    assert load.audio_delay_s == pytest.approx(0.1)
+
+
+def test_the_delay_is_what_first_calls_lack_of_the_mean() -> None:
+    costs = CallCosts()
+    costs.add_first(4, audio_s=0.75)
+    costs.add([4], took_s=1.0, audio_s=0.75)
+    assert costs.audio_delay_s == 0
+    costs.add([4], took_s=1.0, audio_s=1.25)
+    assert costs.audio_delay_s == 0.25
+    costs.add_first(4, audio_s=1.5)
+    assert costs.audio_delay_s == 0
 
 
 @given(busy=st.integers(1, 5), ahead_s=st.floats(0, 20), samples=st.integers(1, 30))
@@ -204,11 +232,11 @@ def test_a_stream_that_is_never_urgent_progresses(busy: int, ahead_s: float, sam
     for _ in range(busy):
         queue.add(AudioStream(), due_s=now_s, shape="")
     for _ in range(10_000):
-        for stream in queue.pop_batch(1):
-            if stream is patient:
+        for urgent in queue.pop_batch(1):
+            if urgent is patient:
                 return
-            stream.add(samples / 10, now_s=now_s)
-            queue.add(stream, due_s=stream.dry_s, shape="")
+            urgent.add(samples / 10, now_s=now_s)
+            queue.add(urgent, due_s=urgent.dry_s, shape="")
     pytest.fail("the stream with the most audio ahead has never run")
 
 

@@ -504,7 +504,9 @@ class PlayoutPace(_message.Message):
     frame_audio_s: _builtins.float
     """The duration of the audio that the consumer makes from one frame. More than 0."""
     reserve_s: _builtins.float
-    """The time for which a complete chunk may have to wait before the consumer's call begins."""
+    """The time by which a chunk must be ready before the audio runs dry. It covers the time for which a complete chunk may
+    have to wait before the consumer's call begins, and the audio that the consumer retains until the next chunk.
+    """
     @_builtins.property
     def call_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallCost]:
         """The duration of the consumer's calls. Not empty."""
@@ -2245,6 +2247,7 @@ class WatchLoadResponse(_message.Message):
     FRAME_AUDIO_S_FIELD_NUMBER: _builtins.int
     FRAME_INTERVALS_S_FIELD_NUMBER: _builtins.int
     SENT_FIELD_NUMBER: _builtins.int
+    AUDIO_DELAY_S_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Steps that the engine is processing."""
     queued: _builtins.int
@@ -2274,6 +2277,10 @@ class WatchLoadResponse(_message.Message):
     frame_audio_s: _builtins.float
     """The mean duration of the audio that the engine emits for one frame of its input, in seconds. 0 like an empty
     `call_costs`.
+    """
+    audio_delay_s: _builtins.float
+    """The mean duration of the audio that the engine retains of a request's frames until the next ones arrive, in seconds.
+    0 if it retains none, and like an empty `call_costs`.
     """
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -2318,10 +2325,11 @@ class WatchLoadResponse(_message.Message):
         frame_audio_s: _builtins.float = ...,
         frame_intervals_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         sent: _abc.Iterable[Global___SentChunks] | None = ...,
+        audio_delay_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "work_s", b"work_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "adapters", b"adapters", "arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "call_costs", b"call_costs", "credit_bytes", b"credit_bytes", "frame_audio_s", b"frame_audio_s", "frame_intervals_s", b"frame_intervals_s", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "queued", b"queued", "running", b"running", "sent", b"sent", "work_s", b"work_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "adapters", b"adapters", "arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "audio_delay_s", b"audio_delay_s", "call_costs", b"call_costs", "credit_bytes", b"credit_bytes", "frame_audio_s", b"frame_audio_s", "frame_intervals_s", b"frame_intervals_s", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "queued", b"queued", "running", b"running", "sent", b"sent", "work_s", b"work_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__work_s: _TypeAlias = _typing.Literal["work_s"]  # noqa: Y015
     _WhichOneofArgType__work_s: _TypeAlias = _typing.Literal["_work_s", b"_work_s"]  # noqa: Y015

@@ -30,7 +30,7 @@ outputs: {audio: vocoder}
 """
 
 
-def _plan(folder: Path, chunk: str, *, costs_s: dict[int, float] | None = None) -> Plan:
+def _plan(folder: Path, chunk: str, *, costs_s: dict[int, float] | None = None, delay_s: float = 0.0) -> Plan:
     path = folder / "speech.yaml"
     path.write_text(SPEECH.replace("CHUNK", chunk))
     pipeline, registry = load_pipeline(str(path)), ReplicaRegistry()
@@ -38,7 +38,8 @@ def _plan(folder: Path, chunk: str, *, costs_s: dict[int, float] | None = None) 
     if costs_s:
         replicas["talker"].record_load(stage_pb2.WatchLoadResponse(frame_intervals_s={"frames": 0.01, "other": 9.0}))
         costs = [stage_pb2.CallCost(frames=frames, seconds=cost_s) for frames, cost_s in costs_s.items()]
-        replicas["vocoder"].record_load(stage_pb2.WatchLoadResponse(call_costs=costs, frame_audio_s=0.08))
+        load = stage_pb2.WatchLoadResponse(call_costs=costs, frame_audio_s=0.08, audio_delay_s=delay_s)
+        replicas["vocoder"].record_load(load)
     return Planner(pipeline, registry).plan(pipeline.route(["audio"]))
 
 
@@ -47,6 +48,12 @@ def _policy(plan: Plan, **given: object) -> ChunkPolicy:
     stages = {"vocoder": request_pb2.StageParameters(chunk=chunk)} if given else {}
     set_chunk_policies(plan, request_pb2.Parameters(stages=stages))
     return plan.route.edges[1].policy
+
+
+def _pace(plan: Plan) -> PlayoutPace | None:
+    policy = _policy(plan)
+    assert isinstance(policy, FramesPolicy)
+    return policy.pace
 
 
 @pytest.mark.parametrize(
@@ -80,11 +87,20 @@ def test_the_policy_contains_the_measured_pace_of_both_replicas(tmp_path: Path) 
 
 
 def test_a_replica_with_other_requests_may_let_a_chunk_wait_for_two_calls(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, "{frames: 25, initial_frames: 2, ramp: auto}", costs_s=CPU_S)
+    plan = _plan(tmp_path, "{frames: 25, initial_frames: 2, ramp: auto}", costs_s=CPU_S, delay_s=0.02)
     plan.steps["vocoder"].replica.load.place()
-    policy = _policy(plan)
-    assert isinstance(policy, FramesPolicy)
-    assert policy.pace == PlayoutPace(0.01, 0.08, CPU_S, reserve_s=0.005 + 2 * CPU_S[32])
+    assert _pace(plan) == PlayoutPace(0.01, 0.08, CPU_S, reserve_s=0.005 + 0.02 + 2 * CPU_S[32])
+
+
+def test_a_chunk_is_ready_earlier_by_the_audio_that_the_consumer_retains(tmp_path: Path) -> None:
+    chunk = "{frames: 25, initial_frames: 2, ramp: auto}"
+    assert _pace(_plan(tmp_path, chunk, costs_s=GPU_S, delay_s=0.025)) == PlayoutPace(0.01, 0.08, GPU_S, 0.005 + 0.025)
+
+
+@pytest.mark.parametrize("delay_s", [float("nan"), float("inf"), -0.1])
+def test_a_delay_that_cannot_be_is_ignored(tmp_path: Path, delay_s: float) -> None:
+    plan = _plan(tmp_path, "{frames: 25, initial_frames: 4, ramp: auto}", costs_s=GPU_S, delay_s=delay_s)
+    assert _policy(plan) == FramesPolicy(25, (4, 8, 16))
 
 
 def test_a_fixed_ramp_has_no_pace(tmp_path: Path) -> None:

@@ -28,7 +28,11 @@ class PlayoutPace:
     call_costs_s: Mapping[int, float]
     """The duration of the consumer's calls in seconds, by the maximum number of frames of a call. Not empty."""
     reserve_s: float = 0.0
-    """The time for which a complete chunk may have to wait before the consumer's call begins, in seconds."""
+    """The time by which a chunk must be ready before the audio runs dry, in seconds.
+
+    It covers the time for which a complete chunk may have to wait before the consumer's call begins, and the audio that
+    the consumer retains until the next chunk.
+    """
 
     def __post_init__(self) -> None:
         numbers = (self.frame_interval_s, self.frame_audio_s, *self.call_costs_s, *self.call_costs_s.values())

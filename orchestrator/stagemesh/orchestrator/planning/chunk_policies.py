@@ -51,8 +51,9 @@ def _measured_pace(edge: Edge, plan: Plan, *, largest: int) -> PlayoutPace | Non
     intervals_s = [producer.frame_intervals_s[name] for name in edge.tensors if name in producer.frame_intervals_s]
     costs_s = {cost.frames: cost.seconds for cost in consumer.call_costs}
     try:
-        pace = PlayoutPace(max(intervals_s, default=0.0), consumer.frame_audio_s, costs_s, _MARGIN_S)
+        reserve_s = _MARGIN_S + consumer.audio_delay_s
+        pace = PlayoutPace(max(intervals_s, default=0.0), consumer.frame_audio_s, costs_s, reserve_s)
     except ValueError:
         return None
     is_shared = replica.running > 1 or consumer.running + consumer.queued > 0
-    return replace(pace, reserve_s=_MARGIN_S + _SHARED_CALLS * pace.cost_s(largest)) if is_shared else pace
+    return replace(pace, reserve_s=reserve_s + _SHARED_CALLS * pace.cost_s(largest)) if is_shared else pace

@@ -435,6 +435,10 @@ class EngineLoad:
     """The mean duration of calls that make audio, in seconds, by their number of frames rounded up to a power of 2."""
     frame_audio_s: float = 0.0
     """The mean duration of the audio that the engine makes of one frame, in seconds. 0 if it is not measured."""
+    audio_delay_s: float = 0.0
+    """The mean duration of the audio that the engine retains of a request's frames until the next ones arrive, in
+    seconds.
+    """
 
 
 class Engine(Protocol):

@@ -141,6 +141,7 @@ class FunctionEngine:
             work_s=waiting * self._call_s,
             call_costs_s=self._costs.by_frames,
             frame_audio_s=self._costs.frame_audio_s,
+            audio_delay_s=self._costs.audio_delay_s,
         )
 
     async def wait_failed(self) -> str:
@@ -191,7 +192,10 @@ class FunctionEngine:
         shape = (stream.has_begun, _shape_of(call.packet)) if self._audio.exists else None
         self._runner.add(waiting, shape=shape, due_s=self._costs.due_s(stream, now_s=self._clock()))
         made = await waiting.done
-        stream.add(self._audio.seconds(made), now_s=self._clock())
+        audio_s = self._audio.seconds(made)
+        if audio_s and not stream.has_begun:
+            self._costs.add_first(_frames_of(call.packet), audio_s=audio_s)
+        stream.add(audio_s, now_s=self._clock())
         return made
 
     def _record(self, batch: Sequence[WaitingCall], outcomes: Sequence[Outcome], took_s: float) -> None:

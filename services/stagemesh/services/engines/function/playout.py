@@ -1,6 +1,7 @@
 """The play-out of a function's audio: the order of waiting calls, and what calls cost."""
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -58,6 +59,18 @@ class AudioStream:
             self.dry_s = max(self.dry_s, now_s) + audio_s
 
 
+@dataclass
+class _AudioOfFrames:
+    """The total number of frames of some calls, and the duration of their audio in seconds."""
+
+    calls: int = 0
+    frames: int = 0
+    audio_s: float = 0.0
+
+    def add(self, frames: int, *, audio_s: float) -> None:
+        self.calls, self.frames, self.audio_s = self.calls + 1, self.frames + frames, self.audio_s + audio_s
+
+
 class CallCosts:
     """Measures how long calls take, and how much audio they make of a frame. All times are in seconds."""
 
@@ -73,20 +86,34 @@ class CallCosts:
         self._settled: set[int] = set()
         """The keys of `by_frames` whose calls had a known shape."""
         self._mean_s = 0.0
-        self._frames, self._audio_s = 0, 0.0
+        self._all, self._first = _AudioOfFrames(), _AudioOfFrames()
 
     @property
     def frame_audio_s(self) -> float:
         """The mean duration of the audio of one frame. 0 if no call has been measured."""
-        return self._audio_s / self._frames if self._frames else 0.0
+        return self._all.audio_s / self._all.frames if self._all.frames else 0.0
+
+    @property
+    def audio_delay_s(self) -> float:
+        """The mean duration of the audio that a function retains of a request's frames until the next frames arrive.
+
+        A decoder whose output depends on later frames retains some audio. The first call of a request makes less audio
+        than its frames last, and the last call makes more.
+        """
+        calls = self._first.calls
+        return max(0.0, self._first.frames * self.frame_audio_s - self._first.audio_s) / calls if calls else 0.0
 
     def add(self, frames: Sequence[int], *, took_s: float, audio_s: float) -> None:
         """Adds a call whose packets had these numbers of frames, and became `audio_s` seconds of audio together."""
         # Frames that do not become audio, such as those of a reference voice, do not change the mean.
-        self._frames += sum(frames) if audio_s else 0
-        self._audio_s += audio_s
+        if audio_s:
+            self._all.add(sum(frames), audio_s=audio_s)
         if most := max(frames):
             self._add_duration(took_s, shape=(len(frames), most), size=1 << (most - 1).bit_length())
+
+    def add_first(self, frames: int, *, audio_s: float) -> None:
+        """Adds the first call of a request that made audio: `audio_s` seconds of this number of frames."""
+        self._first.add(frames, audio_s=audio_s)
 
     def _add_duration(self, took_s: float, *, shape: tuple[int, int], size: int) -> None:
         is_known = shape in self._shapes

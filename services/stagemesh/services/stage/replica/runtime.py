@@ -344,6 +344,7 @@ class StageRuntime:
             adapters=[adapter.name for adapter in adapters.list_adapters()] if adapters is not None else (),
             call_costs=starmap(_call_cost, sorted(engine.call_costs_s.items())),
             frame_audio_s=engine.frame_audio_s,
+            audio_delay_s=engine.audio_delay_s,
             frame_intervals_s=self._frame_intervals.seconds,
             sent=starmap(_sent_chunks, plane.meters),
         )
