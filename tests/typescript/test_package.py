@@ -14,7 +14,14 @@ from tests.repository.code_blocks import read_blocks
 from tests.system.conversing import talking
 from tests.typescript.nodes import PACKAGE, ROOT, node
 
-NPM = ("npm", "--no-audit", "--no-fund", "--loglevel=error", "--prefer-offline")
+# A connection that stalls is made again within the time limit of the installation. By default, npm waits for 5 minutes.
+_RETRIES = (
+    "--fetch-timeout=10000",
+    "--fetch-retries=3",
+    "--fetch-retry-mintimeout=500",
+    "--fetch-retry-maxtimeout=1000",
+)
+NPM = ("npm", "--no-audit", "--no-fund", "--loglevel=error", "--prefer-offline", *_RETRIES)
 COMPILE = (
     *(node(), str(ROOT / "node_modules" / "typescript" / "bin" / "tsc")),
     *("--strict", "--target", "es2023", "--module", "nodenext"),
