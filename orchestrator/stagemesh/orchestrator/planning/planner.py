@@ -187,7 +187,7 @@ class Planner:
         return Plan(steps, route, generation, adapters)
 
     def choose_again(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica:
-        """Returns a ready replica on which a stage of a plan can restart.
+        """Returns a ready replica for the restart of a stage.
 
         The replica has loaded the plan's adapter, belongs to the plan's generation, and is not in `avoid`.
         Raises UnavailableError (STAGE_NOT_READY) if there is no such replica.

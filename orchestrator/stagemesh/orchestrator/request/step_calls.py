@@ -201,9 +201,9 @@ class StepCalls:
                 refuse_unknown(event, of=f"replica {state.replica.name}")
 
     def finish(self, state: StepState) -> None:
-        """Marks a stage as finished and releases its replica.
+        """Marks a stage as finished. Releases its replica.
 
-        A lost stage whose results are no longer needed is marked, too.
+        The stage has finished, or it is lost and its results are no longer needed.
         """
         state.phase = Phase.FINISHED
         state.release_replica()

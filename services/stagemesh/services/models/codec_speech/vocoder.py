@@ -80,7 +80,7 @@ class Placement(NamedTuple):
 
 
 def choose_placement(options: Mapping[str, JsonValue]) -> Placement:
-    """Returns the device and data type that the options of a vocoder stage select, and configures torch for the device.
+    """Returns the device and the data type of a vocoder stage with these options. Sets torch up for the device.
 
     The option `device: auto` selects a GPU if the machine has one. `dtype: auto` selects float32 on a CPU and bfloat16
     on a GPU. Raises InvalidRequestError if an option is invalid, and NotReadyError if there is no GPU for
@@ -176,7 +176,7 @@ class CodecVocoder(Saves[VocoderState]):
         return max(size for size in self._batches if size <= max(1, self._max_frames // frames))
 
     def _padding(self, rows: int) -> int:
-        """Returns how many rows a batch of `rows` rows lacks to the next permitted size."""
+        """Returns the number of rows by which the next permitted size of a batch exceeds `rows`."""
         return next(size for size in self._batches if size >= rows) - rows
 
     def _decode(self, codes: Codes, rows: BatchState) -> Iterator[npt.NDArray[np.float32]]:
