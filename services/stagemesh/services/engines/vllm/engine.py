@@ -4,6 +4,7 @@ engine starts.
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
@@ -21,7 +22,6 @@ from stagemesh.services.engines.vllm.core_calls import shut_down
 from stagemesh.services.engines.vllm.core_process import forked_core
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, RequestPrompt
 from stagemesh.services.engines.vllm.load_failure import LoadFailure
-from stagemesh.services.engines.vllm.load_meter import LoadMeter
 from stagemesh.services.engines.vllm.options import KV_CACHE_KIND, StageOptions, engine_options, own_options
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _HEALTH_POLL_S = 0.2
 _ARENA_DIVISOR = 4
 """The arena's size divided by this number is the default size of the partitions for hidden states."""
+_LOAD_SMOOTHING = 0.1
 _PROGRESS_TOKENS = 64
 """The number of tokens between two progress events of a request.
 
@@ -45,6 +46,46 @@ def _vllm_metrics() -> "Iterator[Metric]":
     from prometheus_client import REGISTRY
 
     return (metric for metric in REGISTRY.collect() if metric.name.startswith("vllm:"))
+
+
+class LoadMeter:
+    """Measures the load of an engine: the numbers of running and queued requests, and the estimated remaining work.
+
+    The estimate is based on the number of tokens that the requests may still sample and on the measured time per token.
+    """
+
+    def __init__(self) -> None:
+        self._tokens_left: dict[str, int] = {}
+        self._token_s = 0.0
+        self._last_token_s = time.monotonic()
+
+    def begin(self, name: str, max_tokens: int) -> None:
+        """Adds the request `name`, which may sample at most `max_tokens` tokens."""
+        self._tokens_left[name] = max_tokens
+
+    def count(self, name: str, new_tokens: int) -> None:
+        """Records that the request `name` has sampled `new_tokens` more tokens.
+
+        Updates the estimated time per token and the number of tokens that the request may still sample.
+        """
+        if not new_tokens:
+            return
+        now_s, tokens_left = time.monotonic(), self._tokens_left
+        sample_s = min(1.0, now_s - self._last_token_s) * len(tokens_left)
+        self._token_s += _LOAD_SMOOTHING * (sample_s - self._token_s)
+        self._last_token_s = now_s
+        tokens_left[name] = max(0, tokens_left[name] - new_tokens)
+
+    def end(self, name: str) -> None:
+        """Removes the request `name`, which has finished or was aborted."""
+        del self._tokens_left[name]
+
+    def load(self, *, max_running: int) -> EngineLoad:
+        """Returns the load. `max_running` is the number of requests that the engine can run at the same time."""
+        held = len(self._tokens_left)
+        running = min(held, max_running)
+        rounds = sum(self._tokens_left.values()) / max(1, running)
+        return EngineLoad(running, held - running, work_s=rounds * self._token_s)
 
 
 class VllmEngine:
@@ -158,6 +199,7 @@ class VllmEngine:
                     yield usage
                 sampled += completion.token_ids
                 usage.output_tokens = usage.steps = count = len(sampled)
+                self._meter.count(request.name, count - before)
                 if finished:
                     self.control.count_prompt(output)
                     request.kv_transfer_params = output.kv_transfer_params
@@ -318,7 +360,7 @@ class VllmEngine:
         adapter = await held.enter_async_context(self.control.adapters.lease(task.adapter))
         # There must be no await until vLLM has the request, because a feature may abort the request from here on.
         hooks = [hook for feature in self._features if (hook := feature.open(request, held)) is not None]
-        self._meter.begin(request.name, request.sampled, request.params.max_tokens or 0)
+        self._meter.begin(request.name, request.params.max_tokens or 0)
         held.callback(self._meter.end, request.name)
         if any(feature.completes(request) for feature in self._features):
             return request, hooks, None
