@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.report import Figure, report
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.admission import Admission, AdmissionRequest, Ticket
-from stagemesh.orchestrator.spec import Limits
+from stagemesh.pipeline import Limits
 
 _MAX_IN_FLIGHT = 64
 _REQUESTS = 5_000

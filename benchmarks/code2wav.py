@@ -37,11 +37,11 @@ from benchmarks.code2wav_streams.stages import CODEBOOK, GROUPS, RATE, RECORD, V
 from benchmarks.edge_ways.findings import say
 from benchmarks.omni_streams.playout import Chunk, first_playable_s, worst_underrun_s
 from benchmarks.report import Figure, report
+from stagemesh.cli.launcher import Launcher
 from stagemesh.client import AsyncClient, AudioChunk
 from stagemesh.client.requests import StageArguments
-from stagemesh.connectors.edge import Packet
-from stagemesh.orchestrator.launcher import Launcher
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.connectors.packets import Packet
+from stagemesh.pipeline import load_pipeline
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, VocoderState
 from stagemesh.services.models.qwen3_omni.code2wav import make_code2wav

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_BENCHMARKS = ("orchestrator", "ar_stage", "edges")
-_SOURCES = ("protos", "common", "connectors", "services", "orchestrator", "gateway")
 _FAILED = 2
 
 
@@ -94,7 +94,7 @@ def measure(benchmark: str, version: Path) -> dict[Key, float]:
     """
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / "figures.json"
-        path = os.pathsep.join(str(version / source) for source in _SOURCES)
+        path = os.pathsep.join((temporary, *_sources(version, Path(temporary))))
         command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--json", str(file)]
         done = subprocess.run(
             command, cwd=version, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
@@ -106,6 +106,23 @@ def measure(benchmark: str, version: Path) -> dict[Key, float]:
         Key(benchmark, each.get("subject", ""), each["name"], each["unit"], each.get("goal", "")): each["value"]
         for each in (*written["results"], *written.get("details", []))
     }
+
+
+def _sources(version: Path, information: Path) -> list[str]:
+    """Returns the source roots of a version. Writes its entry points into the folder `information`.
+
+    The entry points of the installed version would name modules that this version may not have.
+    """
+    project = tomllib.loads((version / "pyproject.toml").read_text())
+    groups = {**project["project"]["entry-points"], "console_scripts": project["project"]["scripts"]}
+    lines = [line for group, names in groups.items() for line in (f"[{group}]", *map(" = ".join, names.items()))]
+    folder = information / f"stagemesh-{project['project']['version']}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: stagemesh\nVersion: {project['project']['version']}\n"
+    )
+    (folder / "entry_points.txt").write_text("\n".join(lines))
+    return [str(version / source) for source in project["tool"]["hatch"]["build"]["dev-mode-dirs"]]
 
 
 def _git(root: Path, *arguments: str) -> None:

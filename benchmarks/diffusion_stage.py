@@ -23,11 +23,11 @@ from benchmarks.ar_variants.processes import cpu_s
 from benchmarks.diffusion_ways.calls import StageClient, begun, step
 from benchmarks.report import Figure, report
 from benchmarks.stage_process import StageProcess
-from stagemesh.common.stage_config import StageConfig
-from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
+from stagemesh.common.process.stage_process import StageConfig
+from stagemesh.services.engines.diffusion.caches import PromptCache
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from stagemesh.services.engines.torch_device import choose_device
+from stagemesh.services.engines.torch_setup import choose_device
 from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.pipelines import write_qwen_image
 

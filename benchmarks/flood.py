@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from benchmarks.flood_attacks.__main__ import ATTACKS
 from benchmarks.report import Figure, report
+from stagemesh.cli.launcher import Launcher
 from stagemesh.client import AsyncClient
-from stagemesh.orchestrator.launcher import Launcher
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 
 _PIPELINE = """\
 pipeline: flooded

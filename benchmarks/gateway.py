@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.report import Figure, report
+from stagemesh.cli.launcher import Launcher
 from stagemesh.client import AsyncClient, Text
-from stagemesh.common.gateway_config import GatewayConfig
-from stagemesh.common.process_config import dump_config
-from stagemesh.common.process_lifecycle import raise_open_files_limit
-from stagemesh.orchestrator.launcher import Launcher
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.common.process.config import dump_config
+from stagemesh.common.process.lifecycle import raise_open_files_limit
+from stagemesh.gateway.config import GatewayConfig
+from stagemesh.pipeline import load_pipeline
 
 _PIPELINE = """\
 pipeline: p

@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.common.descriptors import import_factory, load_engine_descriptor, load_transform_descriptor
-from stagemesh.common.stage_config import StageConfig
-from stagemesh.connectors.edge import Packet
-from stagemesh.connectors.flow.chunking import Chunker, StepPolicy
-from stagemesh.orchestrator.spec import Edge, Pipeline, load_pipeline
+from stagemesh.common.plugins.entry_points import import_factory, load_engine_descriptor, load_transform_descriptor
+from stagemesh.common.process.stage_process import StageConfig
+from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.connectors.flow.chunking import Chunker
+from stagemesh.connectors.packets import Packet
+from stagemesh.pipeline import Edge, Pipeline, load_pipeline
 from stagemesh.services.engines.base import Emission, Engine, SamplingOptions, Task, Transform
 
 

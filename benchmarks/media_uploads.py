@@ -17,9 +17,9 @@ from pathlib import Path
 
 from benchmarks.memory import growth
 from benchmarks.report import Figure, report
+from stagemesh.cli.launcher import Launcher
 from stagemesh.client import AsyncClient, MediaFile
-from stagemesh.orchestrator.launcher import Launcher
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 
 _PIPELINE = """
 pipeline: uploads

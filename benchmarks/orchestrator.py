@@ -38,8 +38,8 @@ from benchmarks.orchestrator_paths.processes import (
     until_listening,
 )
 from benchmarks.report import Figure, report
-from stagemesh.orchestrator.launcher.ports import PortPicker
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.cli.launcher.ports import PortPicker
+from stagemesh.pipeline import load_pipeline
 
 REPLICAS = 12
 A_MINUTE = 2_000

@@ -27,10 +27,10 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from benchmarks.report import Figure, report
+from stagemesh.cli.launcher import Launcher
+from stagemesh.cli.launcher.certificates import Authority
 from stagemesh.client import AsyncClient
-from stagemesh.orchestrator.launcher import Launcher
-from stagemesh.orchestrator.launcher.certificates import Authority
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 
 _PIPELINE = """\
 pipeline: overhead

@@ -24,9 +24,9 @@ from benchmarks.session_parts.spoken import (
     measure_interruptions,
     measure_streamed_text,
 )
+from stagemesh.cli.launcher import Launcher
 from stagemesh.client import AsyncClient
-from stagemesh.orchestrator.launcher import Launcher
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 
 _KB = 1000
 _MS = 1000

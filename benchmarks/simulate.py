@@ -26,7 +26,7 @@ from benchmarks.simulation import virtual_time
 from benchmarks.simulation.round_robin import RoundRobin
 from benchmarks.simulation.run import Load, Survival, latencies_s, orchestrated, survival
 from stagemesh.orchestrator.planning.planner import Plan, Planner
-from stagemesh.orchestrator.spec import Pipeline, Route, load_pipeline
+from stagemesh.pipeline import Pipeline, Route, load_pipeline
 
 SIZES = (10, 100, 1_000, 10_000)
 REQUESTS = {10: 2_000, 100: 4_000, 1_000: 10_000, 10_000: 20_000}

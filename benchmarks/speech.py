@@ -17,9 +17,9 @@ from rich.console import Console
 
 from benchmarks.local import LocalPipeline
 from benchmarks.report import Figure, report
+from stagemesh.cli.launcher import Launcher
 from stagemesh.client import AsyncClient, Result
-from stagemesh.orchestrator.launcher import Launcher
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 
 PROMPT = "Explain in four short sentences why the sky is blue."
 SEED = 7

@@ -22,9 +22,9 @@ from rich.console import Console
 
 from benchmarks.ar_variants.model_files import LARGER, write_model
 from benchmarks.report import Figure, report
+from stagemesh.cli.launcher import Launcher
 from stagemesh.client import AsyncClient, Tokens
-from stagemesh.orchestrator.launcher import Launcher
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 
 SPLIT, WHOLE = "split", "whole"
 LONG_TOKENS, SHORT_TOKENS = 2_000, 24

@@ -14,8 +14,8 @@ from typing import Self
 import grpc
 
 from benchmarks.edge_ways.worker import WorkerError
-from stagemesh.common.process_config import dump_config
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.process.config import dump_config
+from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 READY_S = 180.0

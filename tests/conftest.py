@@ -42,40 +42,40 @@ def no_collector() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_qwen3_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Qwen3-Omni, which all tests of a process share. They must not write to it."""
-    from stagemesh.services.models.qwen3_omni import tiny
+    from stagemesh.tiny_models import qwen3_omni
 
     folder = tmp_path_factory.mktemp("tiny-qwen3-omni")
-    tiny.write(folder)
+    qwen3_omni.write(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_tts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Qwen3-TTS with voices by name, which all tests of a process share, and do not write to."""
-    from stagemesh.services.models.qwen3_tts import tiny
+    from stagemesh.tiny_models import qwen3_tts
 
     folder = tmp_path_factory.mktemp("tiny-qwen3-tts")
-    tiny.write_custom_voice(folder)
+    qwen3_tts.write_custom_voice(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_tts_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Qwen3-TTS that clones voices, which all tests of a process share, and do not write to."""
-    from stagemesh.services.models.qwen3_tts import tiny
+    from stagemesh.tiny_models import qwen3_tts
 
     folder = tmp_path_factory.mktemp("tiny-qwen3-tts-base")
-    tiny.write_base(folder)
+    qwen3_tts.write_base(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen2_5_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Qwen2.5-Omni, which all tests of a process share. They must not write to it."""
-    from stagemesh.services.models.qwen2_5_omni import tiny
+    from stagemesh.tiny_models import qwen2_5_omni
 
     folder = tmp_path_factory.mktemp("tiny-qwen2.5-omni")
-    tiny.write(folder)
+    qwen2_5_omni.write(folder)
     return folder
 
 

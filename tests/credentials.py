@@ -4,7 +4,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stagemesh.orchestrator.launcher.certificates import Authority
+from stagemesh.cli.launcher.certificates import Authority
 from stagemesh.rpc.credentials import PROCESS, Credentials
 
 HOSTS = ("127.0.0.1", "localhost")

@@ -17,8 +17,8 @@ import psutil
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from stagemesh.cli.launcher.certificates import Authority
 from stagemesh.client import Client
-from stagemesh.orchestrator.launcher.certificates import Authority
 from stagemesh.rpc.channels import CHANNEL_OPTIONS, open_sync
 from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc

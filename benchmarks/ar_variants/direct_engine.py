@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from benchmarks.ar_variants.model_files import options_of
 from benchmarks.ar_variants.workload import SEED, Outcome, Trial, run_streams
 from benchmarks.edge_ways.worker import End
-from stagemesh.services.engines.vllm.engine import prepare_environment
+from stagemesh.services.engines.vllm.engine_core import prepare_environment
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.ar_variants.loop_probe import LoopProbe
-from stagemesh.common.process_config import load_config
-from stagemesh.common.process_lifecycle import run_service
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.process.config import load_config
+from stagemesh.common.process.lifecycle import run_service
+from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.services.stage.process import serve
 
 

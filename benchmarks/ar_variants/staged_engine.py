@@ -11,7 +11,7 @@ from benchmarks.ar_variants.loop_probe import Tick
 from benchmarks.ar_variants.model_files import options_of
 from benchmarks.ar_variants.states_consumer import GENERATION, PIPELINE, PRODUCER
 from benchmarks.stage_process import StageProcess
-from stagemesh.common.stage_config import DataPlaneConfig, StageConfig
+from stagemesh.common.process.stage_process import DataPlaneConfig, StageConfig
 
 ARENA_BYTES = 32 << 20
 """The whole arena is in memory from the start. The default is twice this size."""

@@ -9,8 +9,8 @@ from benchmarks.ar_variants.workload import OUTPUT_TOKENS, PROMPT_TOKENS, Trial
 from benchmarks.edge_ways.plane import stage_service
 from benchmarks.edge_ways.worker import End
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.packets import EdgeKey
 from stagemesh.rpc.channels import SERVER_OPTIONS
 
 PIPELINE, GENERATION, PRODUCER = "benchmark", "1", "ar-0"

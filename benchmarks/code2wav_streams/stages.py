@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from pydantic import JsonValue, TypeAdapter
 
-from stagemesh.common.descriptors import Emitted, EngineDescriptor, OptionSpec, Signature, import_factory
-from stagemesh.common.stage_config import StageConfig
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.common.typed_values import Value
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.descriptors import Emitted, EngineDescriptor, OptionSpec, Signature
+from stagemesh.common.plugins.entry_points import import_factory
+from stagemesh.common.process.stage_process import StageConfig
+from stagemesh.common.wire.tensors import TensorSpec, Value
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Task, Usage
 from stagemesh.services.engines.function.base import Call, Function

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import torch
 
-from stagemesh.common.typed_values import to_messages
+from stagemesh.common.wire.tensors import to_messages
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState

@@ -11,12 +11,12 @@ import numpy as np
 
 from benchmarks.edge_ways.base import Bytes, Receiver, Sender, check_mark, mark, source
 from benchmarks.edge_ways.worker import readable, receive
-from stagemesh.common.connector_descriptors import GRPC, NIXL, SHM, ConnectorName
+from stagemesh.common.plugins.connectors import GRPC, NIXL, SHM, ConnectorName
+from stagemesh.common.wire.chunk_policies import StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
+from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.rpc.channels import SERVER_OPTIONS
 from stagemesh.rpc.handlers import answering
 

@@ -12,18 +12,18 @@ from typing import ClassVar
 import numpy as np
 
 from benchmarks.edge_ways.worker import End, receive
-from stagemesh.common.descriptors import Emitted, Signature
-from stagemesh.common.stage_config import StageConfig
-from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.plugins.descriptors import Emitted, Signature
+from stagemesh.common.process.stage_process import StageConfig
+from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, Engine, EngineEvent, EngineLoad, Task, Usage
-from stagemesh.services.stage.replica.runtime import StageRuntime
-from stagemesh.services.stage.service.servicer import StageServicer
+from stagemesh.services.stage.runtime import StageRuntime
+from stagemesh.services.stage.servicer import StageServicer
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 
 STREAMS = 32

@@ -17,7 +17,7 @@ import grpc
 from benchmarks.flood_attacks import http2
 from benchmarks.flood_attacks.http2 import GENERATE, Connection
 from stagemesh.client.requests import build_request
-from stagemesh.common.process_lifecycle import raise_open_files_limit
+from stagemesh.common.process.lifecycle import raise_open_files_limit
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 

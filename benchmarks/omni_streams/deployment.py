@@ -15,9 +15,9 @@ import psutil
 
 from benchmarks.omni_streams import stamps
 from benchmarks.orchestrator_paths.processes import cpu_s
+from stagemesh.cli.launcher import Launcher
 from stagemesh.client import AsyncClient
-from stagemesh.orchestrator.launcher import Launcher
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 
 TORCHVISION = Path(sys.prefix) / "torchvision"
 """The folder into which `make venv` installs torchvision, which the thinker imports."""

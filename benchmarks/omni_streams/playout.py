@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from stagemesh.orchestrator.request.playout import Playout
+from stagemesh.orchestrator.request.timeline import Playout
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import cast
 from pydantic import JsonValue
 
 from benchmarks.omni_streams.stamps import FOLDER, Stamps, without_folder
-from stagemesh.common.descriptors import import_factory
-from stagemesh.common.stage_config import StageConfig
-from stagemesh.common.typed_values import Value
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.entry_points import import_factory
+from stagemesh.common.process.stage_process import StageConfig
+from stagemesh.common.wire.tensors import Value
 from stagemesh.connectors.flow import outlet
 from stagemesh.connectors.flow.chunking import Chunker
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Emission, EngineEvent, Task
 from stagemesh.services.engines.function.base import Call, Function
 from stagemesh.services.engines.vllm.engine import VllmEngine

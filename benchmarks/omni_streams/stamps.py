@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import JsonValue, TypeAdapter
 
-from stagemesh.common.descriptors import FunctionDescriptor, Signature
+from stagemesh.common.plugins.descriptors import FunctionDescriptor, Signature
 from stagemesh.services.engines.vllm import DESCRIPTOR as VLLM
 from stagemesh.services.models.qwen3_omni import CODE2WAV
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from stagemesh.common.process_lifecycle import run_service
+from stagemesh.common.process.lifecycle import run_service
 
 _STEP_S = 0.005
 

@@ -6,9 +6,9 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Protocol, Self
 
 from benchmarks.orchestrator_paths.relay import UPSTREAM
-from stagemesh.common.connector_descriptors import number_of
-from stagemesh.orchestrator.request.step_calls import policy_to_wire
-from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.common.plugins.connectors import number_of
+from stagemesh.orchestrator.planning.chunk_policies import policy_to_wire
+from stagemesh.pipeline import Pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import (
     orchestrator_pb2,

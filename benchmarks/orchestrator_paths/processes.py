@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from stagemesh.common.process_config import dump_config
+from stagemesh.cli.launcher.ports import PortPicker
+from stagemesh.common.process.config import dump_config
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration
-from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, stage_pb2
 

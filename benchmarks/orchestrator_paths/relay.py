@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import grpc
 
-from stagemesh.common.process_lifecycle import run_service
+from stagemesh.common.process.lifecycle import run_service
 from stagemesh.rpc.channels import SERVER_OPTIONS, open_channel
 from stagemesh.v1 import stage_pb2
 

@@ -11,17 +11,17 @@ import os
 from contextlib import AsyncExitStack
 
 from benchmarks.orchestrator_paths.stamped_engine import StampedEngine
-from stagemesh.common.descriptors import import_factory, load_engine_descriptor
-from stagemesh.common.process_lifecycle import run_service
-from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
+from stagemesh.common.plugins.entry_points import import_factory, load_engine_descriptor
+from stagemesh.common.process.lifecycle import run_service
+from stagemesh.common.process.stage_process import OrchestratorAddress, StageConfig
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.orchestrator.spec import Pipeline, Stage, load_pipeline
+from stagemesh.pipeline import Pipeline, Stage, load_pipeline
 from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
-from stagemesh.services.stage.replica.runtime import StageRuntime
-from stagemesh.services.stage.service.registration import registered
-from stagemesh.services.stage.service.servicer import StageServicer
+from stagemesh.services.stage.registration import registered
+from stagemesh.services.stage.runtime import StageRuntime
+from stagemesh.services.stage.servicer import StageServicer
 
 _ARENA_BYTES = 1 << 20
 

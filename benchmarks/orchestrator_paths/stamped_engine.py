@@ -8,8 +8,8 @@ from contextlib import aclosing
 
 import numpy as np
 
-from stagemesh.common.stage_config import StageConfig
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.process.stage_process import StageConfig
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Emission, EngineEvent, Task
 from stagemesh.services.engines.fake.engine import FakeEngine
 

@@ -14,7 +14,7 @@ import grpc
 
 from benchmarks.memory import memory_bytes
 from benchmarks.orchestrator_paths.processes import Deployment, console, deployed, started, until_listening
-from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
 

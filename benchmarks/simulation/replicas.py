@@ -13,15 +13,15 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import NotFoundError, UnavailableError, UnsupportedError
 from stagemesh.common.notification import Notifier
-from stagemesh.common.versions import own_protocol
-from stagemesh.connectors.stream.wire import EdgeProbe
+from stagemesh.common.plugins.connectors import ConnectorName
+from stagemesh.common.wire.versions import own_protocol
+from stagemesh.connectors.stream.connector_agreement import EdgeProbe
+from stagemesh.orchestrator.fleet.membership import Member, MembershipListener
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient, Verdict
-from stagemesh.orchestrator.fleet.replica_errors import REPLICA_LOST
-from stagemesh.orchestrator.membership.base import Member, MembershipListener
-from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.orchestrator.fleet.replica_loss import REPLICA_LOST
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import stage_pb2
 
 _ACCEPTED = stage_pb2.ExecuteStepResponse(accepted=stage_pb2.StepAccepted())

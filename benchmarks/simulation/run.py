@@ -11,7 +11,7 @@ from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.planning.planner import Choice, LeastWork
-from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import orchestrator_pb2
 
 SMALL_CHUNKS, LARGE_CHUNKS, LARGE_SHARE = 1, 20, 0.1

@@ -20,7 +20,7 @@ from k8s.cluster.campaign import Campaign, report
 from k8s.cluster.cluster import REPOSITORY, Cluster
 from k8s.cluster.release import Release, push
 from k8s.cluster.shell import run
-from stagemesh.common import settings
+from stagemesh.common.process import settings
 
 _FOLDER = REPOSITORY / "out/cluster"
 _TAG = "cluster"

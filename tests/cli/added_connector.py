@@ -7,7 +7,7 @@ import pytest
 
 NUMBER = 1000
 _MODULE = f"""\
-from stagemesh.common.connector_descriptors import ConnectorDescriptor
+from stagemesh.common.plugins.connectors import ConnectorDescriptor
 DESCRIPTOR = ConnectorDescriptor("pigeon", {NUMBER}, 5, "pigeon:Pigeon", module="not_there", remedy="feed it")
 """
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from typer.testing import CliRunner
 
-from stagemesh.orchestrator.cli.main import app
+from stagemesh.cli.app import app
 
-COMMAND = (sys.executable, "-m", "stagemesh.orchestrator.cli.main")
+COMMAND = (sys.executable, "-m", "stagemesh.cli.app")
 
 
 @dataclass(frozen=True)

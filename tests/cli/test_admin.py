@@ -17,15 +17,14 @@ import pytest
 from google.protobuf.json_format import ParseDict
 from rich.console import Console
 
+from stagemesh.cli.launcher.ports import PortPicker
+from stagemesh.cli.operation import admin_connection as admin_client
+from stagemesh.cli.operation.admin import Condition, unmet_cause
+from stagemesh.cli.operation.top import top_view
+from stagemesh.cli.operation.views import REQUESTS, attempt_text, moments, request_view
+from stagemesh.cli.terminal.output import make_table
 from stagemesh.client import Admitted, Client, Generation, Text
-from stagemesh.common.errors import CancelledRequestError
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.orchestrator.cli.admin import client as admin_client
-from stagemesh.orchestrator.cli.admin.views import REQUESTS, attempt_text, moments, request_view
-from stagemesh.orchestrator.cli.admin.wait import Condition, unmet_cause
-from stagemesh.orchestrator.cli.output import make_table
-from stagemesh.orchestrator.cli.top import top_view
-from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.common.errors import CancelledRequestError, ExitCode
 from stagemesh.v1 import admin_pb2, chunk_pb2, orchestrator_pb2, stage_pb2
 from tests.cli.commands import COMMAND, Ran, invoke
 from tests.deployment import Deployment, deployed, eventually

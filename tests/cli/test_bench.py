@@ -8,15 +8,13 @@ from typing import Self
 import pytest
 from PIL import Image
 
-from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.orchestrator.cli.bench.arrivals import Arrivals, arrival_times_s
-from stagemesh.orchestrator.cli.bench.loads import Load, LoadRun, LoadRunner, LoadSettings
-from stagemesh.orchestrator.cli.bench.measurements import Failure, Measurement
-from stagemesh.orchestrator.cli.bench.plot import write_plot
-from stagemesh.orchestrator.cli.bench.report import make_report, summarize, to_document
-from stagemesh.orchestrator.cli.bench.request_mix import MixedRequest, draw_requests, read_requests
-from stagemesh.orchestrator.cli.bench.targets import Clock
+from stagemesh.bench.loads import Load, LoadRun, LoadRunner, LoadSettings
+from stagemesh.bench.measurements import Failure, Measurement
+from stagemesh.bench.plot import write_plot
+from stagemesh.bench.report import make_report, summarize, to_document
+from stagemesh.bench.settings import Arrivals, arrival_times_s
+from stagemesh.bench.targets import Clock, MixedRequest, draw_requests, read_requests
+from stagemesh.common.errors import ExitCode, InvalidRequestError
 from tests.cli.commands import invoke
 
 

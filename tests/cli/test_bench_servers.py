@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from stagemesh.common.errors import InternalError, OverloadedError
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.common.settings import variables
+from stagemesh.common.errors import ExitCode, InternalError, OverloadedError
+from stagemesh.common.process.settings import variables
 from tests.cli.commands import COMMAND, stagemesh
 from tests.client.scripted import Pause, Script, ScriptedOrchestrator, admitted, audio, finished, text
 from tests.deployment import Deployment, deployed

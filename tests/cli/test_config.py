@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.common.process_config import load_config
-from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
+from stagemesh.common.errors import ExitCode, InvalidRequestError
+from stagemesh.common.process.config import load_config
+from stagemesh.common.process.stage_process import OrchestratorAddress, StageConfig
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
 from tests.cli.commands import invoke
 from tests.system.pipelines import relays

@@ -11,11 +11,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.orchestrator.cli.contexts.addresses import ADMIN_SERVER, SERVER
-from stagemesh.orchestrator.cli.contexts.file import Context, Contexts, contexts_path, load_contexts, save_contexts
-from stagemesh.orchestrator.cli.error_output import ErrorGroup
-from stagemesh.orchestrator.cli.options import Parameter, with_parameters
+from stagemesh.cli.terminal.connection_options import ADMIN_SERVER, SERVER
+from stagemesh.cli.terminal.contexts import Context, Contexts, contexts_path, load_contexts, save_contexts
+from stagemesh.cli.terminal.error_output import ErrorGroup
+from stagemesh.cli.terminal.options import Parameter, with_parameters
+from stagemesh.common.errors import ExitCode
 from tests.cli.commands import Ran, invoke, stagemesh
 from tests.client.scripted import ScriptedOrchestrator
 

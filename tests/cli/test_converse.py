@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from stagemesh.client import WavWriter
-from stagemesh.common.errors import InternalError, NotReadyError, UnsupportedError
-from stagemesh.common.exit_codes import ExitCode
+from stagemesh.common.errors import ExitCode, InternalError, NotReadyError, UnsupportedError
 from stagemesh.v1 import orchestrator_pb2
 from stagemesh.v1.request_pb2 import ROLE_SYSTEM
 from tests.cli.commands import COMMAND, stagemesh

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.errors import UnauthenticatedError
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.common.token_config import TokenConfig
+from stagemesh.common.errors import ExitCode, UnauthenticatedError
+from stagemesh.common.process.config import TokenConfig
 from stagemesh.rpc.authentication import TokenChecker
 from stagemesh.rpc.credentials import KEY, TlsFolder
 from tests.cli.commands import invoke

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.orchestrator.cli.diagnosis import Deployment, Finding, Severity, diagnose
-from stagemesh.rpc.host_report import host_report
+from stagemesh.cli.operation.diagnosis import Deployment, Finding, Severity, diagnose
+from stagemesh.common.errors import ExitCode
+from stagemesh.rpc.process_control import host_report
 from stagemesh.v1 import admin_pb2, chunk_pb2, control_pb2, orchestrator_pb2
 from tests.cli.commands import Ran, invoke
 from tests.credentials import issue, process_credentials

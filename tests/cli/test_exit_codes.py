@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from stagemesh.cli.terminal.error_output import show_error
 from stagemesh.common.errors import (
     CancelledRequestError,
     ExistsError,
+    ExitCode,
     InternalError,
     InvalidRequestError,
     NotFoundError,
@@ -20,8 +22,6 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.orchestrator.cli.error_output import show_error
 from tests.cli.commands import COMMAND, invoke, stagemesh
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, text
 

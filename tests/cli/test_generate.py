@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.errors import OverloadedError, UnavailableError
-from stagemesh.common.exit_codes import ExitCode
+from stagemesh.common.errors import ExitCode, OverloadedError, UnavailableError
 from stagemesh.v1 import request_pb2
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse as Response

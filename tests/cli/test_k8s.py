@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from stagemesh.common.exit_codes import ExitCode
+from stagemesh.common.errors import ExitCode
 from tests.cli.commands import Ran, invoke
 
 ROOT = Path(__file__).parents[2]

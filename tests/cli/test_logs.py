@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.orchestrator.launcher.run_folder import RunFolder
+from stagemesh.cli.launcher.run_folder import RunFolder
+from stagemesh.common.errors import ExitCode
 from tests.cli.commands import COMMAND, Ran, invoke
 
 

@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from stagemesh.common.exit_codes import ExitCode
+from stagemesh.common.errors import ExitCode
 from tests.cli.commands import invoke
 
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.orchestrator.cli.vllm_omni_import.keys import VLLM_ARGUMENTS
-from stagemesh.orchestrator.cli.vllm_omni_import.known_models import DIFFUSION_CHECKPOINTS
+from stagemesh.common.errors import ExitCode
 from stagemesh.services.engines.diffusion.model.families import FAMILIES
+from stagemesh.vllm_omni.keys import VLLM_ARGUMENTS
+from stagemesh.vllm_omni.known_models import DIFFUSION_CHECKPOINTS
 from tests.cli.commands import invoke
 
 CONFIGS = Path(__file__).parent / "vllm_omni"

@@ -7,11 +7,10 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from stagemesh.common.errors import NotReadyError
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.connectors.arena import memory_file
-from stagemesh.connectors.transport_probe import SIZES, ProbePeer, measure_peer, measurement, second_process
-from stagemesh.connectors.transport_probe.peer import make_plane
+from stagemesh.bench.transport import SIZES, ProbePeer, measure_peer, measurement, second_process
+from stagemesh.bench.transport.peer import make_plane
+from stagemesh.common.errors import ExitCode, NotReadyError
+from stagemesh.connectors.arena import memory
 from stagemesh.rpc.server import Server
 from tests.cli.commands import COMMAND, Ran, invoke, stagemesh
 from tests.connectors.namespaces import ENVIRONMENT, namespaces
@@ -111,7 +110,7 @@ async def test_a_peer_of_another_version_is_rejected(monkeypatch: pytest.MonkeyP
 
 
 async def test_too_little_shared_memory_is_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_file, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 20)
     with pytest.raises(NotReadyError, match=r"64 MiB of shared memory .*; give the host or container more memory"):
         make_plane("prober")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.cli.launcher.ports import PortPicker
 from tests.cli.commands import COMMAND
 
 PAGE = Path(__file__).parents[2] / "docs" / "replicas.md"

@@ -15,10 +15,10 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.common.process_config import dump_config
+from stagemesh.cli.launcher.ports import PortPicker
+from stagemesh.common.errors import ExitCode
+from stagemesh.common.process.config import dump_config
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
-from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.rpc.channels import CHANNEL_OPTIONS, open_sync
 from stagemesh.rpc.credentials import Credentials
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
@@ -107,7 +107,7 @@ def test_an_invalid_configuration_is_a_usage_error_that_names_its_origin(role: s
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a namespace of process ids")
 def test_a_sigterm_before_the_first_process_of_a_container_is_ready_is_not_lost(endpoint: str) -> None:
-    program = "from stagemesh.orchestrator.cli import main; main()"
+    program = "from stagemesh.cli.__main__ import main; main()"
     command = [*IN_CONTAINER, sys.executable, "-c", program, "serve", "stage", "-"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as container:
         try:
@@ -122,7 +122,7 @@ def test_a_sigterm_before_the_first_process_of_a_container_is_ready_is_not_lost(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a namespace of process ids")
 def test_a_command_that_is_the_first_process_of_a_container_ends_on_sigterm(endpoint: str) -> None:
-    program = "from stagemesh.orchestrator.cli import main; main()"
+    program = "from stagemesh.cli.__main__ import main; main()"
     command = [*IN_CONTAINER, sys.executable, "-c", program, "probe-transport", "--serve", endpoint, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as container:
         try:

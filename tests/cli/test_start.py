@@ -4,22 +4,22 @@ import sys
 
 import pytest
 
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.common.versions import own_protocol
+from stagemesh.common.errors import ExitCode
+from stagemesh.common.wire.versions import own_protocol
 from tests.cli.commands import invoke, stagemesh
 from tests.client.scripted import ScriptedOrchestrator
 
 HEAVY = ("torch", "vllm", "numpy", "grpc", "pydantic")
 LIST_HEAVY = f"""
 import sys
-from stagemesh.orchestrator.cli.main import app
+from stagemesh.cli.app import app
 app(["--help"], standalone_mode=False)
 print("loaded:", [name for name in {HEAVY!r} if name in sys.modules])
 """
 IMPORT_ALL = """
 import sys
-from stagemesh.orchestrator.cli import output_sinks, pipeline_graph
-from stagemesh.orchestrator.cli.local import process_display
+from stagemesh.cli.__main__ import output_sinks, pipeline_graph
+from stagemesh.cli.local import process_display
 print("loaded:", [name for name in ("torch", "vllm", "onnxruntime", "scipy") if name in sys.modules])
 """
 

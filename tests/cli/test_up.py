@@ -10,8 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from stagemesh.common import settings
-from stagemesh.common.exit_codes import ExitCode
+from stagemesh.common.errors import ExitCode
+from stagemesh.common.process import settings
 from tests.cli.added_connector import NUMBER, add_connector
 from tests.cli.commands import COMMAND, stagemesh
 from tests.gateway.sounds import tone, wav

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stagemesh.common.exit_codes import ExitCode
+from stagemesh.common.errors import ExitCode
 from tests.cli.commands import invoke
 from tests.system.added_transforms import add_function
 
@@ -30,8 +30,8 @@ edges:
 outputs: {audio: voice, text: thinkr}
 """
 FUNCTION = """\
-from stagemesh.common.descriptors import Emitted, FunctionDescriptor, Signature
-from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, Signature
+from stagemesh.common.wire.tensors import TensorSpec
 
 _TEXT = Emitted(TensorSpec.parse("uint8[bytes]"), kind="text")
 DESCRIPTOR = FunctionDescriptor(Signature(emits={"text": _TEXT}), "added_talks:Talks")

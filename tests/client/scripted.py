@@ -11,9 +11,9 @@ import grpc
 import numpy as np
 
 from stagemesh.common.errors import NotFoundError, StagemeshError
-from stagemesh.common.output_position import OutputKey, length_of
-from stagemesh.common.tensors import inline_tensor
-from stagemesh.common.versions import own_protocol
+from stagemesh.common.requests.output_position import OutputKey, length_of
+from stagemesh.common.wire.tensors import inline_tensor
+from stagemesh.common.wire.versions import own_protocol
 from stagemesh.rpc.authentication import TokenChecker
 from stagemesh.rpc.callers import caller_of
 from stagemesh.rpc.handlers import RpcContext, answering, streaming

@@ -36,7 +36,7 @@ from stagemesh.common.errors import (
     OverloadedError,
     UnavailableError,
 )
-from stagemesh.common.tensors import read_inline
+from stagemesh.common.wire.tensors import read_inline
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import request_pb2, stage_pb2
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stagemesh.client import Admitted, AsyncClient, Client, Event, Finished, Progress, RetryPolicy, Text
-from stagemesh.client.client_position import ClientPosition
+from stagemesh.client.received_events import ClientPosition
 from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import (
     CancelledRequestError,
@@ -17,7 +17,7 @@ from stagemesh.common.errors import (
     StagemeshError,
     UnavailableError,
 )
-from stagemesh.common.tensors import inline_tensor
+from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
 from stagemesh.v1.request_pb2 import FINISH_REASON_FAILED, Finish, Media, Output, TokenIds
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from stagemesh.client.event_decoder import EventDecoder
+from stagemesh.client.received_events import EventDecoder
 from stagemesh.client.responses import (
     Admitted,
     Finished,

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.descriptors import factory_problem, load_function_descriptor
 from stagemesh.common.errors import NotFoundError, NotReadyError
+from stagemesh.common.plugins.entry_points import factory_problem, load_function_descriptor
 
 GOOD = """\
-from stagemesh.common.descriptors import FunctionDescriptor, Signature
+from stagemesh.common.plugins.descriptors import FunctionDescriptor, Signature
 
 DESCRIPTOR = FunctionDescriptor(Signature(), "good:Good")
 NUMBER = 3

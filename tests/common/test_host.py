@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.host import available_bytes, lower_thread_priority, shorten_time_slices
+from stagemesh.common.process.host import available_bytes, lower_thread_priority, shorten_time_slices
 
 MIB = 1 << 20
 
@@ -130,7 +130,7 @@ def test_a_copying_thread_has_a_lower_priority_than_its_process() -> None:
 _FREE_AND_ALLOCATE = """
 import resource
 import threading
-from stagemesh.common.host import retain_freed_memory, retain_tensor_memory, share_heap_among_threads
+from stagemesh.common.process.host import retain_freed_memory, retain_tensor_memory, share_heap_among_threads
 {calls}
 def work():
     for _ in range(20):

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from stagemesh.common import logs
 from stagemesh.common.errors import NotFoundError
-from stagemesh.common.logs import LogContextFilter, bind_log_context, bind_process_log_context, set_level
+from stagemesh.common.process import logs
+from stagemesh.common.process.logs import LogContextFilter, bind_log_context, bind_process_log_context, set_level
 
 _PROGRAM = """
 import logging
-from stagemesh.common.logs import bind_log_context, configure_logging
+from stagemesh.common.process.logs import bind_log_context, configure_logging
 configure_logging()
 bind_log_context(stage="thinker", request_id="r1")
 logging.getLogger("stagemesh.x").info("größer than %d", 3)

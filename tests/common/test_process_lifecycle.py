@@ -13,7 +13,7 @@ SERVICE = """
 import asyncio, sys
 from stagemesh.common.errors import NotReadyError
 import time
-from stagemesh.common.process_lifecycle import end_within, ended_when_stuck, run_service
+from stagemesh.common.process.lifecycle import end_within, ended_when_stuck, run_service
 
 async def main(stopping):
     match sys.argv[1]:
@@ -40,7 +40,7 @@ sys.exit(run_service(main))
 
 FAMILY = """
 import os, subprocess, sys, time
-from stagemesh.common.process_lifecycle import bind_forks_to_this_process, die_with_parent
+from stagemesh.common.process.lifecycle import bind_forks_to_this_process, die_with_parent
 
 how = sys.argv[1]
 bind_forks_to_this_process()
@@ -51,7 +51,7 @@ if how == "fork":
         time.sleep(60)
 else:
     code = f"import sys, time; sys.path[:] = {sys.path!r}; " + (
-        "from stagemesh.common.process_lifecycle import die_with_parent; "
+        "from stagemesh.common.process.lifecycle import die_with_parent; "
         f"die_with_parent({os.getpid()}); print(1, flush=True); time.sleep(60)"
     )
     subprocess.Popen([sys.executable, "-c", code])
@@ -93,7 +93,7 @@ def test_children_end_with_a_killed_process(how: str, descendants: int) -> None:
 
 
 def test_late_child_of_a_dead_parent_ends_at_once() -> None:
-    code = "from stagemesh.common.process_lifecycle import die_with_parent; die_with_parent(1); print('alive')"
+    code = "from stagemesh.common.process.lifecycle import die_with_parent; die_with_parent(1); print('alive')"
     result = _run(code)
     assert (result.returncode, result.stdout) == (1, "")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.settings import exports_traces, home, library_variable, set_library_variables, zone
+from stagemesh.common.process.settings import exports_traces, home, library_variable, set_library_variables, zone
 
 
 def test_home_that_is_a_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from stagemesh.common.descriptors import Emitted, OptionSpec, Signature
-from stagemesh.common.signatures import differing_fields, signature_to_wire
-from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.plugins.descriptors import Emitted, OptionSpec, Signature, differing_fields, signature_to_wire
+from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.v1 import signature_pb2
 
 SIGNATURE = Signature(

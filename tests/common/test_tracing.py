@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.common.tracing import MAX_SPANS, StepTrace, TraceParent
+from stagemesh.common.wire.telemetry import MAX_SPANS, StepTrace, TraceParent
 from stagemesh.v1 import chunk_pb2
 
 _SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -1,6 +1,6 @@
 """The connectors with which every fault is tested."""
 
-from stagemesh.common.connector_descriptors import ConnectorName
+from stagemesh.common.plugins.connectors import ConnectorName
 
 CONNECTORS = ("shm", "nixl", "grpc")
 

@@ -6,9 +6,9 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.common.tensors import Tensors
+from stagemesh.common.wire.tensors import Tensors
 from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 
 _SHIFTS = 1 << 16
 

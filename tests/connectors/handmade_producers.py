@@ -6,10 +6,10 @@ from typing import TypeAlias
 
 import grpc
 
-from stagemesh.common.versions import own_protocol
-from stagemesh.connectors.edge import EdgeKey
+from stagemesh.common.wire.versions import own_protocol
 from stagemesh.connectors.flow.inlet import Inlet
-from stagemesh.connectors.stream.wire import key_to_wire
+from stagemesh.connectors.packets import EdgeKey
+from stagemesh.connectors.wire import key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 from tests.connectors.hosts import Host

@@ -1,5 +1,5 @@
 """The conformance kit's replicas: data planes with real gRPC between them."""
 
-from stagemesh.connectors.conformance import Host, open_flow, packet, two_hosts
+from stagemesh.conformance import Host, open_flow, packet, two_hosts
 
 __all__ = ["Host", "open_flow", "packet", "two_hosts"]

@@ -19,7 +19,7 @@ import psutil
 from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.arena.arena import Arena, Written
 from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader, MemoryAccount, Producer
-from stagemesh.connectors.nixl import NixlConnector
+from stagemesh.connectors.nixl.connector import NixlConnector
 from tests.repository.commands import ROOT
 
 INCARNATION = "1"

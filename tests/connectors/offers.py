@@ -4,12 +4,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stagemesh.common.connector_descriptors import AUTO, ConnectorName
-from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.flow.chunking import ChunkPolicy, StepPolicy
+from stagemesh.common.plugins.connectors import AUTO, ConnectorName
+from stagemesh.common.wire.chunk_policies import ChunkPolicy, StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.tickets import OfferedTicket, Ticket
+from stagemesh.connectors.packets import EdgeKey, OfferedTicket, Packet, Ticket
 from tests.connectors.hosts import Host
 
 KIND = "test.state"

@@ -19,11 +19,11 @@ from typing import Any, Self
 import uvloop
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.wire.chunk_policies import StepPolicy
 from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader, MemoryAccount
-from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
+from stagemesh.connectors.packets import EdgeKey, Packet
 from tests.connectors.connector_names import named
 from tests.connectors.contents import is_packet_of, packet_of
 from tests.connectors.hosts import Host

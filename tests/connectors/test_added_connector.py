@@ -14,13 +14,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from stagemesh.common.connector_descriptors import ConnectorDescriptor, ConnectorName
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
+from stagemesh.common.plugins.connectors import ConnectorDescriptor, ConnectorName
+from stagemesh.conformance import ConnectorSuite
 from stagemesh.connectors.arena.arena import Arena
-from stagemesh.connectors.arena.memory_file import TOKEN_BYTES, data_offset_in
-from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
+from stagemesh.connectors.arena.memory import PAGE_BYTES, TOKEN_BYTES, data_offset_in
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer
-from stagemesh.connectors.conformance import ConnectorSuite
 
 _OFFER = struct.Struct(f"<II{TOKEN_BYTES}s")
 

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from stagemesh.connectors.arena.page_allocator import PAGE_BYTES, PageAllocator
+from stagemesh.connectors.arena.memory import PAGE_BYTES, PageAllocator
 
 PAGES = 300
 

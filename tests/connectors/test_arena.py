@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
-from stagemesh.common.tensors import Array
-from stagemesh.connectors.arena import memory_file
+from stagemesh.common.wire.tensors import Array
+from stagemesh.connectors.arena import memory
 from stagemesh.connectors.arena.arena import COPY_IN_THREAD_BYTES, Arena, Region
-from stagemesh.connectors.arena.memory_file import layout_of, pages_are_of, pin_if_cuda
-from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
+from stagemesh.connectors.arena.memory import PAGE_BYTES, layout_of, pages_are_of, pin_if_cuda
 from stagemesh.connectors.base import MemoryAccount
 
 MIB = 1 << 20
@@ -199,13 +198,13 @@ async def test_every_kind_of_tensor_is_written_once_and_unchanged(arena: Arena, 
 
 
 async def test_large_tensors_are_written_unchanged_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_tensors, threads = memory_file.copy_tensors, list[str]()
+    copy_tensors, threads = memory.copy_tensors, list[str]()
 
     def observed(*args: Any, **kwargs: Any) -> Any:
         threads.append(threading.current_thread().name)
         return copy_tensors(*args, **kwargs)
 
-    monkeypatch.setattr(memory_file, "copy_tensors", observed)
+    monkeypatch.setattr(memory, "copy_tensors", observed)
     arena = Arena(4 * COPY_IN_THREAD_BYTES)
     tensor = np.random.default_rng(0).integers(0, 255, COPY_IN_THREAD_BYTES, np.uint8)
     written = await arena.write({"x": tensor}, MemoryAccount())
@@ -215,14 +214,14 @@ async def test_large_tensors_are_written_unchanged_in_a_thread(monkeypatch: pyte
 
 async def test_cancelled_copy_keeps_its_region_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(4 * COPY_IN_THREAD_BYTES)
-    copy_tensors, started, gate = memory_file.copy_tensors, threading.Event(), threading.Event()
+    copy_tensors, started, gate = memory.copy_tensors, threading.Event(), threading.Event()
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         started.set()
         gate.wait(10)
         return copy_tensors(*args, **kwargs)
 
-    monkeypatch.setattr(memory_file, "copy_tensors", slow)
+    monkeypatch.setattr(memory, "copy_tensors", slow)
     writing = asyncio.create_task(arena.write({"x": np.zeros(COPY_IN_THREAD_BYTES, np.uint8)}, MemoryAccount()))
     while not started.is_set():
         await asyncio.sleep(0.001)
@@ -440,9 +439,9 @@ async def test_handed_out_descriptor_allows_neither_resizing_nor_writing(arena: 
 
 @pytest.mark.parametrize("pages", [1, 509, 510, 511, 512, 1021, 1022, 1023, 16384])
 def test_reader_finds_the_data_of_a_file_of_any_size(pages: int) -> None:
-    offset = memory_file.data_offset(pages * PAGE_BYTES)
+    offset = memory.data_offset(pages * PAGE_BYTES)
     file_bytes = offset + pages * PAGE_BYTES
-    assert memory_file.data_offset_in(file_bytes) == offset
+    assert memory.data_offset_in(file_bytes) == offset
     assert file_bytes // PAGE_BYTES * 8 <= offset - PAGE_BYTES
 
 

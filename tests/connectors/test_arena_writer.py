@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import DeadlineError, InvalidChunkError, NotReadyError, UnavailableError
-from stagemesh.common.tensors import Array
+from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.arena.arena import Arena
-from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
-from stagemesh.connectors.arena.worker_writer import WRITER_SHIFT, ArenaWriter, Handle, PartitionTicket, PlacedTensor
+from stagemesh.connectors.arena.memory import PAGE_BYTES
+from stagemesh.connectors.arena.worker_writer import WRITER_SHIFT, ArenaWriter, Handle, PartitionAddress, PlacedTensor
 from stagemesh.connectors.base import MemoryAccount
 from tests.connectors.contents import write_tensors
 
@@ -32,7 +32,7 @@ def arena() -> Iterator[Arena]:
 
 
 @contextmanager
-def _writer(ticket: PartitionTicket) -> Iterator[ArenaWriter]:
+def _writer(ticket: PartitionAddress) -> Iterator[ArenaWriter]:
     writer = ArenaWriter(ticket)
     try:
         yield writer
@@ -41,7 +41,7 @@ def _writer(ticket: PartitionTicket) -> Iterator[ArenaWriter]:
 
 
 @contextmanager
-def _worker(run: Callable[..., None], ticket: PartitionTicket) -> Iterator[tuple[Connection, int]]:
+def _worker(run: Callable[..., None], ticket: PartitionAddress) -> Iterator[tuple[Connection, int]]:
     """Runs a real worker process and yields the connection to it."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=run, args=(ticket, theirs), daemon=True)
@@ -63,7 +63,7 @@ def _content(number: int) -> dict[str, Array]:
     return {"n": np.array(number), "x": rng.integers(0, 255, (size, 3), np.uint8)}
 
 
-def _write_packets(ticket: PartitionTicket, connection: Connection) -> None:
+def _write_packets(ticket: PartitionAddress, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
     for number in range(1000):
         connection.send(write_tensors(writer, _content(number), 30))
@@ -88,7 +88,7 @@ def test_a_thousand_packets_of_a_worker_arrive_complete_and_in_order(arena: Aren
     assert arena.used_bytes == 0
 
 
-def _fill(ticket: PartitionTicket, connection: Connection) -> None:
+def _fill(ticket: PartitionAddress, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
     try:
         while True:
@@ -113,7 +113,7 @@ def test_worker_waits_while_its_partition_is_full(arena: Arena) -> None:
         assert arena.adopt(connection.recv()).tensors["x"].all()
 
 
-def _write_until_killed(ticket: PartitionTicket, connection: Connection) -> None:
+def _write_until_killed(ticket: PartitionAddress, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
     while True:
         connection.send(write_tensors(writer, {"x": np.full(50_000, 7, np.uint8)}, 30))
@@ -140,7 +140,7 @@ def test_partition_of_a_killed_worker_is_freed_with_its_last_view(arena: Arena) 
     assert not any(arena._generations)
 
 
-def _outlive_replica(ticket: PartitionTicket, connection: Connection) -> None:
+def _outlive_replica(ticket: PartitionAddress, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
     connection.send("open")
     while True:
@@ -151,7 +151,7 @@ def _outlive_replica(ticket: PartitionTicket, connection: Connection) -> None:
             return
 
 
-def _be_replica(_: PartitionTicket, connection: Connection) -> None:
+def _be_replica(_: PartitionAddress, connection: Connection) -> None:
     arena = Arena(4 * MIB)
     connection.send(arena.open_partition(MIB))
     connection.recv()
@@ -159,7 +159,7 @@ def _be_replica(_: PartitionTicket, connection: Connection) -> None:
 
 def test_worker_is_notified_when_its_replica_dies(arena: Arena) -> None:
     with _worker(_be_replica, arena.open_partition(PAGE_BYTES)) as (to_replica, replica_id):
-        ticket: PartitionTicket = to_replica.recv()
+        ticket: PartitionAddress = to_replica.recv()
         with _worker(_outlive_replica, ticket) as (to_worker, _):
             assert to_worker.recv() == "open"
             assert not to_worker.poll(1.0)

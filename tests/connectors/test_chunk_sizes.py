@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.connectors.edge import Packet
-from stagemesh.connectors.flow.chunk_sizes import PlayoutPace, PlayoutSizes
-from stagemesh.connectors.flow.chunking import Chunker, FramesPolicy
+from stagemesh.common.wire.chunk_policies import FramesPolicy, PlayoutPace, PlayoutSizes
+from stagemesh.connectors.flow.chunking import Chunker
+from stagemesh.connectors.packets import Packet
 
 SIZES = (1, 2, 4, 8, 16, 25)
 FRAME_S = 0.08

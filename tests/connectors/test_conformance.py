@@ -1,7 +1,7 @@
 """Runs the conformance kit for each built-in connector."""
 
-from stagemesh.common.connector_descriptors import GRPC, NIXL, SHM
-from stagemesh.connectors.conformance import ConnectorSuite, FlowSuite
+from stagemesh.common.plugins.connectors import GRPC, NIXL, SHM
+from stagemesh.conformance import ConnectorSuite, FlowSuite
 
 
 class TestShm(ConnectorSuite):

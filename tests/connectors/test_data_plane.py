@@ -5,12 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from stagemesh.common.connector_descriptors import AUTO, GRPC, NIXL, SHM, ConnectorName
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError, UnavailableError
-from stagemesh.connectors.conformance import assert_same, receive_all, send_all
-from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.flow.chunk_sizes import PlayoutPace
-from stagemesh.connectors.flow.chunking import FramesPolicy, StepPolicy
+from stagemesh.common.plugins.connectors import AUTO, GRPC, NIXL, SHM, ConnectorName
+from stagemesh.common.wire.chunk_policies import FramesPolicy, PlayoutPace, StepPolicy
+from stagemesh.conformance import assert_same, receive_all, send_all
+from stagemesh.connectors.packets import EdgeKey, Packet
 from tests.connectors.hosts import open_flow, packet, two_hosts
 from tests.connectors.relays import relayed
 
@@ -182,7 +181,7 @@ async def test_stale_attempt_is_rejected() -> None:
 
 
 async def test_consumer_that_never_answers_fails_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.connectors.stream.consumer_link.GIVE_UP_S", 0.2)
+    monkeypatch.setattr("stagemesh.connectors.lost_peers.LOST_CONSUMER_S", 0.2)
     async with two_hosts() as (a, b):
         outlet, _ = open_flow(a, b)
         await b.server.stop(None)
@@ -191,7 +190,7 @@ async def test_consumer_that_never_answers_fails_the_flow(monkeypatch: pytest.Mo
 
 
 async def test_lost_producer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.connectors.flow.inlet.LOST_PRODUCER_S", 0.2)
+    monkeypatch.setattr("stagemesh.connectors.lost_peers.LOST_PRODUCER_S", 0.2)
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b)
         await outlet.send(packet(0))

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagemesh.common.tensors import DTYPES
-from stagemesh.connectors.edge import Packet
-from stagemesh.connectors.stream.wire import FlowDigest, PacketShape
-from stagemesh.connectors.tickets import ReceivedTicket
+from stagemesh.common.wire.tensors import DTYPES
+from stagemesh.connectors.packets import Packet, ReceivedTicket
+from stagemesh.connectors.wire import FlowDigest, PacketShape
 from stagemesh.v1 import tensor_pb2
 
 VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "protos/digest_vectors.json").read_text())

@@ -8,11 +8,11 @@ import grpc
 import pytest
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.common.versions import own_protocol
-from stagemesh.connectors.edge import EdgeKey, MetadataValue
-from stagemesh.connectors.flow.chunking import StepPolicy
+from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.versions import own_protocol
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
+from stagemesh.connectors.packets import EdgeKey, MetadataValue
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.message_streams import PUT_CHUNK
 from stagemesh.v1 import stage_pb2

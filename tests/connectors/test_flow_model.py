@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.connectors import wire
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, Packet
 from stagemesh.connectors.flow import inlet, outlet_attempt
-from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.stream import connection, consumer_link, wire
+from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.stream import connection, producer_link
 from stagemesh.connectors.stream.local_socket import LocalProducer
 from stagemesh.rpc.message_streams import StreamHandler
 from stagemesh.v1 import stage_pb2
@@ -168,8 +169,8 @@ class DataPlaneModel(RuleBasedStateMachine):
     def begin(self) -> None:
         self.patches.setattr(connection, "ClientStream", self._stream)
         self.patches.setattr(connection, "open_channel", _no_channel)
-        self.patches.setattr(consumer_link.ConsumerLink, "_is_gone", _never_terminated)
-        self.patches.setattr(consumer_link, "GIVE_UP_S", NEVER_S)
+        self.patches.setattr(producer_link.ProducerLink, "_is_gone", _never_terminated)
+        self.patches.setattr(producer_link, "GIVE_UP_S", NEVER_S)
         self.patches.setattr(inlet, "LOST_PRODUCER_S", NEVER_S)
         self.patches.setattr(inlet, "MAX_RESYNCS", sys.maxsize)
         self.patches.setattr(outlet_attempt, "MAX_RESYNCS", sys.maxsize)

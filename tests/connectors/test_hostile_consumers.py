@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 import grpc
 import pytest
 
-from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM, ConnectorName
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.versions import OFFERS, own_protocol
+from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM, ConnectorName
+from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.versions import OFFERS, own_protocol
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey
-from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.stream.wire import key_to_wire
+from stagemesh.connectors.packets import EdgeKey
+from stagemesh.connectors.wire import key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.connectors.hosts import packet
 
@@ -252,7 +252,7 @@ async def test_welcome_without_incarnation_is_rejected() -> None:
 
 async def test_consumer_that_does_not_begin_with_welcome_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.connectors.stream.connection._HANDSHAKE_S", 0.2)
-    monkeypatch.setattr("stagemesh.connectors.stream.consumer_link.GIVE_UP_S", 0.5)
+    monkeypatch.setattr("stagemesh.connectors.lost_peers.LOST_CONSUMER_S", 0.5)
     async with scene() as it:
         it.consumer.welcome = stage_pb2.PutChunkResponse(replies=[_released(1)])
         with pytest.raises(StagemeshError, match="did not answer"):

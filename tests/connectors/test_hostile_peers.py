@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.versions import own_protocol
-from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.stream.wire import FlowDigest, PacketShape, fill_inline, fill_metadata, key_to_wire
+from stagemesh.common.wire.versions import own_protocol
+from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.wire import FlowDigest, PacketShape, fill_inline, fill_metadata, key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc, tensor_pb2

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import UnavailableError
-from stagemesh.connectors.edge import Packet
-from stagemesh.connectors.flow.merging import merge
+from stagemesh.connectors.flow.inlet import merge
+from stagemesh.connectors.packets import Packet
 
 
 async def _one_packet() -> AsyncIterator[Packet]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from stagemesh.common.wire.chunk_policies import StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.flow.chunking import StepPolicy
+from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.v1 import stage_pb2
 from tests.connectors.connector_names import CONNECTORS, named
 from tests.connectors.contents import is_packet_of, packet_of
@@ -126,12 +126,12 @@ async def _harm_each(fault: Fault, direction: Direction, *, connector: str, chos
 
 @pytest.fixture(autouse=True)
 def _quick_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.connectors.flow.outlet_attempt._REOPEN_S", 0.3)
+    monkeypatch.setattr("stagemesh.connectors.lost_peers.REOPEN_S", 0.3)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._CHECK_S", 0.1)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._OFFER_AGAIN_S", 0.3)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._HANDSHAKE_S", 0.5)
-    monkeypatch.setattr("stagemesh.connectors.stream.wire.FRAGMENT_BYTES", 4096)
-    monkeypatch.setattr("stagemesh.connectors.stream.wire.WHOLE_CHUNK_BYTES", 4096)
+    monkeypatch.setattr("stagemesh.connectors.fragments.FRAGMENT_BYTES", 4096)
+    monkeypatch.setattr("stagemesh.connectors.fragments.WHOLE_CHUNK_BYTES", 4096)
 
 
 DIRECTIONS = pytest.mark.parametrize("direction", Direction)

@@ -5,9 +5,9 @@ import asyncio
 import grpc
 import pytest
 
-from stagemesh.connectors.conformance import assert_same, receive_all, send_all
-from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.flow.chunking import StepPolicy
+from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.conformance import assert_same, receive_all, send_all
+from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.v1 import chunk_pb2
 from tests.connectors.hosts import Host, packet
 from tests.connectors.minimum_profile import (

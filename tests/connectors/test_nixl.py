@@ -14,9 +14,9 @@ import pytest
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
 from stagemesh.connectors.arena.arena import Arena, Written
 from stagemesh.connectors.base import ArenaRange, MemoryAccount, Producer
-from stagemesh.connectors.nixl import NixlConnector, NixlReader, describe
-from stagemesh.connectors.nixl.remote_arena import NixlOffer
-from stagemesh.connectors.nixl.remote_reads import READ_TIMEOUT_S
+from stagemesh.connectors.nixl.connector import NixlConnector, NixlOffer, NixlReader
+from stagemesh.connectors.nixl.environment import describe
+from stagemesh.connectors.nixl.reads import READ_TIMEOUT_S
 from tests.connectors.namespaces import ENVIRONMENT, namespaces
 from tests.connectors.nixl_process import Driven, content, nixl_process
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
-from stagemesh.connectors.edge import MetadataValue, Packet
-from stagemesh.connectors.flow.packet_queue import PacketQueue, add_rows
+from stagemesh.connectors.flow.received_rows import PacketQueue, add_rows
+from stagemesh.connectors.packets import MetadataValue, Packet
 
 _NAMES: tuple[str, ...] = ("x", "y")
 

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from stagemesh.common import connector_descriptors
-from stagemesh.common.connector_descriptors import AUTO, GRPC, NIXL, SHM, ConnectorName
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
+from stagemesh.common.plugins import connectors
+from stagemesh.common.plugins.connectors import AUTO, GRPC, NIXL, SHM, ConnectorName
 from stagemesh.connectors.shm import ShmConnector
-from stagemesh.connectors.stream.wire import EdgeProbe
+from stagemesh.connectors.stream.connector_agreement import EdgeProbe
 from tests.connectors.hosts import Host, open_flow, packet, two_hosts
 from tests.connectors.namespaces import ENVIRONMENT, namespaces
 from tests.connectors.replicas import ReplicaError, replica
@@ -114,4 +114,4 @@ def _without_shm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector_descriptors, "find_spec", lambda _: None)
+    monkeypatch.setattr(connectors, "find_spec", lambda _: None)

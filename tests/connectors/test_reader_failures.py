@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import pytest
 
-from stagemesh.common.connector_descriptors import NIXL, ConnectorName
 from stagemesh.common.errors import UnavailableError
+from stagemesh.common.plugins.connectors import NIXL, ConnectorName
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer
-from stagemesh.connectors.edge import EdgeKey
-from stagemesh.connectors.stream.wire import key_to_wire
+from stagemesh.connectors.packets import EdgeKey
+from stagemesh.connectors.wire import key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from tests.connectors.handmade_producers import KEY, Peer, peer
 

@@ -8,13 +8,14 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM
 from stagemesh.common.errors import InternalError, NotReadyError, StagemeshError
-from stagemesh.connectors.conformance import assert_same, receive_all, send_all
-from stagemesh.connectors.edge import REBIND_S, EdgeKey, Packet
-from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM
+from stagemesh.common.wire.chunk_policies import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.conformance import assert_same, receive_all, send_all
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
+from stagemesh.connectors.lost_peers import REBIND_S
+from stagemesh.connectors.packets import EdgeKey, Packet
 from tests.connectors.hosts import Host, packet
 
 _BOUND_S = 20

@@ -6,12 +6,12 @@ import weakref
 import grpc
 import pytest
 
-from stagemesh.common.connector_descriptors import GRPC
 from stagemesh.common.errors import CancelledRequestError
-from stagemesh.connectors.edge import EdgeKey
+from stagemesh.common.plugins.connectors import GRPC
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.stream.wire import key_to_wire
+from stagemesh.connectors.packets import EdgeKey
+from stagemesh.connectors.wire import key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 from tests.connectors.hosts import Host, open_flow, packet, two_hosts

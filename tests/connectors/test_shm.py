@@ -14,8 +14,7 @@ import pytest
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
 from stagemesh.connectors.arena.arena import Arena, Written
-from stagemesh.connectors.arena.memory_file import SEALS, data_offset, when_gone
-from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
+from stagemesh.connectors.arena.memory import PAGE_BYTES, SEALS, data_offset, when_gone
 from stagemesh.connectors.base import ArenaRange, MemoryAccount, Producer
 from stagemesh.connectors.shm import ShmConnector, ShmReader
 from stagemesh.v1 import stage_pb2

@@ -18,16 +18,15 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from stagemesh.common.connector_descriptors import GRPC
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
+from stagemesh.common.plugins.connectors import GRPC
+from stagemesh.common.wire.chunk_policies import StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.flow.sent_chunks import Leases
-from stagemesh.connectors.stream import connection, consumer_link
-from stagemesh.connectors.tickets import OfferedTicket, Ticket
+from stagemesh.connectors.packets import EdgeKey, OfferedTicket, Packet, Ticket
+from stagemesh.connectors.stream import connection, producer_link
 from stagemesh.rpc.message_streams import StreamHandler
 from stagemesh.v1 import stage_pb2
 from tests.connectors.relay_faults import Direction, split
@@ -183,7 +182,7 @@ class TicketModel(RuleBasedStateMachine):
     def begin(self) -> None:
         self.patches.setattr(connection, "ClientStream", self._stream)
         self.patches.setattr(connection, "open_channel", _channel)
-        self.patches.setattr(consumer_link.ConsumerLink, "_is_gone", _is_never_gone)
+        self.patches.setattr(producer_link.ProducerLink, "_is_gone", _is_never_gone)
         self.patches.setattr(Leases, "end_unreachable", self._noting_abandoned(Leases.end_unreachable))
         self.loop.run_until_complete(self._begin())
 

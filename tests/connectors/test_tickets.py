@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagemesh.common.connector_descriptors import GRPC, SHM, ConnectorName
 from stagemesh.common.errors import (
     InternalError,
     InvalidChunkError,
@@ -19,15 +18,15 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from stagemesh.connectors import tickets as tickets_module
-from stagemesh.connectors.conformance import proxied, two_hosts
-from stagemesh.connectors.conformance.replicas import until
-from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.flow.chunking import FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.common.plugins.connectors import GRPC, SHM, ConnectorName
+from stagemesh.common.wire.chunk_policies import FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.conformance import proxied, two_hosts
+from stagemesh.conformance.replicas import until
+from stagemesh.connectors import packets as tickets_module
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
+from stagemesh.connectors.packets import EdgeKey, Packet, ReceivedTicket
 from stagemesh.connectors.stream import local_socket
-from stagemesh.connectors.tickets import ReceivedTicket
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from tests.connectors.handmade_producers import KEY, OPEN, peer
 from tests.connectors.hosts import Host

@@ -8,11 +8,11 @@ import grpc
 import numpy as np
 import pytest
 
-from stagemesh.common.connector_descriptors import SHM
 from stagemesh.common.errors import NotReadyError, StagemeshError
-from stagemesh.common.versions import own_protocol
-from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.stream.wire import FlowDigest, PacketShape, key_to_wire
+from stagemesh.common.plugins.connectors import SHM
+from stagemesh.common.wire.versions import own_protocol
+from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.wire import FlowDigest, PacketShape, key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.message_streams import PUT_CHUNK
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2

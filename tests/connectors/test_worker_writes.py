@@ -8,12 +8,12 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from stagemesh.common.connector_descriptors import GRPC, NIXL, SHM, ConnectorName
-from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, PartitionTicket
-from stagemesh.connectors.conformance import assert_same, receive_all
+from stagemesh.common.plugins.connectors import GRPC, NIXL, SHM, ConnectorName
+from stagemesh.conformance import assert_same, receive_all
+from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, PartitionAddress
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import Packet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
+from stagemesh.connectors.packets import Packet
 from tests.connectors.contents import write_tensors
 from tests.connectors.hosts import open_flow, packet, two_hosts
 
@@ -25,14 +25,14 @@ SPAWN = multiprocessing.get_context("spawn")
 ALL = pytest.mark.parametrize("connector", [SHM, NIXL, GRPC])
 
 
-def _write_packets(ticket: PartitionTicket, connection: Connection) -> None:
+def _write_packets(ticket: PartitionAddress, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
     for seq in range(COUNT):
         connection.send(write_tensors(writer, packet(seq, 50_000).tensors, 30))
 
 
 @contextmanager
-def _worker(ticket: PartitionTicket) -> Iterator[Connection]:
+def _worker(ticket: PartitionAddress) -> Iterator[Connection]:
     """Runs a process that writes packets and yields the connection over which it sends handles."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=_write_packets, args=(ticket, theirs), daemon=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stagemesh.common.tensors import Array
+from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 from stagemesh.services.engines.diffusion.worker import DiffusionRunner

@@ -15,15 +15,14 @@ import numpy as np
 from grpc_health.v1 import health_pb2
 from pydantic import JsonValue
 
-from stagemesh.common.process_config import dump_config
-from stagemesh.common.stage_config import StageConfig
-from stagemesh.common.tensors import Array, read_inline
-from stagemesh.common.typed_values import to_messages
+from stagemesh.common.process.config import dump_config
+from stagemesh.common.process.stage_process import StageConfig
+from stagemesh.common.wire.tensors import Array, read_inline, to_messages
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.diffusion import signature_of
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.options import stage_options
-from stagemesh.services.stage.replica.runtime import StageRuntime
+from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.diffusion.tiny.calls import WAN_FRAMES, ImageSpec
 from tests.engines.support import stage_config

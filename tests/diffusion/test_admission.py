@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.engines.diffusion.scheduling.admission import POSITIONS_PER_PRIORITY, Admission, Footprint
+from stagemesh.services.engines.diffusion.admission import POSITIONS_PER_PRIORITY, Admission, Footprint
 
 SMALL = Footprint(10, 5)
 

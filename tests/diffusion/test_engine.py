@@ -16,22 +16,12 @@ import torch
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InternalError, InvalidRequestError, StagemeshError
-from stagemesh.common.tensors import Array
-from stagemesh.services.engines.base import (
-    ChatMessage,
-    Checkpoint,
-    Conversation,
-    MediaFile,
-    Paused,
-    Progress,
-    RawPrompt,
-    Task,
-    Tool,
-    Usage,
-)
+from stagemesh.common.wire.tensors import Array
+from stagemesh.services.engines.base import Checkpoint, Paused, Progress, Task, Usage
 from stagemesh.services.engines.diffusion import FRAMES, STATE
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.worker import DiffusionWorker
+from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile, RawPrompt, Tool
 from tests.diffusion.stages import diffusion_config
 from tests.diffusion.tiny.calls import ImageSpec
 from tests.diffusion.tiny.pipelines import write_flux, write_qwen_image

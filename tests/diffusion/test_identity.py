@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.rpc.channels import open_channel
 from stagemesh.services.stage.step.spec import STATE_EDGE
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc

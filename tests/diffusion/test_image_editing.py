@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 
 from stagemesh.common.errors import InternalError, StagemeshError
-from stagemesh.services.engines.base import ChatMessage, Conversation, MediaFile, Task
+from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion import FRAMES
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.model.loading import load_image_processor
+from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile
 from tests.diffusion.stages import diffusion_config, md5
 from tests.diffusion.tiny.pipelines import write_qwen_image_edit
 from tests.engines.support import collect, packets

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.diffusion.conversion import encode_file
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
-from stagemesh.services.engines.diffusion.image_files import encode_file
 
 
 def _frames(value: float) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
-from stagemesh.common.tensors import Array
+from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.base import Checkpoint, Paused, Progress, Task
 from stagemesh.services.engines.diffusion import STATE
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine

@@ -10,14 +10,14 @@ import torch
 
 from stagemesh.client import Client, Progress, TensorOutput
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, StagemeshError
-from stagemesh.common.tensors import Array
+from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, Part
+from stagemesh.services.engines.diffusion.request_transfer import RequestTransfer
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
-from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
 from tests.deployment import Deployment, deployed, eventually
 from tests.diffusion.pipeline_runs import inputs_of
 from tests.diffusion.stages import diffusion_config, md5

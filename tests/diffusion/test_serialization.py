@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from stagemesh.common.errors import InternalError, InvalidChunkError
-from stagemesh.services.engines.diffusion.transfer.serialization import deserialize, serialize, tensors_of
+from stagemesh.services.engines.diffusion.serialization import deserialize, serialize, tensors_of
 
 CPU = torch.device("cpu")
 DTYPES = (
@@ -174,7 +174,7 @@ def test_data_of_another_kind_or_model_is_rejected(kind: str, model: str, error:
 
 
 def test_data_of_another_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.services.engines.diffusion.transfer.serialization.VERSION", 2)
+    monkeypatch.setattr("stagemesh.services.engines.diffusion.serialization.VERSION", 2)
     with pytest.raises(InvalidChunkError, match="state has the version 1, but this stage accepts 2"):
         deserialize(PACKED, kind="state", model="m", device=CPU)
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.common.tensors import Array
+from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.options import DiffusionOptions

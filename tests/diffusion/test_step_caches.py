@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
 from stagemesh.services.engines.diffusion import STATE
-from stagemesh.services.engines.diffusion.caches.step_caches import CacheDitCaches
+from stagemesh.services.engines.diffusion.caches import CacheDitCaches
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage_options
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 from stagemesh.services.engines.diffusion.worker import DiffusionWorker

@@ -10,8 +10,7 @@ import pytest
 
 from stagemesh.common.errors import UnavailableError
 from stagemesh.services.engines.diffusion.executor import Executor, NextCall
-from stagemesh.services.engines.diffusion.scheduling.step_loop import StepLoop
-from stagemesh.services.engines.diffusion.scheduling.step_scheduler import RequestProgress, StepScheduler
+from stagemesh.services.engines.diffusion.step_scheduler import RequestProgress, StepLoop, StepScheduler
 
 _LIMIT_S = 10
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagemesh.common.errors import UnavailableError
-from stagemesh.services.engines.diffusion.scheduling.step_scheduler import BatchSizes, RequestProgress, StepScheduler
+from stagemesh.services.engines.diffusion.step_scheduler import BatchSizes, RequestProgress, StepScheduler
 
 
 def turn(

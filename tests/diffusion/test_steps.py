@@ -9,8 +9,8 @@ from stagemesh.common.errors import NotReadyError
 from stagemesh.services.engines.diffusion import STATE
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
+from stagemesh.services.engines.diffusion.request_transfer import RequestTransfer
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
-from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
 from tests.diffusion.pipeline_runs import inputs_of
 from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.pipelines import WRITERS

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from stagemesh.common.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.tensors import Array, Tensors, TensorSpec
-from stagemesh.common.typed_values import Value
-from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import MediaFile
+from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
+from stagemesh.common.wire.tensors import Array, Tensors, TensorSpec, Value
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call, OpensWithout, Saves
+from stagemesh.services.engines.prompts import MediaFile
 
 NUMBERS = TensorSpec("float32", ("count",))
 GATE = threading.Event()

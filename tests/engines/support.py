@@ -6,11 +6,12 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import JsonValue
 
-from stagemesh.common.stage_config import StageConfig
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.process.stage_process import StageConfig
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.abilities import AdapterControl, CacheControl, PartitionsArena, SleepControl
-from stagemesh.services.engines.base import Conversation, Emission, Engine, EngineEvent, Prompt, RawPrompt, Task
+from stagemesh.services.engines.base import Emission, Engine, EngineEvent, Task
 from stagemesh.services.engines.controls import Profiles
+from stagemesh.services.engines.prompts import Conversation, Prompt, RawPrompt
 
 
 def stage_config(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.engines.adapters.files import Sizes, read_adapter
+from stagemesh.services.engines.adapter_files import Sizes, read_adapter
 from tests.engines.vllm.tiny_adapter import write_adapter
 
 LAYER = "base_model.model.model.layers.1.mlp.down_proj"

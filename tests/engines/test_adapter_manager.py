@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from stagemesh.common.errors import ExistsError, NotFoundError, NotReadyError, OverloadedError
-from stagemesh.services.engines.adapters.manager import AdapterManager, Entry
+from stagemesh.services.engines.adapters import AdapterManager, Entry
 
 
 class Adapters(AdapterManager):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import UnavailableError
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
-from stagemesh.services.engines.function.call_runner import CallRunner, Outcome, WaitingCall
+from stagemesh.services.engines.function.batch_runner import CallRunner, Outcome, WaitingCall
 
 Done = asyncio.Future[Sequence[Packet]]
 

@@ -1,6 +1,6 @@
 """The measured calls of an engine."""
 
-from stagemesh.common.tracing import StepTrace
+from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.services.engines.calls import EngineCalls
 
 _TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-{:016x}-01"

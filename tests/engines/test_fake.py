@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from pydantic import JsonValue
 
-from stagemesh.common.descriptors import load_engine_descriptor
 from stagemesh.common.errors import InternalError, InvalidChunkError, InvalidRequestError, NotFoundError
-from stagemesh.common.tensors import Array, Tensors
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.entry_points import load_engine_descriptor
+from stagemesh.common.wire.tensors import Array, Tensors
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import (
     Checkpoint,
     EngineEvent,

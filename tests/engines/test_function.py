@@ -8,21 +8,13 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from stagemesh.common.descriptors import FunctionDescriptor
 from stagemesh.common.errors import InternalError, InvalidChunkError, InvalidRequestError, NotReadyError
-from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import (
-    ChatMessage,
-    Conversation,
-    MediaFile,
-    Progress,
-    Prompt,
-    RawPrompt,
-    Task,
-    Usage,
-)
+from stagemesh.common.plugins.descriptors import FunctionDescriptor
+from stagemesh.connectors.packets import Packet
+from stagemesh.services.engines.base import Progress, Task, Usage
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.engines.input_join import prompt_packet
+from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile, Prompt, RawPrompt
 from tests.engines.functions import ABSENT_NAMES, ECHO, ENTERED, GATE, LISTING_MEDIA, SUMMING
 from tests.engines.support import collect, numbers_task, packets, stage_config, stream, text_of
 

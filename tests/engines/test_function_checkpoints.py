@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stagemesh.common.descriptors import FunctionDescriptor
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from stagemesh.common.tensors import Tensors
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.descriptors import FunctionDescriptor
+from stagemesh.common.wire.tensors import Tensors
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Task, Usage
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.stage.step.spec import checkpoint_to_wire, spec_from_wire

@@ -10,8 +10,7 @@ import pytest
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError
-from stagemesh.connectors.edge import Packet
-from stagemesh.connectors.tickets import OfferedTicket
+from stagemesh.connectors.packets import OfferedTicket, Packet
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.fake import KIND, STATE
 from stagemesh.services.engines.fake.engine import FakeEngine

@@ -9,10 +9,10 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.descriptors import Signature
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.input_join import packets_of
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Emission, Task
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.engines.function.playout import AudioStream, AudioTensor, CallCosts, CallQueue

@@ -22,17 +22,18 @@ from google.protobuf.message import DecodeError
 from PIL import Image
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.versions import own_protocol
+from stagemesh.common.wire.versions import own_protocol
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.stream.wire import FlowDigest, decode_fragment, encode_fragment, fragments, key_to_wire
+from stagemesh.connectors.fragments import decode_fragment, encode_fragment, split_into_fragments
+from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.wire import FlowDigest, key_to_wire
 from stagemesh.orchestrator.request.validation import validate
 from stagemesh.orchestrator.session.settings import read_settings
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.services.engines.base import MediaFile
-from stagemesh.services.engines.diffusion.transfer.serialization import deserialize, serialize
-from stagemesh.services.engines.function.checkpoints import RequestCheckpoints
+from stagemesh.pipeline import Pipeline, load_pipeline
+from stagemesh.services.engines.diffusion.serialization import deserialize, serialize
+from stagemesh.services.engines.function.engine import RequestCheckpoints
 from stagemesh.services.engines.media_decoding import DecodedBytes, read_audio, read_image, read_video
+from stagemesh.services.engines.prompts import MediaFile
 from stagemesh.services.stage.step.spec import checkpoint_to_wire, rebinding_from_wire, spec_from_wire
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, request_pb2, stage_pb2, tensor_pb2
 from tests.fuzz.messages import MessageFuzzer
@@ -158,7 +159,7 @@ def _chunk_seeds() -> list[bytes]:
 
 def _fragment_seeds() -> list[bytes]:
     tensors = {"x": np.arange(6000, dtype=np.uint8)}
-    made = fragments(key_to_wire(_KEY), tensors, total_bytes=6000, transfer_id=1)
+    made = split_into_fragments(key_to_wire(_KEY), tensors, total_bytes=6000, transfer_id=1)
     return [encode_fragment(each) for each in made]
 
 

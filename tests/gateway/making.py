@@ -14,9 +14,9 @@ import httpx2
 import openai
 import pytest
 
-from stagemesh.common.gateway_config import GatewayConfig
+from stagemesh.cli.launcher.ports import PortPicker
+from stagemesh.gateway.config import GatewayConfig
 from stagemesh.gateway.service import create_app, serve
-from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.v1 import signature_pb2
 from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription
 from tests.client.scripted import ScriptedOrchestrator
@@ -30,9 +30,9 @@ import time
 
 import numpy as np
 from PIL import Image
-from stagemesh.common.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.connectors.packets import Packet
 
 _BYTES = TensorSpec.parse("uint8[bytes]")
 DESCRIPTOR = FunctionDescriptor(

@@ -6,7 +6,7 @@ import wave
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.common.media_encoders import AudioEncoder
+from stagemesh.common.media.encodings import AudioEncoder
 
 RATE_HZ = 16_000
 

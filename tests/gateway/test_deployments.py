@@ -9,11 +9,10 @@ import httpx
 import openai
 import pytest
 
-from stagemesh.common.token_config import TokenConfig
-from stagemesh.orchestrator.launcher.ports import PortPicker
-from stagemesh.rpc.authentication import TokenChecker
+from stagemesh.cli.launcher.ports import PortPicker
+from stagemesh.common.process.config import TokenConfig
+from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
 from stagemesh.rpc.credentials import CA
-from stagemesh.rpc.token_file import TokenEntry, add_token
 from tests.client.scripted import admitted, ended, finished, served, text
 from tests.credentials import issue, process_credentials
 from tests.deployment import Deployment, deployed, eventually

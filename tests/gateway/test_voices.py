@@ -15,11 +15,10 @@ import openai
 import pytest
 import websockets
 
-from stagemesh.common.token_config import TokenConfig
+from stagemesh.common.process.config import TokenConfig
 from stagemesh.gateway import voices as stored_voices
-from stagemesh.rpc.authentication import TokenChecker
+from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
 from stagemesh.rpc.credentials import CA
-from stagemesh.rpc.token_file import TokenEntry, add_token
 from stagemesh.v1 import signature_pb2, tensor_pb2
 from stagemesh.v1.orchestrator_pb2 import (
     DescribePipelineResponse,

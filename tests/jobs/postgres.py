@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.cli.launcher.ports import PortPicker
 
 _USER = "postgres"
 

@@ -11,11 +11,11 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2
 
+from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.jobs_config import JobServerConfig
-from stagemesh.common.media_config import MediaConfig
-from stagemesh.common.process_config import dump_config
-from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.common.process.config import dump_config
+from stagemesh.common.process.media_config import MediaConfig
+from stagemesh.jobs.config import JobServerConfig
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import jobs_pb2, jobs_pb2_grpc, orchestrator_pb2, request_pb2
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from stagemesh.client import read_wav
-from stagemesh.common.exit_codes import ExitCode
+from stagemesh.common.errors import ExitCode
 from tests.cli.commands import Ran, stagemesh
 from tests.deployment import Deployment, deployed
 from tests.jobs.servers import write_pipeline

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from requirements.lock import JOBS_EXTRAS
 
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.common.jobs_config import JobServerConfig
-from stagemesh.common.media_config import MediaConfig
-from stagemesh.common.process_config import dump_config
+from stagemesh.common.errors import ExitCode
+from stagemesh.common.process.config import dump_config
+from stagemesh.common.process.media_config import MediaConfig
+from stagemesh.jobs.config import JobServerConfig
 from tests.jobs.servers import RUNNING, job_server, make_server, wait_until
 from tests.repository.installed import STAGEMESH, make_environment
 

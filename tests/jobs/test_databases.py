@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import create_engine, inspect
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.jobs.tables import JOBS
+from stagemesh.jobs.database import JOBS
 from tests.deployment import Deployment, deployed
 from tests.jobs.postgres import Postgres, postgres
 from tests.jobs.servers import (

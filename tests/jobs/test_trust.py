@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from stagemesh.cli.launcher.certificates import Authority
 from stagemesh.client import Client
 from stagemesh.common.errors import NotFoundError, PermissionDeniedError
-from stagemesh.orchestrator.launcher.certificates import Authority
 from tests.deployment import Deployment, deployed
 from tests.jobs.servers import write_pipeline
 

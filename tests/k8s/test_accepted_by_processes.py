@@ -8,15 +8,14 @@ import pytest
 import typer.main
 from typer.core import TyperGroup
 
-from stagemesh.common.gateway_config import GatewayConfig
-from stagemesh.common.jobs_config import JobServerConfig
-from stagemesh.common.media_config import MediaConfig
-from stagemesh.common.process_config import load_config
-from stagemesh.common.token_config import TokenConfig
-from stagemesh.orchestrator.cli.main import app
+from stagemesh.cli.app import app
+from stagemesh.common.process.config import TokenConfig, load_config
+from stagemesh.common.process.media_config import MediaConfig
+from stagemesh.gateway.config import GatewayConfig
+from stagemesh.jobs.config import JobServerConfig
 from stagemesh.orchestrator.config import OrchestratorConfig
-from stagemesh.orchestrator.scaling.external_scaler import parse_trigger
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.orchestrator.metrics.external_scaler import parse_trigger
+from stagemesh.pipeline import load_pipeline
 from tests.k8s.helm import CHART, read_values, render
 from tests.k8s.manifests import all_pods
 from tests.k8s.release import Release, at

@@ -12,12 +12,12 @@ import pytest
 from prometheus_client.core import Metric as Family
 
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.metrics.requests import RequestMetrics
+from stagemesh.orchestrator.metrics.prometheus import RequestMetrics
+from stagemesh.orchestrator.metrics.scaling import Metric
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.scaling.signals import Metric
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from stagemesh.services.engines.calls import EngineCalls
-from stagemesh.services.stage.service.metrics import ReplicaMetrics
+from stagemesh.services.stage.metrics import ReplicaMetrics
 from tests.k8s.helm import CHART, HELMS, NAMESPACE, RELEASE, Values, load_objects, render_text
 from tests.k8s.manifests import field
 from tests.k8s.release import EXTERNAL, SPEECH, Release, at, merged

@@ -10,13 +10,8 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from stagemesh.orchestrator.spec import load_pipeline, schema
-from stagemesh.orchestrator.spec.signature_schema import (
-    AcceptedEntry,
-    EmittedEntry,
-    SignatureEntry,
-    StageOptionEntry,
-)
+from stagemesh.pipeline import load_pipeline, schema
+from stagemesh.pipeline.signature_schema import AcceptedEntry, EmittedEntry, SignatureEntry, StageOptionEntry
 from tests.k8s.helm import CHART
 from tests.k8s.manifests import walk
 from tests.repository.commands import ROOT
@@ -25,7 +20,7 @@ CHART_SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_te
 DEFINITIONS: dict[str, Any] = CHART_SCHEMA["definitions"]
 FILES = sorted(
     path
-    for path in (*ROOT.glob("orchestrator/stagemesh/orchestrator/pipelines/*.yaml"), *ROOT.glob("examples/**/*.yaml"))
+    for path in (*ROOT.glob("pipeline/stagemesh/pipeline/built_in/*.yaml"), *ROOT.glob("examples/**/*.yaml"))
     if "\npipeline:" in f"\n{path.read_text()}"
 )
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from tests.k8s.helm import NAMESPACE
 from tests.k8s.manifests import field, pods_of, reference
 from tests.k8s.release import EXTERNAL, SPEECH, Release, at

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from tests.cli.commands import invoke
 from tests.k8s.helm import CHART, HELMS, load_objects, run_helm
 from tests.k8s.manifests import Manifest, all_pods

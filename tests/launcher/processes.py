@@ -8,8 +8,8 @@ from pathlib import Path
 
 import grpc.aio
 
-from stagemesh.orchestrator.launcher.probes import Observation, ProcessState, ProcessStatus
-from stagemesh.orchestrator.launcher.supervisor import ProcessSpec, RestartPolicy, Supervisor
+from stagemesh.cli.launcher.probes import Observation, ProcessState, ProcessStatus
+from stagemesh.cli.launcher.supervisor import ProcessSpec, RestartPolicy, Supervisor
 
 QUICK = RestartPolicy(first_pause_s=0.01, max_pause_s=0.02, quick_failures=3)
 SLEEPER = (

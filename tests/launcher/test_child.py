@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.orchestrator.launcher.supervisor import Child
+from stagemesh.cli.launcher.supervisor import Child
 from tests.launcher.processes import SLEEPER, STUBBORN, ended
 
 SPAWNER = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True); "

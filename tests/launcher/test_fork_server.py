@@ -11,16 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stagemesh.common.process_config import dump_config
-from stagemesh.common.stage_config import StageConfig
-from stagemesh.orchestrator.launcher.fork_server import ForkServer
-from stagemesh.orchestrator.launcher.supervisor import Child
+from stagemesh.cli.launcher.supervisor import Child, ForkServer
+from stagemesh.common.process.config import dump_config
+from stagemesh.common.process.stage_process import StageConfig
 from tests.launcher.processes import ended
 
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
-from stagemesh.orchestrator.launcher.fork_server import ForkServer
+from stagemesh.cli.launcher.supervisor import ForkServer
 
 async def main(config, log):
     async with ForkServer.running([], log=log) as server:

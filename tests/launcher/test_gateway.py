@@ -11,10 +11,10 @@ from pathlib import Path
 import openai
 import pytest
 
+from stagemesh.cli.launcher import Launcher, ProcessState, ProcessStatus
+from stagemesh.cli.launcher.certificates import Authority
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.orchestrator.launcher import Launcher, ProcessState, ProcessStatus
-from stagemesh.orchestrator.launcher.certificates import Authority
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from tests.launcher.test_launcher import LISTEN, Events
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from stagemesh.cli.launcher import ORCHESTRATOR, Launcher, ProcessState, ProcessStatus, RestartPolicy
 from stagemesh.client import AsyncClient
 from stagemesh.common.errors import NotReadyError
-from stagemesh.orchestrator.launcher import ORCHESTRATOR, Launcher, ProcessState, ProcessStatus, RestartPolicy
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 
 LISTEN = "127.0.0.1:0"
 

@@ -2,8 +2,8 @@ import socket
 
 import pytest
 
+from stagemesh.cli.launcher.ports import CANDIDATES, PortPicker, check_listen
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.orchestrator.launcher.ports import CANDIDATES, PortPicker, check_listen
 
 
 def test_picked_ports_are_free_and_distinct() -> None:

@@ -1,7 +1,7 @@
 import pytest
 
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.orchestrator.launcher.supervisor import RestartPolicy, RestartSchedule
+from stagemesh.cli.launcher.supervisor import RestartPolicy, RestartSchedule
+from stagemesh.common.errors import ExitCode
 
 
 def _live(

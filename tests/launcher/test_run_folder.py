@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from stagemesh.cli.launcher import run_folder
+from stagemesh.cli.launcher.run_folder import KEPT_S, RunFolder, find_run, past_runs, read_tail
 from stagemesh.common.errors import InvalidRequestError, NotFoundError
-from stagemesh.orchestrator.launcher import run_folder
-from stagemesh.orchestrator.launcher.run_folder import KEPT_S, RunFolder, find_run, past_runs, read_tail
 
 
 def _abandoned(runs_dir: Path, *, name: str, age_s: float = 0) -> Path:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from stagemesh.cli.launcher.probes import ProcessState
 from stagemesh.common.errors import NotReadyError
-from stagemesh.orchestrator.launcher.probes import ProcessState
 from tests.launcher.processes import SLEEPER, Supervised
 
 

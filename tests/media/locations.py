@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import boto3
 from moto.server import ThreadedMotoServer
 
-from stagemesh.common.media_config import MediaConfig
-from stagemesh.services.media.store import MediaStore
+from stagemesh.common.media.store import MediaStore
+from stagemesh.common.process.media_config import MediaConfig
 
 
 def make_store(folder: Path, *, writer: str = "test", **config: object) -> MediaStore:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.services.media.store import MediaStore
-from stagemesh.services.media.stored_file import StoredFileWriter
+from stagemesh.common.media.store import MediaStore
+from stagemesh.common.media.stored_file import StoredFileWriter
 from stagemesh.v1 import request_pb2
 from tests.deployment import deployed
 from tests.media.locations import Bucket, s3_server

@@ -14,15 +14,15 @@ import pytest
 
 from stagemesh.client import AsyncClient, Client
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.media import stored_file
+from stagemesh.common.media.store import MediaStore
 from stagemesh.orchestrator import service as orchestrator
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.server import Server
-from stagemesh.services.media import stored_file
 from stagemesh.services.media.service import MediaServicer
-from stagemesh.services.media.store import MediaStore
 from stagemesh.v1 import media_pb2, media_pb2_grpc, request_pb2
 from tests.media.locations import make_store, placed, web_server
 

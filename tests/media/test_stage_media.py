@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from stagemesh.common.media_config import MediaConfig
+from stagemesh.common.process.media_config import MediaConfig
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.media.locations import placed, web_server

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.services.media import store as store_module
-from stagemesh.services.media.store import MediaStore
+from stagemesh.common.media import store as store_module
+from stagemesh.common.media.store import MediaStore
 from stagemesh.v1 import request_pb2
 from tests.media.locations import join_store_threads, make_store, placed, web_server
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.services.media.store_calls import call_store
+from stagemesh.common.media.stored_file import call_store
 
 
 @pytest.mark.parametrize(

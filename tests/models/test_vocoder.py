@@ -10,8 +10,8 @@ from hibari import dsp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagemesh.common.tensors import Array
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.wire.tensors import Array
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.models.hibari.acoustic import AcousticModel
 from stagemesh.services.models.hibari.vocoder import Vocoder, VocoderStream

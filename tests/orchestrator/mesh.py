@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 
+from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
-from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.orchestrator.service import serving
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.handlers import add_stage_service

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import cast
 
-from stagemesh.common.versions import own_protocol
+from stagemesh.common.wire.versions import own_protocol
+from stagemesh.orchestrator.fleet.membership import Member
 from stagemesh.orchestrator.fleet.replica import Replica, StepCost
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
-from stagemesh.orchestrator.membership.base import Member
-from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import stage_pb2
 
 

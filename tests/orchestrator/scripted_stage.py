@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.common.errors import NotFoundError, StagemeshError
 from stagemesh.common.notification import Journal
-from stagemesh.common.output_position import length_of
-from stagemesh.common.versions import own_protocol
+from stagemesh.common.requests.output_position import length_of
+from stagemesh.common.wire.versions import own_protocol
 from stagemesh.rpc.handlers import answering, streaming
-from stagemesh.services.stage.service.servicer import StepSession
+from stagemesh.services.stage.servicer import StepSession
 from stagemesh.v1 import chunk_pb2, control_pb2, control_pb2_grpc, request_pb2, stage_pb2, stage_pb2_grpc
 from tests.step_journals import journal_of
 

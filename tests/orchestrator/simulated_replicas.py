@@ -9,15 +9,15 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.common.notification import Notifier
-from stagemesh.common.versions import own_protocol
-from stagemesh.connectors.stream.wire import EdgeProbe
+from stagemesh.common.plugins.connectors import ConnectorName
+from stagemesh.common.wire.versions import own_protocol
+from stagemesh.connectors.stream.connector_agreement import EdgeProbe
+from stagemesh.orchestrator.fleet.membership import Member, MembershipListener
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient, Verdict
-from stagemesh.orchestrator.fleet.replica_errors import REPLICA_LOST
-from stagemesh.orchestrator.membership.base import Member, MembershipListener
-from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.orchestrator.fleet.replica_loss import REPLICA_LOST
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.orchestrator.scripted_stage import tensors_of
 

@@ -16,20 +16,18 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from stagemesh.common.errors import InvalidRequestError, PermissionDeniedError, StagemeshError, UnauthenticatedError
-from stagemesh.common.media_config import MediaConfig, MediaServiceConfig
-from stagemesh.common.process_config import dump_config, load_config
-from stagemesh.common.token_config import TokenConfig
+from stagemesh.common.process.config import TokenConfig, dump_config, load_config
+from stagemesh.common.process.media_config import MediaConfig, MediaServiceConfig
 from stagemesh.orchestrator.config import OrchestratorConfig
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.servicer import OrchestratorServicer, add_orchestrator_service
 from stagemesh.rpc import authentication
-from stagemesh.rpc.authentication import TokenChecker
+from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
+from stagemesh.rpc.callers import CLIENT
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.credentials import TlsFolder
 from stagemesh.rpc.error_mapping import from_rpc_error
-from stagemesh.rpc.roles import CLIENT
 from stagemesh.rpc.server import Server
-from stagemesh.rpc.token_file import TokenEntry, add_token
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests.credentials import issue, process_credentials
 
@@ -132,7 +130,7 @@ async def test_another_role_may_not_call(tmp_path: Path, own: Path, name: str) -
 
 
 async def test_a_certificate_without_a_role_is_refused(tmp_path: Path, own: Path) -> None:
-    from stagemesh.orchestrator.launcher import certificates
+    from stagemesh.cli.launcher import certificates
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(certificates, "SCHEME", "spiffe://other/")

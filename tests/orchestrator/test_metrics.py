@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from stagemesh.client import AsyncGeneration, AudioChunk, EdgeUsage
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.metrics.requests import RequestMetrics
+from stagemesh.orchestrator.metrics.prometheus import RequestMetrics
 from stagemesh.orchestrator.orchestrator import Orchestrator as Core
 from stagemesh.orchestrator.request.timeline import Timeline
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.orchestrator.scaling.processes import Orchestrator, running_pipeline
 

@@ -14,9 +14,9 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from stagemesh.common.errors import NotReadyError
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
 from stagemesh.orchestrator.service import serving
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
+from stagemesh.rpc.callers import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role, roles_of
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.roles import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role, roles_of
 from stagemesh.rpc.server import Server
 from stagemesh.services.media.service import MediaServicer
 from stagemesh.v1 import jobs_pb2, media_pb2

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.common.process_config import dump_config, load_config
+from stagemesh.common.errors import ExitCode, InvalidRequestError
+from stagemesh.common.process.config import dump_config, load_config
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.orchestrator.service import serve
 from stagemesh.rpc.channels import open_channel

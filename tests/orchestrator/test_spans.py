@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stagemesh.common.tracing import TraceParent
+from stagemesh.common.wire.telemetry import TraceParent
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.orchestrator.spans import ORCHESTRATOR, Span, TraceContext, request_spans, step_path
 from stagemesh.v1 import admin_pb2, chunk_pb2, request_pb2, stage_pb2

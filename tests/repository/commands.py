@@ -3,9 +3,14 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+SOURCES: tuple[str, ...] = tuple(
+    tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["dev-mode-dirs"]
+)
+"""The folders of the source roots. Each contains a part of the namespace package `stagemesh`."""
 _BIN = Path(sys.executable).parent
 
 

@@ -13,10 +13,9 @@ from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
 
-from tests.repository.commands import ROOT
+from tests.repository.commands import ROOT, SOURCES
 
 _OURS = "stagemesh"
-_SOURCES = ("protos", "common", "connectors", "services", "orchestrator", "gateway", "jobs")
 
 
 STAGEMESH = (
@@ -42,7 +41,7 @@ def make_environment(folder: Path, *, extras: Iterable[str], wheel: Path | None 
         return folder / "bin" / "python"
     information = Path(str(_installed()[_OURS].locate_file(""))) / _information_folder(_installed()[_OURS])
     (packages / information.name).symlink_to(information)
-    (packages / "stagemesh.pth").write_text("".join(f"{ROOT / source}\n" for source in _SOURCES))
+    (packages / "stagemesh.pth").write_text("".join(f"{ROOT / source}\n" for source in SOURCES))
     return folder / "bin" / "python"
 
 

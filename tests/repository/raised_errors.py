@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stagemesh.common import errors
-from tests.repository.commands import ROOT
+from tests.repository.commands import ROOT, SOURCES
 
 UPPER = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
 # The statuses of gRPC and of proxies have no reason. Errors that are made of them have the reason of their class.
@@ -17,14 +17,13 @@ _FOREIGN_STATUSES = "rpc.error_mapping"
 _BASE = "common.errors"
 # The part that raises the errors of a package. The longest prefix counts. Shared packages are raised by any part.
 _SOURCES = {
+    "bench": "command",
+    "cli": "command",
     "client": "client",
     "connectors": "data plane",
-    "connectors.transport_probe": "command",
     "jobs": "job server",
     "orchestrator": "orchestrator",
-    "orchestrator.cli": "command",
-    "orchestrator.launcher": "command",
-    "orchestrator.spec": "command",
+    "pipeline": "command",
     "services": "stage",
     "services.models": "command",
     "services.models.audio": "stage",
@@ -66,7 +65,7 @@ class _Class(NamedTuple):
 
 class _Module:
     def __init__(self, path: Path) -> None:
-        parts = path.with_suffix("").parts
+        parts = path.relative_to(ROOT).with_suffix("").parts
         self.name = ".".join(parts[parts.index("stagemesh") + 1 :])
         self.file = path.relative_to(ROOT)
         self.tree = ast.parse(path.read_text())
@@ -86,7 +85,7 @@ class _Module:
 
 def find_raised() -> Findings:
     """Returns the errors that the packages of the product raise."""
-    files = sorted(path for path in ROOT.glob("*/stagemesh/**/*.py") if "v1" not in path.parts)
+    files = sorted(path for source in SOURCES if source != "protos" for path in (ROOT / source).rglob("*.py"))
     return _Search([_Module(path) for path in files]).run()
 
 

@@ -6,14 +6,14 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from stagemesh.jobs.servicer import JobServicer
 from stagemesh.keda import externalscaler_pb2
-from stagemesh.orchestrator.admin.service import AdminServicer
-from stagemesh.orchestrator.membership.registration import MembershipServicer
-from stagemesh.orchestrator.scaling.external_scaler import ExternalScalerServicer
+from stagemesh.orchestrator.admin.servicer import AdminServicer
+from stagemesh.orchestrator.fleet.membership import MembershipServicer
+from stagemesh.orchestrator.metrics.external_scaler import ExternalScalerServicer
 from stagemesh.orchestrator.servicer import OrchestratorServicer
-from stagemesh.rpc.roles import roles_of
+from stagemesh.rpc.callers import roles_of
 from stagemesh.services.media.service import MediaServicer
-from stagemesh.services.stage.service.control_servicer import StageControlServicer
-from stagemesh.services.stage.service.servicer import StageServicer
+from stagemesh.services.stage.control_servicer import StageControlServicer
+from stagemesh.services.stage.servicer import StageServicer
 from stagemesh.v1 import (
     admin_pb2,
     control_pb2,

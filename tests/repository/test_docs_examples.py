@@ -14,9 +14,9 @@ import yaml
 from pydantic import TypeAdapter
 from typer.main import get_command
 
-from stagemesh.orchestrator.cli.main import app
-from stagemesh.orchestrator.spec import load_pipeline
-from stagemesh.orchestrator.spec.schema import PipelineFile
+from stagemesh.cli.app import app
+from stagemesh.pipeline import load_pipeline
+from stagemesh.pipeline.schema import PipelineFile
 from tests.repository.code_blocks import Block, find_blocks, find_commands
 
 KNOWN_LANGUAGES = ("", "python", "yaml", "json", "bash", "sh", "text", "mermaid")

@@ -1,17 +1,16 @@
 import re
 
-from tests.repository.commands import ROOT
+from tests.repository.commands import ROOT, SOURCES
 
-PACKAGES = ("common", "connectors", "services", "orchestrator", "gateway")
-SETTINGS = ROOT / "common/stagemesh/common/settings.py"
+SETTINGS = ROOT / "common/stagemesh/common/process/settings.py"
 READERS = re.compile(r"\bos\.(environb?|getenvb?|putenv|unsetenv)\b|from os import .*\b(environb?|getenvb?)\b")
 
 
 def test_only_settings_reads_the_environment() -> None:
     readers = [
         f"{path.relative_to(ROOT)}:{number}"
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
+        for source in SOURCES
+        for path in (ROOT / source / "stagemesh").rglob("*.py")
         if path != SETTINGS
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if READERS.search(line)

@@ -8,16 +8,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from stagemesh.common.process_config import dump_config
-from stagemesh.common.settings import variables
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.process.config import dump_config
+from stagemesh.common.process.settings import variables
+from stagemesh.common.process.stage_process import StageConfig
 from tests.engines.support import stage_config
 from tests.repository.installed import make_environment
 
 READY_S = 150
 _FUNCTION = """\
-from stagemesh.common.descriptors import Emitted, FunctionDescriptor, Signature
-from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, Signature
+from stagemesh.common.wire.tensors import TensorSpec
 
 NUMBERS = TensorSpec("float32", ("count",))
 DOUBLE = FunctionDescriptor(Signature({"x": NUMBERS}, {"y": Emitted(NUMBERS)}), "doubling:make")

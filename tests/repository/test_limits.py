@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from stagemesh.common import tensors, tracing
-from stagemesh.common.media_config import MediaConfig
-from stagemesh.common.stage_config import DataPlaneConfig, StageConfig
-from stagemesh.connectors.stream import wire
+from stagemesh.common.process.media_config import MediaConfig
+from stagemesh.common.process.stage_process import DataPlaneConfig, StageConfig
+from stagemesh.common.wire import telemetry, tensors
+from stagemesh.connectors import wire
 from stagemesh.orchestrator.request.output_record import MAX_LINGER_S
 from stagemesh.orchestrator.session.session import MAX_SESSION_LINGER_S
-from stagemesh.orchestrator.spec import Limits
-from stagemesh.rpc import authentication, call_limits, channels
+from stagemesh.pipeline import Limits
+from stagemesh.rpc import authentication, channels, interceptors
 from stagemesh.services.engines import media_decoding
 from stagemesh.services.engines.vllm.options import StageOptions
 from tests.repository.commands import ROOT
@@ -23,7 +23,7 @@ _CODE = {
     "connections of a port": [channels.MAX_CONNECTIONS],
     "calls of a connection, and of a caller on the clients' port": [
         channels.MAX_CALLS_PER_CONNECTION,
-        call_limits.CALLS_PER_CALLER,
+        interceptors.CALLS_PER_CALLER,
     ],
     "seconds of a handshake, and of a connection without calls": [
         channels.HANDSHAKE_MS // 1000,
@@ -43,7 +43,7 @@ _CODE = {
     "bytes of a media file in a store": [MediaConfig.max_file_bytes],
     "pixels of a video that are decoded": [vars(media_decoding)["_MAX_DECODED_PIXELS"]],
     "bytes of the decoded media of a request, vllm stages": [StageOptions().media_bytes],
-    "spans of a traced step": [tracing.MAX_SPANS],
+    "spans of a traced step": [telemetry.MAX_SPANS],
 }
 
 

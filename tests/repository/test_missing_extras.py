@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.common.process_config import dump_config
+from stagemesh.common.errors import ExitCode
+from stagemesh.common.process.config import dump_config
 from tests.engines.support import stage_config
 from tests.repository.installed import STAGEMESH, make_environment
 

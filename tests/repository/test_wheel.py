@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository.commands import ROOT
+from tests.repository.commands import ROOT, SOURCES
 
-PACKAGES = ("v1", "keda", "common", "rpc", "connectors", "services", "client", "orchestrator", "gateway", "jobs")
+PACKAGES = sorted(path.name for source in SOURCES for path in (ROOT / source / "stagemesh").iterdir() if path.is_dir())
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +19,8 @@ def test_the_wheel_contains_every_package_with_its_types(wheel: zipfile.Path, pa
 
 
 def test_the_wheel_contains_the_pipelines(wheel: zipfile.Path) -> None:
-    shipped = {path.name for path in (ROOT / "orchestrator/stagemesh/orchestrator/pipelines").glob("*.yaml")}
-    packed = {path.name for path in (wheel / "stagemesh" / "orchestrator" / "pipelines").iterdir()}
+    shipped = {path.name for path in (ROOT / "pipeline/stagemesh/pipeline/built_in").glob("*.yaml")}
+    packed = {path.name for path in (wheel / "stagemesh" / "pipeline" / "built_in").iterdir()}
     assert "speech.yaml" in shipped <= packed
 
 

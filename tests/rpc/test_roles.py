@@ -6,9 +6,9 @@ import grpc
 import pytest
 
 from stagemesh.common.errors import UnsupportedError
+from stagemesh.rpc.callers import CLIENT, OPERATOR, STAGE, Role, roles_of
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
-from stagemesh.rpc.roles import CLIENT, OPERATOR, STAGE, Role, roles_of
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc
 from tests.rpc.health_calls import Request, check

@@ -9,8 +9,8 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.common.errors import NotReadyError
-from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import stage_pb2

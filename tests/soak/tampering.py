@@ -7,7 +7,7 @@ from enum import Enum
 
 import grpc
 
-from stagemesh.common.output_position import length_of
+from stagemesh.common.requests.output_position import length_of
 from stagemesh.rpc.channels import SERVER_OPTIONS, open_channel
 from stagemesh.v1 import orchestrator_pb2
 from tests.soak.soak import Through

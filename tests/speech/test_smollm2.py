@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from stagemesh.common.settings import find_model
+from stagemesh.common.process.settings import find_model
 from tests.deployment import Deployment, deployed, metric_value
 
 pytestmark = [pytest.mark.speech, pytest.mark.timeout(300)]

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 
 import numpy as np
 
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Task, Usage
 

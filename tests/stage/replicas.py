@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagemesh.common.descriptors import Signature
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.plugins.descriptors import Signature
+from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.handlers import add_stage_service
@@ -15,8 +15,8 @@ from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine, Task
 from stagemesh.services.engines.fake import signature
 from stagemesh.services.engines.fake.engine import FakeEngine
-from stagemesh.services.stage.replica.runtime import StageRuntime
-from stagemesh.services.stage.service.servicer import StageServicer
+from stagemesh.services.stage.runtime import StageRuntime
+from stagemesh.services.stage.servicer import StageServicer
 from stagemesh.services.stage.step.spec import StepSpec, StreamedOutput
 from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
 

@@ -6,21 +6,13 @@ from typing import Any
 
 import pytest
 
-from stagemesh.common.descriptors import OptionSpec, Signature
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.connectors.flow.chunking import FramesPolicy
+from stagemesh.common.plugins.descriptors import OptionSpec, Signature
+from stagemesh.common.wire.chunk_policies import FramesPolicy
+from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.services.engines.abilities import EngineAbilities
-from stagemesh.services.engines.base import (
-    ChatMessage,
-    Conversation,
-    MediaFile,
-    RawPrompt,
-    SamplingOptions,
-    Structure,
-    Tool,
-    ToolCall,
-)
+from stagemesh.services.engines.base import SamplingOptions, Structure
+from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile, RawPrompt, Tool, ToolCall
 from stagemesh.services.stage.step.checks import check_spec
 from stagemesh.services.stage.step.spec import spec_from_wire
 from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2, tensor_pb2

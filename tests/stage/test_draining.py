@@ -7,8 +7,8 @@ from contextlib import aclosing
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
-from stagemesh.common.replica_state import ReplicaState
-from stagemesh.services.stage.service.control_servicer import page_of
+from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.services.stage.control_servicer import page_of
 from stagemesh.v1 import control_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec

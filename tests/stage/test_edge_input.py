@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.tensors import Array, TensorSpec
-from stagemesh.connectors.edge import Packet
-from stagemesh.services.stage.step.edges import accepted_part
+from stagemesh.common.wire.tensors import Array, TensorSpec
+from stagemesh.connectors.packets import Packet
+from stagemesh.services.stage.step.inputs import accepted_part
 
 ACCEPTS = {"spectrum": TensorSpec("float32", ("frames", 3)), "f0": TensorSpec("float32", ("frames",))}
 SPECTRUM = np.zeros((2, 3), np.float32)

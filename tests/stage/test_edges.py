@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.connectors.stream import connection
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.services.engines.base import Emission, Task, Usage
 from stagemesh.services.models.text import Sentences
 from stagemesh.services.stage.step import edges
-from stagemesh.services.stage.step.results import ResultCheck
+from stagemesh.services.stage.step.checks import ResultCheck
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import Replica, served_stage, stage_config, step_request

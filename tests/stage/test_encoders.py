@@ -7,10 +7,9 @@ import av
 import numpy as np
 import pytest
 
-from stagemesh.common.encodings import AUDIO_ENCODINGS, VIDEO_ENCODINGS
 from stagemesh.common.errors import UnsupportedError
-from stagemesh.common.media_encoders import make_encoder
-from stagemesh.common.tensors import Array
+from stagemesh.common.media.encodings import AUDIO_ENCODINGS, VIDEO_ENCODINGS, make_encoder
+from stagemesh.common.wire.tensors import Array
 
 RATE_HZ = 24_000
 TONE = (0.3 * np.sin(np.arange(2 * RATE_HZ) / 8)).astype(np.float32)

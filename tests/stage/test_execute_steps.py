@@ -12,8 +12,8 @@ import pytest
 from stagemesh.common.errors import InternalError
 from stagemesh.common.notification import Journal
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
-from stagemesh.services.stage.service import servicer
-from stagemesh.services.stage.service.servicer import StepSession
+from stagemesh.services.stage import servicer
+from stagemesh.services.stage.servicer import StepSession
 from stagemesh.services.stage.step import run
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine

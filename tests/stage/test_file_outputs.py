@@ -14,16 +14,16 @@ import av
 import numpy as np
 import pytest
 
-from stagemesh.common.descriptors import Emitted, Signature
 from stagemesh.common.errors import CancelledRequestError, DeadlineError, StagemeshError
-from stagemesh.common.media_config import MediaConfig
-from stagemesh.common.media_encoders import make_encoder
-from stagemesh.common.tensors import Array, TensorSpec
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.media import stored_file
+from stagemesh.common.media.encodings import make_encoder
+from stagemesh.common.plugins.descriptors import Emitted, Signature
+from stagemesh.common.process.media_config import MediaConfig
+from stagemesh.common.wire.tensors import Array, TensorSpec
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, Task, Usage
-from stagemesh.services.media import stored_file
-from stagemesh.services.stage.replica.runtime import StageRuntime
+from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.step import run
 from stagemesh.services.stage.step.spec import StepSpec, StreamedOutput
 from stagemesh.v1 import request_pb2, stage_pb2

@@ -8,22 +8,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stagemesh.common.connector_descriptors import GRPC
-from stagemesh.common.descriptors import Emitted, Signature, TransformDescriptor
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, StagemeshError, UnsupportedError
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.common.user_errors import UserErrors
-from stagemesh.connectors.conformance import Host
-from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.flow.chunking import StepPolicy
+from stagemesh.common.plugins.connectors import GRPC
+from stagemesh.common.plugins.descriptors import Emitted, Signature, TransformDescriptor
+from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.conformance import Host
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.tickets import OfferedTicket
+from stagemesh.connectors.packets import EdgeKey, OfferedTicket, Packet
 from stagemesh.services.engines.abilities import EngineAbilities, HandsOver
 from stagemesh.services.engines.fake import KIND, STATE
 from stagemesh.services.engines.fake.engine import FakeEngine
-from stagemesh.services.stage.step import edges
+from stagemesh.services.engines.user_errors import UserErrors
+from stagemesh.services.stage.step import edges, inputs
 from stagemesh.services.stage.step.checks import check_handover
-from stagemesh.services.stage.step.edges import accepted_part
+from stagemesh.services.stage.step.inputs import accepted_part
 from stagemesh.services.stage.step.spec import InputBinding, OutputBinding, StepSpec
 from tests.connectors.offers import Offers
 from tests.stage.replicas import Replica, events_of, ready_runtime, served_stage, stage_config, step_spec
@@ -162,7 +161,7 @@ async def test_transform_passes_tickets(kept: int, monkeypatch: pytest.MonkeyPat
     descriptor = TransformDescriptor(takes={}, gives={"text": TensorSpec("uint8", ("bytes",))}, factory="")
     monkeypatch.setattr(edges, "load_transform_descriptor", lambda _: descriptor)
     monkeypatch.setattr(edges, "import_factory", lambda _: lambda _: Repeats())
-    transform = edges._EdgeTransform("repeats", edge="a->b", model=None, user_errors=UserErrors())
+    transform = inputs.EdgeTransform("repeats", edge="a->b", model=None, user_errors=UserErrors())
     ticket = Offers().offer()
     made = transform.push(Packet({"text": np.zeros(1, np.uint8)}, tickets={"kv": ticket}))
     assert [dict(each.tickets) for each in made] == [{"kv": ticket}] + [{}] * max(0, kept - 1)

@@ -10,11 +10,11 @@ from pydantic import JsonValue
 
 from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import DeadlineError, UnavailableError
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.services.engines.base import EngineEvent, Task, Usage
 from stagemesh.services.engines.fake.engine import FakeEngine
-from stagemesh.services.stage.replica.hang_detection import StallWatch
-from stagemesh.services.stage.replica.runtime import StageRuntime
+from stagemesh.services.stage.health import StallWatch
+from stagemesh.services.stage.runtime import StageRuntime
 from tests.stage.replicas import events_of, ready_runtime, stage_config, step_spec
 
 _HOUR_S = 3600.0
@@ -229,7 +229,7 @@ class StuckEngine(FakeEngine):
 
 
 async def test_an_engine_that_ignores_an_abort_has_died_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.services.stage.replica.runtime._RELEASE_S", 0.05)
+    monkeypatch.setattr("stagemesh.services.stage.runtime._RELEASE_S", 0.05)
     config = replace(stage_config(), stall_s=0.4)
     engine = StuckEngine(config)
     async with ready_runtime(engine=engine, config=config) as runtime, asyncio.timeout(10):
@@ -270,7 +270,7 @@ async def test_a_deadline_holds_although_the_engine_ignores_the_abort(monkeypatc
 
 async def test_an_engine_that_keeps_a_task_beyond_its_deadline_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.services.stage.step.run.ABORT_S", 0.05)
-    monkeypatch.setattr("stagemesh.services.stage.replica.runtime._RELEASE_S", 0.05)
+    monkeypatch.setattr("stagemesh.services.stage.runtime._RELEASE_S", 0.05)
     config = replace(stage_config(), stall_s=0.4)
     engine = StuckEngine(config)
     async with ready_runtime(engine=engine, config=config) as runtime, asyncio.timeout(10):

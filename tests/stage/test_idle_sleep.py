@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from stagemesh.common.errors import NotReadyError, UnsupportedError
-from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.fake.engine import FakeEngine
-from stagemesh.services.stage.replica.runtime import StageRuntime
+from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.v1.stage_pb2 import ROLLOUT_VERDICT_RELEASED
 from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
 

@@ -5,11 +5,11 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from stagemesh.common.descriptors import Emitted, OutputKind
 from stagemesh.common.errors import UnsupportedError
-from stagemesh.common.output_position import length_of
-from stagemesh.common.tensors import Array, TensorSpec, read_inline
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.descriptors import Emitted, OutputKind
+from stagemesh.common.requests.output_position import length_of
+from stagemesh.common.wire.tensors import Array, TensorSpec, read_inline
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import END, TokenLogprob, TokenLogprobs
 from stagemesh.services.stage.step.outputs import StreamedOutputs
 from stagemesh.v1 import request_pb2

@@ -3,8 +3,8 @@
 import grpc
 import pytest
 
-from stagemesh.common import connector_descriptors
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
+from stagemesh.common.plugins import connectors
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.replicas import Replica, served_stage, stage_config
@@ -29,7 +29,7 @@ async def test_a_probe_returns_the_connector_and_sends_nothing() -> None:
 
 
 async def test_a_fixed_connector_that_cannot_work_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector_descriptors, "find_spec", lambda _: None)
+    monkeypatch.setattr(connectors, "find_spec", lambda _: None)
     async with served_stage() as thinker, served_stage(stage_config("talker", function="relay")) as talker:
         error = await _failure(thinker, talker.endpoint, connector=chunk_pb2.CONNECTOR_NIXL)
     assert isinstance(error, NotReadyError)

@@ -14,9 +14,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.common.process_config import dump_config
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.errors import ExitCode
+from stagemesh.common.process.config import dump_config
+from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 from tests.stage.replicas import stage_config, step_request
 

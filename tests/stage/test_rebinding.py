@@ -9,13 +9,13 @@ import grpc
 import pytest
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.flow import inlet
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
-from stagemesh.services.stage.service.servicer import StageServicer
+from stagemesh.services.stage.servicer import StageServicer
 from stagemesh.services.stage.step import edges
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 from tests.stage.replicas import Replica, make_runtime, stage_config, step_request

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import pytest
 
 from benchmarks.simulation import virtual_time
-from stagemesh.services.stage.replica.rollout_release import RolloutRelease
+from stagemesh.services.stage.health import RolloutRelease
 from stagemesh.v1 import stage_pb2
 from tests.stage.replicas import served_stage
 

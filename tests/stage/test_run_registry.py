@@ -7,23 +7,23 @@ from contextlib import aclosing
 
 import pytest
 
-from stagemesh.services.stage.step import registry
+from stagemesh.services.stage.step import run_index
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, ready_runtime, stage_config, step_spec
 
 
 async def test_ended_runs_are_dropped_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "KEPT_S", 0.0)
+    monkeypatch.setattr(run_index, "KEPT_S", 0.0)
     assert await _runs_of_two_calls() == 2
 
 
 async def test_the_number_of_ended_runs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_KEPT", 0)
+    monkeypatch.setattr(run_index, "MAX_KEPT", 0)
     assert await _runs_of_two_calls() == 2
 
 
 async def test_the_bytes_of_ended_runs_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_KEPT_BYTES", len("hello") - 1)
+    monkeypatch.setattr(run_index, "MAX_KEPT_BYTES", len("hello") - 1)
     assert await _runs_of_two_calls() == 2
 
 
@@ -32,8 +32,8 @@ async def test_a_kept_run_serves_a_later_call() -> None:
 
 
 async def test_many_requests_do_not_accumulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_ATTEMPTS", 3)
-    monkeypatch.setattr(registry, "MAX_KEPT", 3)
+    monkeypatch.setattr(run_index, "MAX_ATTEMPTS", 3)
+    monkeypatch.setattr(run_index, "MAX_KEPT", 3)
     async with ready_runtime(stage_config(steps=1)) as runtime:
         for number in range(10):
             await events_of(runtime, step_spec(f"r{number}"))

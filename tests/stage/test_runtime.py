@@ -20,8 +20,8 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from stagemesh.common.replica_state import ReplicaState
-from stagemesh.services.stage.replica.runtime import PLANNED_S
+from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.services.stage.runtime import PLANNED_S
 from stagemesh.services.stage.step import run
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stagemesh.common.descriptors import Emitted, Signature
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.connectors.edge import Packet
-from stagemesh.connectors.flow.chunking import StepPolicy
+from stagemesh.common.plugins.descriptors import Emitted, Signature
+from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import TokenSelection
 from stagemesh.services.stage.step.spec import OutputBinding
 from tests.stage.replicas import step_spec

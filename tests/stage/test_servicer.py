@@ -16,8 +16,8 @@ from stagemesh.common.errors import (
     NotReadyError,
     StagemeshError,
 )
-from stagemesh.common.host import host_token
-from stagemesh.common.versions import OFFERS, own_protocol
+from stagemesh.common.process.host import host_token
+from stagemesh.common.wire.versions import OFFERS, own_protocol
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.services.engines.abilities import Adapter, AdapterControl, EngineAbilities
 from stagemesh.services.stage.step import run

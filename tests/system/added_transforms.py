@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 RENAMED = """\
-from stagemesh.connectors.edge import Packet
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.common.descriptors import TransformDescriptor
+from stagemesh.connectors.packets import Packet
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.common.plugins.descriptors import TransformDescriptor
 
 _ROWS = TensorSpec("float32", ("tokens", "hidden"))
 DESCRIPTOR = TransformDescriptor({"hidden_states": _ROWS}, {"inputs_embeds": _ROWS}, "added_renamed:Renamed")
@@ -27,9 +27,9 @@ class Renamed:
 """Turns hidden states of one stage into the next one's embeddings by position."""
 DOUBLED = """\
 import numpy as np
-from stagemesh.connectors.edge import Packet
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.common.descriptors import TransformDescriptor
+from stagemesh.connectors.packets import Packet
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.common.plugins.descriptors import TransformDescriptor
 
 _TEXT = {"text": TensorSpec("uint8", ("bytes",))}
 DESCRIPTOR = TransformDescriptor(_TEXT, _TEXT, "added_doubled:Doubled")

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from subprocess import Popen
 
+from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.client import AsyncClient
 from stagemesh.common.errors import UnavailableError
-from stagemesh.common.process_config import dump_config
-from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
+from stagemesh.common.process.config import dump_config
+from stagemesh.common.process.stage_process import OrchestratorAddress, StageConfig
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration
-from stagemesh.orchestrator.launcher.ports import PortPicker
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from stagemesh.v1 import stage_pb2
 from tests.soak.load import Load
 from tests.soak.work import Work

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from stagemesh.common.process_config import dump_config
-from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
+from stagemesh.common.process.config import dump_config
+from stagemesh.common.process.stage_process import OrchestratorAddress, StageConfig
 from tests.system.stub_stage import ReplicaFault
 
 SONG = """\

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stagemesh.common.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.common.typed_values import Value
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
+from stagemesh.common.wire.tensors import TensorSpec, Value
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
 
 _ROWS = TensorSpec("float32", ("tokens", "hidden"))

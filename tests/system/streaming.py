@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.orchestrator.config import ReplicaAddress
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.membership.addresses import StaticSource
+from stagemesh.orchestrator.fleet.membership import StaticSource
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.streamed_input import StreamedInput
 from stagemesh.orchestrator.request.validation import validate
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests.deployment import Deployment

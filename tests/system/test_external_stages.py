@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.client import Admitted, Client, Result, Text
 from stagemesh.client.responses import ResultBuilder
-from stagemesh.common.exit_codes import ExitCode
-from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.common.errors import ExitCode
 from stagemesh.v1 import stage_pb2
 from tests.deployment import Deployment, deployed
 from tests.system.added_transforms import DOUBLED, add_transform

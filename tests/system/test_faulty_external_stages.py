@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
+from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.client import Client
 from stagemesh.common.errors import DeadlineError, InvalidRequestError, NotReadyError, StagemeshError
-from stagemesh.orchestrator.launcher.ports import PortPicker
 from tests.deployment import Deployment, deployed, eventually
 from tests.system.external import song, stub_replica
 from tests.system.stub_stage import ReplicaFault, RequestFault

@@ -16,7 +16,7 @@ import os
 import sys
 
 import numpy as np
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 
 AUDIO = np.zeros(100, np.float32)
 
@@ -53,8 +53,8 @@ def flawed(how):
 """
 FUNCTION = f"""\
 {FLAWS}
-from stagemesh.common.descriptors import Emitted, FunctionDescriptor, Signature
-from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, Signature
+from stagemesh.common.wire.tensors import TensorSpec
 
 _TEXT = Emitted(TensorSpec.parse("uint8[bytes]"), kind="text")
 _AUDIO = Emitted(TensorSpec.parse("float32[samples]"), kind="audio", sample_rate_hz=16_000)
@@ -85,8 +85,8 @@ class Speak:
 """Speaks silence. The prompt says what is wrong, for example "function raise"."""
 TRANSFORM = f"""\
 {FLAWS}
-from stagemesh.common.descriptors import TransformDescriptor
-from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.plugins.descriptors import TransformDescriptor
+from stagemesh.common.wire.tensors import TensorSpec
 
 _TEXT, _AUDIO = TensorSpec.parse("uint8[bytes]"), TensorSpec.parse("float32[samples]")
 DESCRIPTOR = TransformDescriptor({{"text": _TEXT, "audio": _AUDIO}}, {{"audio": _AUDIO}}, "added_pass:Pass")
@@ -106,8 +106,8 @@ class Pass:
         return []
 """
 PLAYER = """\
-from stagemesh.common.descriptors import Emitted, FunctionDescriptor, Signature
-from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, Signature
+from stagemesh.common.wire.tensors import TensorSpec
 
 _AUDIO = TensorSpec.parse("float32[samples]")
 DESCRIPTOR = FunctionDescriptor(

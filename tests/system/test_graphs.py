@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stagemesh.client import Client, Result
-from stagemesh.common.connector_descriptors import descriptors
-from stagemesh.common.tensors import Array
+from stagemesh.common.plugins.connectors import descriptors
+from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.fake.outputs import mix, resize_text, source_text, text_to_frames
 from tests.deployment import Deployment, deployed, eventually

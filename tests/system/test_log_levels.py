@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stagemesh.common.exit_codes import ExitCode
+from stagemesh.common.errors import ExitCode
 from tests.cli.commands import Ran, invoke
 from tests.deployment import Deployment, deployed
 from tests.system.pipelines import relays

@@ -12,12 +12,12 @@ from subprocess import Popen
 import grpc
 import pytest
 
+from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.client import AsyncClient, Choice, Client, Generation, Result, Text
 from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import UnavailableError
-from stagemesh.common.process_config import dump_config
+from stagemesh.common.process.config import dump_config
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
-from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, stage_pb2
 from tests.deployment import Deployment, deployed, eventually

@@ -16,9 +16,9 @@ from tests.system.streaming import Turn, orchestrating
 CHECKPOINT_SAMPLES, PIECE_SAMPLES, RATE_HZ = 1_000, 400, 16_000
 METER = """\
 import numpy as np
-from stagemesh.common.descriptors import Emitted, FunctionDescriptor, Signature
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, Signature
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Saves
 
 _TEXT = Emitted(TensorSpec.parse("uint8[bytes]"), kind="text")

@@ -13,7 +13,7 @@ import pytest
 
 from stagemesh.client import AsyncClient, Client
 from stagemesh.common.errors import ExistsError, NotFoundError, UnavailableError
-from stagemesh.common.versions import own_protocol
+from stagemesh.common.wire.versions import own_protocol
 from stagemesh.rpc.channels import CHANNEL_OPTIONS, open_sync
 from stagemesh.rpc.credentials import Credentials
 from stagemesh.rpc.error_mapping import from_rpc_error

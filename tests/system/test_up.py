@@ -14,11 +14,11 @@ from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,
     ExistsError,
+    ExitCode,
     InternalError,
     InvalidRequestError,
     OverloadedError,
 )
-from stagemesh.common.exit_codes import ExitCode
 from tests.deployment import Deployment, deployed, eventually
 from tests.system.pipelines import relays
 

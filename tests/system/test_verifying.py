@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from stagemesh.common.exit_codes import ExitCode
+from stagemesh.common.errors import ExitCode
 from tests.cli.commands import Ran, invoke, stagemesh
 from tests.deployment import deployed
 from tests.diffusion.tiny.pipelines import write_qwen_image

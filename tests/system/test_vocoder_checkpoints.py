@@ -23,9 +23,9 @@ KILLED_AFTER = 0.7
 """The share of the audio after which the vocoder is killed."""
 CODES = """\
 import numpy as np
-from stagemesh.connectors.edge import Packet
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.common.descriptors import TransformDescriptor
+from stagemesh.connectors.packets import Packet
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.common.plugins.descriptors import TransformDescriptor
 
 DESCRIPTOR = TransformDescriptor(
     {"text": TensorSpec("uint8", ("bytes",))}, {"codes": TensorSpec("int32", ("frames", "groups"))}, "added_codes:Codes"

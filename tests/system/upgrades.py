@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from stagemesh.cli.launcher.ports import PortPicker
+from stagemesh.cli.launcher.process_configs import stage_config
 from stagemesh.client import AsyncClient, Result
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.process_config import ProcessConfig, dump_config
+from stagemesh.common.process.config import ProcessConfig, dump_config
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
-from stagemesh.orchestrator.launcher.ports import PortPicker
-from stagemesh.orchestrator.launcher.process_configs import stage_config
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from stagemesh.rpc.channels import open_channel
 from tests.rpc.health_calls import Request, Response, watch
 

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from stagemesh.common.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.common.typed_values import Value
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
+from stagemesh.common.wire.tensors import TensorSpec, Value
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
 
 _TEXT = TensorSpec("uint8", ("bytes",))

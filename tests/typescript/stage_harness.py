@@ -8,11 +8,11 @@ from typing import Any
 import grpc
 import numpy as np
 
+from stagemesh.common.wire.chunk_policies import StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.flow.chunking import StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
+from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc, tensor_pb2
 from tests.connectors.hosts import Host

@@ -13,9 +13,8 @@ import pytest
 
 from stagemesh.client import Result
 from stagemesh.common.errors import InternalError, OverloadedError, StagemeshError, UnavailableError
-from stagemesh.common.token_config import TokenConfig
-from stagemesh.rpc.authentication import TokenChecker
-from stagemesh.rpc.token_file import TokenEntry, add_token
+from stagemesh.common.process.config import TokenConfig
+from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
 from stagemesh.v1 import request_pb2
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from tests.client.scripted import Pause, admitted, audio, ended, finished, progress, queued, served, text

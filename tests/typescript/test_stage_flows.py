@@ -8,9 +8,9 @@ import grpc
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
-from stagemesh.connectors.conformance import assert_same, receive_all, send_all
-from stagemesh.connectors.conformance.fault_suite import proxied
-from stagemesh.connectors.conformance.replicas import until
+from stagemesh.conformance import assert_same, receive_all, send_all
+from stagemesh.conformance.fault_suite import proxied
+from stagemesh.conformance.replicas import until
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.v1 import chunk_pb2
 from tests.connectors.relay_faults import Direction, Fault, Faults
@@ -91,11 +91,11 @@ async def test_cut_connections_lose_nothing(size_bytes: int) -> None:
 @pytest.fixture
 def quick_producer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the Python producer notice a lost message early, and send several fragments of each chunk."""
-    monkeypatch.setattr("stagemesh.connectors.flow.outlet_attempt._REOPEN_S", 0.3)
+    monkeypatch.setattr("stagemesh.connectors.lost_peers.REOPEN_S", 0.3)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._CHECK_S", 0.1)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._HANDSHAKE_S", 0.5)
-    monkeypatch.setattr("stagemesh.connectors.stream.wire.FRAGMENT_BYTES", 8192)
-    monkeypatch.setattr("stagemesh.connectors.stream.wire.WHOLE_CHUNK_BYTES", 8192)
+    monkeypatch.setattr("stagemesh.connectors.fragments.FRAGMENT_BYTES", 8192)
+    monkeypatch.setattr("stagemesh.connectors.fragments.WHOLE_CHUNK_BYTES", 8192)
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.client import Result, Text
 from stagemesh.client.responses import ResultBuilder
-from stagemesh.orchestrator.launcher.ports import PortPicker
 from tests.deployment import Deployment, deployed, eventually
 from tests.system.streaming import Turn, orchestrating
 from tests.typescript.nodes import program

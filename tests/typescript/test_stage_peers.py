@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.connectors.conformance import assert_same, receive_all, send_all
-from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.stream.wire import FlowDigest, PacketShape, key_to_wire
+from stagemesh.conformance import assert_same, receive_all, send_all
+from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.wire import FlowDigest, PacketShape, key_to_wire
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.message_streams import PUT_CHUNK
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.connectors.conformance import assert_same, receive_all, send_all
-from stagemesh.connectors.conformance.fault_suite import proxied
-from stagemesh.connectors.edge import Packet
-from stagemesh.connectors.flow.chunking import Chunker, FramesPolicy, WholePolicy
-from stagemesh.orchestrator.request.step_calls import policy_to_wire
+from stagemesh.common.wire.chunk_policies import FramesPolicy, WholePolicy
+from stagemesh.conformance import assert_same, receive_all, send_all
+from stagemesh.conformance.fault_suite import proxied
+from stagemesh.connectors.flow.chunking import Chunker
+from stagemesh.connectors.packets import Packet
+from stagemesh.orchestrator.planning.chunk_policies import policy_to_wire
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import stage_pb2
 from tests.typescript.nodes import QUICK

@@ -10,8 +10,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.connectors.conformance import assert_same, receive_all, send_all
-from stagemesh.connectors.edge import Packet
+from stagemesh.conformance import assert_same, receive_all, send_all
+from stagemesh.connectors.packets import Packet
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2
 from stagemesh.v1.stage_pb2 import StreamedOutput

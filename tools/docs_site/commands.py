@@ -4,7 +4,7 @@ import typer
 import typer.cli
 from typer.main import get_command
 
-from stagemesh.orchestrator.cli.main import app
+from stagemesh.cli.app import app
 
 _HEAD = """\
 # Commands

@@ -8,19 +8,18 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.gateway.metrics import Metrics as GatewayMetrics
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.metrics.collection import OrchestratorMetrics
-from stagemesh.orchestrator.metrics.requests import RequestMetrics
+from stagemesh.orchestrator.metrics.prometheus import OrchestratorMetrics, RequestMetrics
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from stagemesh.services.engines.calls import EngineCalls
 from stagemesh.services.engines.fake import signature
 from stagemesh.services.engines.fake.engine import FakeEngine
-from stagemesh.services.stage.replica.runtime import StageRuntime
-from stagemesh.services.stage.service.metrics import ReplicaMetrics
+from stagemesh.services.stage.metrics import ReplicaMetrics
+from stagemesh.services.stage.runtime import StageRuntime
 from tools.docs_site.tables import escape, make_table
 
 _HEAD = """\

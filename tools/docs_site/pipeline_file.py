@@ -10,8 +10,8 @@ from typing import NamedTuple, cast
 
 from pydantic import AliasChoices, BaseModel, Field, JsonValue
 
-from stagemesh.orchestrator.spec import schema, signature_schema
-from stagemesh.orchestrator.spec.schema import PipelineFile
+from stagemesh.pipeline import schema, signature_schema
+from stagemesh.pipeline.schema import PipelineFile
 from tools.docs_site.tables import escape, make_table
 
 _HEAD = """\

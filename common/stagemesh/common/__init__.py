@@ -1,1 +1,1 @@
-"""Modules that all parts of Stagemesh share, such as errors, tensor types, settings, logging and process lifecycle."""
+"""What several processes of Stagemesh share."""

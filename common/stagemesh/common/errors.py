@@ -1,28 +1,8 @@
-"""The errors that Stagemesh raises deliberately, grouped by the caller's remedy.
+"""The errors that Stagemesh raises deliberately, grouped by the caller's remedy, and the exit codes of programs."""
 
-StagemeshError
-├── InvalidRequestError      INVALID_ARGUMENT     change the request
-│   ├── InvalidChunkError                         fix the peer: it sent inconsistent data
-│   └── InvalidPipelineError                      fix the pipeline file at the reported line
-├── UnauthenticatedError     UNAUTHENTICATED      present valid credentials
-├── PermissionDeniedError    PERMISSION_DENIED    use credentials whose role allows the call
-├── NotFoundError            NOT_FOUND            name an object that exists
-├── ExistsError              ALREADY_EXISTS       use another id
-├── NotReadyError            FAILED_PRECONDITION  wait, or fix the deployment
-│   └── StaleAttemptError                         stop: a newer attempt has taken over
-├── UnsupportedError         UNIMPLEMENTED        avoid the feature, or choose another engine
-├── OverloadedError          RESOURCE_EXHAUSTED   retry after `retry_after_s`, or send a smaller request
-├── ReplacedError            ABORTED              stop: a later call has taken over
-├── DeadlineError            DEADLINE_EXCEEDED    allow more time
-├── CancelledRequestError    CANCELLED            none: a caller cancelled the request
-├── UnavailableError         UNAVAILABLE          retry: a peer is unreachable
-└── InternalError            INTERNAL             report it
-
-`stagemesh.rpc.error_mapping` maps each error to a gRPC status: code, message and one google.rpc.ErrorInfo.
-`protos/stagemesh/v1/errors.proto` is the catalogue of all reasons, from which docs/errors.md is generated.
-"""
-
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import ClassVar, NamedTuple
 
@@ -218,3 +198,76 @@ def error_class(code: int, reason: str = "") -> type[StagemeshError]:
     either, returns InternalError.
     """
     return _BY_REASON.get(reason) or _BY_CODE.get(code, InternalError)
+
+
+class ExitCode(IntEnum):
+    """The exit codes of all programs of Stagemesh. 0 means success."""
+
+    FAILED = 1
+    """Any other failure, for example a defect, an unsupported operation or a cancelled request."""
+    USAGE = 2
+    """The command line, a file that it names, or the request is invalid. The same command fails again."""
+    NOT_FOUND = 3
+    """The object that the command names does not exist."""
+    UNAVAILABLE = 4
+    """The server or a stage is unreachable or stopping. A later attempt may succeed."""
+    TIMEOUT = 5
+    """The time limit of the command or of the request has passed."""
+    REFUSED = 6
+    """The caller lacks a permission, a load limit is reached, or the system is not in the required state."""
+    INTERRUPTED = 130
+    """Ctrl-C ended the command."""
+
+
+# By name, because the error of a peer may have a code that no class of this process has.
+_EXIT_CODES: Mapping[str, ExitCode] = {
+    "INVALID_ARGUMENT": ExitCode.USAGE,
+    "NOT_FOUND": ExitCode.NOT_FOUND,
+    "UNAVAILABLE": ExitCode.UNAVAILABLE,
+    "DEADLINE_EXCEEDED": ExitCode.TIMEOUT,
+    "ALREADY_EXISTS": ExitCode.REFUSED,
+    "FAILED_PRECONDITION": ExitCode.REFUSED,
+    "PERMISSION_DENIED": ExitCode.REFUSED,
+    "RESOURCE_EXHAUSTED": ExitCode.REFUSED,
+    "UNAUTHENTICATED": ExitCode.REFUSED,
+}
+
+
+def exit_code(error: StagemeshError) -> ExitCode:
+    """Returns the exit code of a process that ends with `error`."""
+    return _EXIT_CODES.get(error.code.name, ExitCode.FAILED)
+
+
+@contextmanager
+def needs_extra(*extras: str, of: str) -> Generator[None]:
+    """Raises NotReadyError (MISSING_MODULE) if the `with` block imports a module that is not installed.
+
+    `of` is the part of Stagemesh that needs the module. Any one of the `extras` installs the module. A missing module
+    of Stagemesh itself is a defect, and remains an ImportError.
+    """
+    try:
+        yield
+    except ImportError as exc:
+        module = exc.name or str(exc)
+        if module.partition(".")[0] == "stagemesh":
+            raise
+        remedy = " or ".join(f"pip install 'stagemesh[{extra}]'" for extra in extras)
+        raise NotReadyError(f"{of} needs the module {module}; run: {remedy}", reason="MISSING_MODULE") from exc
+
+
+@contextmanager
+def exit_without_extra(*extras: str, of: str) -> Generator[None]:
+    """Prints the error of `needs_extra` to stderr and exits with its code if the `with` block raises it.
+
+    Use it for the imports of a program that is started as a process.
+    """
+    try:
+        with needs_extra(*extras, of=of):
+            yield
+    except NotReadyError as exc:
+        sys.stderr.write(f"error: {exc.message}\n")
+        sys.exit(exit_code(exc))
+
+
+ENGINE_DIED = "ENGINE_DIED"
+"""The reason of the error with which a stage ends whose engine has failed or hangs."""

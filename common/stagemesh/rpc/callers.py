@@ -1,4 +1,4 @@
-"""The identity of a caller: the roles and names in its certificate, or the name in its token.
+"""The identity of a caller: its roles, and the names in its certificate or its token.
 
 A certificate has subject alternative names of the form `stagemesh://ROLE/NAME`: `stagemesh://stage/thinker-0` for a
 replica, `stagemesh://orchestrator/main`, `stagemesh://operator/alice` and `stagemesh://client/web`. In the name of a
@@ -9,10 +9,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol
+from functools import lru_cache
+from typing import Protocol, TypeAlias
+
+from google.protobuf import descriptor_pool
 
 from stagemesh.common.errors import PermissionDeniedError
-from stagemesh.rpc.roles import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role
+from stagemesh.v1 import roles_pb2
+
+Role: TypeAlias = "roles_pb2.CallerRole.ValueType"
+
+CLIENT = roles_pb2.CALLER_ROLE_CLIENT
+ORCHESTRATOR = roles_pb2.CALLER_ROLE_ORCHESTRATOR
+STAGE = roles_pb2.CALLER_ROLE_STAGE
+OPERATOR = roles_pb2.CALLER_ROLE_OPERATOR
+
+
+@lru_cache(maxsize=256)
+def roles_of(method: str) -> frozenset[Role]:
+    """Returns the roles that may call an RPC, given its path ("/stagemesh.v1.StageService/Describe").
+
+    Returns an empty set for an RPC that is not part of the API, for example a health check.
+    """
+    try:
+        found = descriptor_pool.Default().FindMethodByName(method.removeprefix("/").replace("/", "."))
+    except KeyError:
+        return frozenset()
+    return frozenset(found.GetOptions().Extensions[roles_pb2.caller_roles])
+
 
 SCHEME = "stagemesh://"
 ROLE_NAMES: Mapping[str, Role] = {

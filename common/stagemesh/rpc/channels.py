@@ -11,7 +11,6 @@ from stagemesh.rpc.credentials import PROCESS, Credentials
 ChannelOptions: TypeAlias = Sequence[tuple[str, int | str]]
 
 MAX_MESSAGE_BYTES = 8 << 20  # the limit for each message of every RPC and local stream
-MEDIA_PART_BYTES = 1 << 20  # the limit for the bytes of a file in one message
 MAX_HEADER_BYTES = 16 << 10  # the limit for the headers of a call
 MAX_CALLS_PER_CONNECTION = 128  # gRPC's clients open further connections for more calls
 MAX_CONNECTIONS = 16_384  # of one port

@@ -1,16 +1,9 @@
-"""Credentials: certificates for TLS, tokens, and those that this process uses.
-
-The folder with certificates has the layout of a Kubernetes TLS secret, which cert-manager writes:
-
-- `ca.crt`: the certificates of the authorities that sign the certificates of peers, in PEM
-- `tls.crt`: the certificate of this process and those between it and an authority, in PEM
-- `tls.key`: the private key of the certificate, in PEM and not encrypted
-
-A client that identifies itself by a token needs only `ca.crt`.
-"""
+"""Credentials: certificates for TLS, tokens, the credentials that this process uses, and private files for them."""
 
 import logging
+import os
 import ssl
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +11,26 @@ from typing import Any, NamedTuple
 import grpc
 
 from stagemesh.common.errors import InvalidRequestError
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replaces the file at `path` atomically. Creates its folder if necessary. Only the user can read the new file.
+
+    Raises OSError if the file cannot be written. The earlier file then remains.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # The file has mode 0600 from the start.
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
 
 CA, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, cast
 import grpc
 
 from stagemesh.common.errors import DeadlineError, InternalError, StagemeshError
-from stagemesh.common.logs import bind_log_context
+from stagemesh.common.process.logs import bind_log_context
 from stagemesh.rpc.error_mapping import to_status
 from stagemesh.v1 import stage_pb2_grpc
 

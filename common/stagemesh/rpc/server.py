@@ -1,24 +1,27 @@
-"""The gRPC server of every service, with health checks, reflection, size limits and clear startup errors."""
+"""The servers of every service: gRPC with health checks, reflection and limits, and metrics over HTTP."""
 
 import asyncio
 import errno
 import logging
 import socket
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.rpc.authentication import TokenChecker, authentication
-from stagemesh.rpc.call_limits import CALLS_PER_CALLER, CallLimits
+from stagemesh.rpc.callers import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role
 from stagemesh.rpc.channels import SERVER_OPTIONS
 from stagemesh.rpc.credentials import PROCESS
 from stagemesh.rpc.handlers import streaming
-from stagemesh.rpc.malformed_messages import MalformedFilter
-from stagemesh.rpc.roles import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role, RoleFilter
+from stagemesh.rpc.interceptors import CALLS_PER_CALLER, CallLimits, MalformedFilter, RoleFilter
 
 _log = logging.getLogger(__name__)
 
@@ -196,3 +199,56 @@ def listen_error(host: str, port: int) -> NotReadyError:
     return NotReadyError(
         f"cannot listen on port {port} of {host}: {cause}", reason=reason, metadata={"listen": f"{host}:{port}"}
     )
+
+
+_COMPUTE_TIMEOUT_S = 5.0
+"""Time limit for the event loop to compute the metrics. A scrape that takes longer fails."""
+
+
+class _LoopCollector(Collector):
+    """Collects metrics on the event loop. A thread of the HTTP server calls `collect`."""
+
+    def __init__(self, compute: Callable[[], Iterable[Metric]], labels: Mapping[str, str]) -> None:
+        self._compute_on_loop, self._labels = compute, labels
+        self._loop = asyncio.get_running_loop()
+        self._process = ProcessCollector(registry=None)
+
+    def collect(self) -> Iterable[Metric]:
+        computing = asyncio.run_coroutine_threadsafe(self._compute(), self._loop)
+        for metric in (*computing.result(_COMPUTE_TIMEOUT_S), *self._process.collect()):
+            if self._labels:
+                metric.samples = [
+                    sample._replace(labels={**sample.labels, **self._labels}) for sample in metric.samples
+                ]
+            yield metric
+
+    async def _compute(self) -> list[Metric]:
+        return list(self._compute_on_loop())
+
+
+@asynccontextmanager
+async def serving_metrics(
+    compute: Callable[[], Iterable[Metric]], listen: str, *, labels: Mapping[str, str] | None = None
+) -> AsyncGenerator[int]:
+    """Serves metrics at the address `listen` ("host:port") while the block runs. Yields the port number.
+
+    Raises NotReadyError if the port is in use (PORT_IN_USE) or cannot be bound for another reason (CANNOT_LISTEN).
+
+    - `compute` returns the metrics. It is called on the event loop. The metrics of the process are added to them.
+    - `labels` are added to every sample.
+    """
+    host, port = parse_address(listen)
+    registry = CollectorRegistry()
+    registry.register(_LoopCollector(compute, labels or {}))
+    try:
+        # In a thread, because the server looks up the name of its own host.
+        server, thread = await asyncio.to_thread(start_http_server, port, host, registry)
+    except OSError as exc:
+        raise listen_error(host, port) from exc
+    _log.info("metrics at %s:%d", host, server.server_port)
+    try:
+        yield server.server_port
+    finally:
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
+        thread.join()

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.common.connector_descriptors import ConnectorName
+from stagemesh.common.plugins.connectors import ConnectorName
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A one-dimensional uint8 array."""

@@ -5,25 +5,24 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 
-from stagemesh.common.connector_descriptors import AUTO, ConnectorName, descriptor_of
 from stagemesh.common.errors import NotFoundError, UnavailableError
-from stagemesh.common.host import retain_freed_memory, shorten_time_slices
-from stagemesh.common.versions import OFFERS, own_protocol
+from stagemesh.common.plugins.connectors import AUTO, ConnectorName, descriptor_of
+from stagemesh.common.process.host import retain_freed_memory, shorten_time_slices
+from stagemesh.common.wire.chunk_policies import ChunkPolicy
+from stagemesh.common.wire.versions import OFFERS, own_protocol
 from stagemesh.connectors.arena.arena import Arena
-from stagemesh.connectors.edge import EdgeKey
-from stagemesh.connectors.flow.chunking import ChunkPolicy
+from stagemesh.connectors.flow import replay
 from stagemesh.connectors.flow.edge_meters import EdgeMeters
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.connectors.flow.sent_chunks import Retention
-from stagemesh.connectors.replica_connectors import ReplicaConnectors
-from stagemesh.connectors.stream import replay
+from stagemesh.connectors.packets import EdgeKey
 from stagemesh.connectors.stream.connection import Peer
+from stagemesh.connectors.stream.connector_agreement import EdgeProbe, ReplicaConnectors
 from stagemesh.connectors.stream.consumer import Consumer, LandingArena
-from stagemesh.connectors.stream.consumer_link import ConsumerLink
 from stagemesh.connectors.stream.consumer_session import ConsumerSession
 from stagemesh.connectors.stream.local_socket import LocalListener, LocalProducer
-from stagemesh.connectors.stream.wire import EdgeProbe
+from stagemesh.connectors.stream.producer_link import ProducerLink
 from stagemesh.rpc.message_streams import LocalStream, ServerStream
 from stagemesh.v1 import stage_pb2
 
@@ -68,7 +67,7 @@ class DataPlane:
         self._connectors = ReplicaConnectors(
             self.arena, landing=self.landing.get, replica=replica, incarnation=self.incarnation
         )
-        self._links: dict[tuple[str, str, str], ConsumerLink] = {}
+        self._links: dict[tuple[str, str, str], ProducerLink] = {}
         self._background: set[asyncio.Task[object]] = set()
         self._sessions: set[ConsumerSession] = set()
         self._listener = LocalListener(self._accept_local)
@@ -234,12 +233,12 @@ class DataPlane:
 
     # -- inner workings
 
-    def _link(self, consumer: str, endpoint: str, server_name: str, connector: ConnectorName) -> ConsumerLink:
+    def _link(self, consumer: str, endpoint: str, server_name: str, connector: ConnectorName) -> ProducerLink:
         if connector != AUTO:
             descriptor_of(connector)
         link = self._links.get((consumer, endpoint, server_name))
         if link is None:
-            link = self._links[consumer, endpoint, server_name] = ConsumerLink(
+            link = self._links[consumer, endpoint, server_name] = ProducerLink(
                 Peer(consumer, endpoint, self._identity, self.arena.fd, server_name),
                 connectors=self._connectors,
                 inline_limit_bytes=self._inline_limit_bytes,
@@ -259,7 +258,7 @@ class DataPlane:
         """Accepts the tickets of a consumer's lease, on whichever of its links it was granted."""
         return any(link.accept_tickets(lease_id) for (name, *_), link in self._links.items() if name == consumer)
 
-    def _drop_link(self, link: ConsumerLink) -> None:
+    def _drop_link(self, link: ProducerLink) -> None:
         """Closes and removes a disconnected link that no flow needs.
 
         A later flow to the same consumer creates a new link.

@@ -14,11 +14,10 @@ from typing import ClassVar
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from stagemesh.common.connector_descriptors import SHM, ConnectorName
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
+from stagemesh.common.plugins.connectors import SHM, ConnectorName
 from stagemesh.connectors.arena.arena import Arena
-from stagemesh.connectors.arena.memory_file import LAYOUT_NAME, SEALS, TOKEN_BYTES, data_offset_in
-from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
+from stagemesh.connectors.arena.memory import LAYOUT_NAME, PAGE_BYTES, SEALS, TOKEN_BYTES, data_offset_in
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, InPlaceReader, Producer
 from stagemesh.v1 import stage_pb2
 

@@ -2,11 +2,11 @@
 
 import sys
 
-from stagemesh.common.extras import exit_without_extra
+from stagemesh.common.errors import exit_without_extra
 
 with exit_without_extra("gateway", of="a gateway"):
-    from stagemesh.common.gateway_config import GatewayConfig
-    from stagemesh.common.process_config import run_configured
+    from stagemesh.common.process.lifecycle import run_configured
+    from stagemesh.gateway.config import GatewayConfig
     from stagemesh.gateway.service import serve
 
 if __name__ == "__main__":

@@ -1,13 +1,21 @@
-"""The parameters that several endpoints accept in the bodies of their requests, and the rejection of all others."""
+"""The bodies of HTTP requests: the limit of their size, forms with a file, and parameters that endpoints share."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import UploadFile
 
 from stagemesh.client import GenerateArguments, OptionValue, StageArguments
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.gateway.catalog import Model
-from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.errors import ParameterError, error_response
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -101,3 +109,109 @@ class SamplingBody(StageBody):
         if self.n is not None:
             arguments["choices"] = self.n
         return arguments
+
+
+B = TypeVar("B", bound=BaseModel)
+
+
+class Form(NamedTuple):
+    """The parts of a form: the fields by name, and the content of the file."""
+
+    fields: dict[str, str]
+    data: bytes
+
+    def validate(self, body: type[B]) -> B:
+        """Returns the fields as a body. Raises RequestValidationError, which names each wrong field."""
+        try:
+            return body.model_validate(self.fields)
+        except ValidationError as exc:
+            raise RequestValidationError(exc.errors()) from exc
+
+
+async def read_form(request: Request, *, file: str, max_bytes: int) -> Form:
+    """Reads a form with the file `file`. A name that ends with [] has this end removed.
+
+    Raises InvalidRequestError if the body is not a form, or if the file is missing, empty, or larger than `max_bytes`.
+    """
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise InvalidRequestError(f"the body is not a form; send multipart/form-data with the file {file!r}")
+    fields = dict[str, str]()
+    data: bytes | None = None
+    async with request.form(max_files=1) as form:
+        for key, value in form.multi_items():
+            name = key.removesuffix("[]")
+            if not isinstance(value, UploadFile):
+                fields[name] = value
+            elif name != file:
+                raise ParameterError(name, "this parameter is not supported")
+            elif (value.size or 0) > max_bytes:
+                raise ParameterError(
+                    file,
+                    f"it has {value.size} bytes, and may have {max_bytes}; send a shorter or a compressed file",
+                    reason="FILE_TOO_LARGE",
+                )
+            else:
+                data = await value.read()
+    if data is None:
+        raise ParameterError(file, "it is missing; send it as a file")
+    if not data:
+        raise ParameterError(file, "it is empty", reason="INVALID_MEDIA")
+    return Form(fields, data)
+
+
+_TOO_LARGE = 413
+
+
+class BodyLimit:
+    """An ASGI middleware that ends requests with status 413 whose body exceeds a number of bytes."""
+
+    def __init__(self, app: "ASGIApp", max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        if length.isdigit():
+            # The server reads no more than this.
+            app = self._app if int(length) <= self._max_bytes else self._reject
+            await app(scope, receive, send)
+            return
+        received, rejected = 0, False
+
+        async def limited() -> "Message":
+            nonlocal received, rejected
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                # A body of unknown length: the rest is not read.
+                rejected = True
+                raise InvalidRequestError(f"the body exceeds {self._max_bytes} bytes", reason="MESSAGE_TOO_LARGE")
+            return message
+
+        started = False
+
+        async def track(message: "Message") -> None:
+            nonlocal started
+            if not rejected:
+                started = True
+                await send(message)
+
+        try:
+            await self._app(scope, limited, track)
+        except InvalidRequestError:
+            if not rejected:
+                raise
+        if rejected and not started:
+            await self._reject(scope, receive, send)
+
+    async def _reject(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        error = InvalidRequestError(
+            f"the body exceeds {self._max_bytes} bytes; send less, or upload large files to the pipeline's store",
+            reason="MESSAGE_TOO_LARGE",
+        )
+        response = error_response(error)
+        response.status_code = _TOO_LARGE
+        response.headers["Connection"] = "close"
+        await response(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Creates the HTTP application of a gateway, and serves it."""
+"""Creates the HTTP application of a gateway with its page, and serves it."""
 
 import asyncio
 import logging
@@ -8,34 +8,59 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
+from starlette.staticfiles import StaticFiles
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
-from stagemesh.common.gateway_config import GatewayConfig
 from stagemesh.gateway import errors, metrics
-from stagemesh.gateway.body_limit import BodyLimit
-from stagemesh.gateway.routes import (
-    chat,
-    completions,
-    images,
-    models,
-    page,
-    pipelines,
-    realtime,
-    speech,
-    speech_stream,
-    transcriptions,
-    videos,
-    voices,
-)
-from stagemesh.gateway.state import Callers
+from stagemesh.gateway.body import BodyLimit
+from stagemesh.gateway.catalog import Callers
+from stagemesh.gateway.config import GatewayConfig
+from stagemesh.gateway.realtime import connection
+from stagemesh.gateway.routes import chat, completions, images, models, speech, transcriptions, videos, voices
 from stagemesh.gateway.voices import VoiceStore
-from stagemesh.gateway.websocket_limit import WebSocketLimit
+from stagemesh.gateway.websockets import WebSocketLimit
 from stagemesh.rpc.credentials import CERTIFICATE, KEY, Credentials
 from stagemesh.rpc.server import listen_error, parse_address
+
+page_router = APIRouter()
+
+_PAGE_FOLDER = Path(__file__).parent / "page"
+_INDEX, _ASSETS = StaticFiles(directory=_PAGE_FOLDER), StaticFiles(directory=_PAGE_FOLDER / "assets")
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PAGE_HEADERS = {
+    # A browser keeps the files, and asks with their ETag whether they have changed.
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": _POLICY,
+    "Permissions-Policy": "microphone=(self), camera=(), geolocation=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@page_router.get("/")
+async def read_page(request: Request) -> Response:
+    """Returns the page."""
+    return await _read_file(_INDEX, "index.html", request)
+
+
+@page_router.get("/assets/{name}")
+async def read_asset(name: str, request: Request) -> Response:
+    """Returns a script, a style sheet or an image of the page."""
+    return await _read_file(_ASSETS, name, request)
+
+
+async def _read_file(files: StaticFiles, name: str, request: Request) -> Response:
+    response = await files.get_response(name, request.scope)
+    response.headers.update(_PAGE_HEADERS)
+    return response
+
 
 _GRACE_S = 10
 _log = logging.getLogger(__name__)
@@ -56,12 +81,12 @@ def create_app(config: GatewayConfig) -> FastAPI:
     app = FastAPI(title="Stagemesh", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.voices = None if config.voices is None else VoiceStore(Path(config.voices))
     for module in (
-        *(chat, completions, images, models, pipelines, realtime, speech, speech_stream, transcriptions, videos),
+        *(chat, completions, images, models, models, connection, speech, speech, transcriptions, videos),
         voices,
     ):
         app.include_router(module.router)
     if config.page:
-        app.include_router(page.router)
+        app.include_router(page_router)
 
     @app.get("/health")
     async def read_health() -> dict[str, str]:

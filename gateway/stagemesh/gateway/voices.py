@@ -17,7 +17,7 @@ from uuid import uuid4
 import msgspec
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotReadyError, OverloadedError
-from stagemesh.common.private_files import write_private
+from stagemesh.rpc.credentials import write_private
 
 MAX_VOICES = 100
 """The number of voices that a caller may have. Gateways that share a folder may exceed it when they create at once."""

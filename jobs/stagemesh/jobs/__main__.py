@@ -2,11 +2,11 @@
 
 import sys
 
-from stagemesh.common.extras import exit_without_extra
+from stagemesh.common.errors import exit_without_extra
 
 with exit_without_extra("jobs", of="a job server"):
-    from stagemesh.common.jobs_config import JobServerConfig
-    from stagemesh.common.process_config import run_configured
+    from stagemesh.common.process.lifecycle import run_configured
+    from stagemesh.jobs.config import JobServerConfig
     from stagemesh.jobs.service import serve
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql import ColumnElement
 
 from stagemesh.common.errors import ExistsError, NotFoundError, OverloadedError
-from stagemesh.common.jobs_config import JobServerConfig
-from stagemesh.jobs.database import Database
-from stagemesh.jobs.tables import JOBS, now_s
+from stagemesh.jobs.config import JobServerConfig
+from stagemesh.jobs.database import JOBS, Database, now_s
 from stagemesh.v1 import jobs_pb2
 
 QUEUED, RUNNING = jobs_pb2.JOB_STATE_QUEUED, jobs_pb2.JOB_STATE_RUNNING

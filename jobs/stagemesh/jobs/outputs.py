@@ -21,10 +21,9 @@ from stagemesh.client import (
     WavWriter,
 )
 from stagemesh.common.errors import UnsupportedError
-from stagemesh.common.media_types import suffix_of
-from stagemesh.rpc.channels import MEDIA_PART_BYTES
-from stagemesh.services.media.store import MediaStore
-from stagemesh.services.media.stored_file import StoredFileWriter
+from stagemesh.common.media.files import MEDIA_PART_BYTES, suffix_of
+from stagemesh.common.media.store import MediaStore
+from stagemesh.common.media.stored_file import StoredFileWriter
 from stagemesh.v1 import jobs_pb2, request_pb2
 
 FOLDER = "jobs"

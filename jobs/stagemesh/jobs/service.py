@@ -7,20 +7,20 @@ from pathlib import Path
 from sqlalchemy import URL
 
 from stagemesh.client import AsyncClient
-from stagemesh.common import settings
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import InvalidRequestError, UnavailableError
-from stagemesh.common.jobs_config import JobServerConfig, check_database_url
+from stagemesh.common.media.store import MediaStore
+from stagemesh.common.process import settings
+from stagemesh.jobs.config import JobServerConfig, check_database_url
 from stagemesh.jobs.database import Database
 from stagemesh.jobs.job_table import JobTable
 from stagemesh.jobs.servicer import SERVICE_NAME, JobServicer
 from stagemesh.jobs.worker import Worker
 from stagemesh.rpc.authentication import TokenChecker
-from stagemesh.rpc.call_limits import CALLS_PER_CALLER
+from stagemesh.rpc.callers import CLIENT
 from stagemesh.rpc.credentials import PROCESS, Credentials
-from stagemesh.rpc.roles import CLIENT
+from stagemesh.rpc.interceptors import CALLS_PER_CALLER
 from stagemesh.rpc.server import Server
-from stagemesh.services.media.store import MediaStore
 from stagemesh.v1 import jobs_pb2_grpc
 
 LIVENESS = "liveness"

@@ -8,13 +8,13 @@ from typing import Any, TypeAlias
 import grpc
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError
-from stagemesh.common.jobs_config import JobServerConfig
-from stagemesh.common.request_checks import check_caller, check_input, check_known, check_request_id
+from stagemesh.common.media.store import MediaStore
+from stagemesh.common.requests.request_checks import check_caller, check_input, check_known, check_request_id
+from stagemesh.jobs.config import JobServerConfig
 from stagemesh.jobs.job_table import CANCELLED, FAILED, SUCCEEDED, JobTable
 from stagemesh.jobs.worker import Worker, remove_files
 from stagemesh.rpc.callers import caller_of
 from stagemesh.rpc.handlers import answered, streaming
-from stagemesh.services.media.store import MediaStore
 from stagemesh.v1 import jobs_pb2, jobs_pb2_grpc
 
 SERVICE_NAME = jobs_pb2.DESCRIPTOR.services_by_name["JobService"].full_name

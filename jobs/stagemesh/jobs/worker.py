@@ -20,11 +20,11 @@ from stagemesh.client import (
 )
 from stagemesh.common.backoff import Backoff, backoff_s
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
-from stagemesh.common.jobs_config import JobServerConfig
+from stagemesh.common.media.store import MediaStore
+from stagemesh.jobs.config import JobServerConfig
 from stagemesh.jobs.job_table import CANCELLED, FAILED, SUCCEEDED, Claim, JobTable, Renewal, report_of
 from stagemesh.jobs.outputs import FOLDER, AttemptOutputs
 from stagemesh.rpc.error_mapping import error_to_wire
-from stagemesh.services.media.store import MediaStore
 from stagemesh.v1 import errors_pb2, jobs_pb2, orchestrator_pb2, request_pb2
 
 _POLL_S = 0.5

@@ -2,10 +2,10 @@
 
 import sys
 
-from stagemesh.common.extras import exit_without_extra
+from stagemesh.common.errors import exit_without_extra
 
 with exit_without_extra("orchestrator", of="an orchestrator"):
-    from stagemesh.common.process_config import run_configured
+    from stagemesh.common.process.lifecycle import run_configured
     from stagemesh.orchestrator.config import OrchestratorConfig
     from stagemesh.orchestrator.service import serve
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from stagemesh.common.token_config import TokenConfig, check_tokens
+from stagemesh.common.process.config import TokenConfig, check_tokens
 
 _STRICT = ConfigDict(extra="forbid")
 """The setting by which an unknown key is an error."""

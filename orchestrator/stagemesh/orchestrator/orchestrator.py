@@ -15,24 +15,22 @@ from stagemesh.common.errors import (
     StagemeshError,
     UnavailableError,
 )
-from stagemesh.common.request_checks import read_options
+from stagemesh.common.requests.request_checks import read_options
 from stagemesh.orchestrator.admission import Admission, AdmissionRequest
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.planning.chunk_policies import set_chunk_policies
-from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Choice, Plan, Planner
-from stagemesh.orchestrator.request.input_planes import InputPlanes
+from stagemesh.orchestrator.planning.replacement_replicas import Failover
 from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry, fingerprint
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.parameters import parameters_of
-from stagemesh.orchestrator.request.streamed_input import StreamedInput
+from stagemesh.orchestrator.request.streamed_input import InputPlanes, StreamedInput
 from stagemesh.orchestrator.request.timeline import History, Timeline, Totals
 from stagemesh.orchestrator.request.validation import ValidRequest, validate
 from stagemesh.orchestrator.session.registry import SessionRegistry
 from stagemesh.orchestrator.session.turn_requests import TurnRequests
-from stagemesh.orchestrator.spans import TraceContext, is_sampled_by_caller
-from stagemesh.orchestrator.spec import Pipeline
-from stagemesh.rpc.trace_headers import current_traceparent
+from stagemesh.orchestrator.spans import TraceContext, current_traceparent, is_sampled_by_caller
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _log = logging.getLogger(__name__)

@@ -8,28 +8,25 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.settings import exports_traces
-from stagemesh.orchestrator.admin.service import serving_admin
+from stagemesh.common.process.settings import exports_traces
+from stagemesh.orchestrator.admin.servicer import serving_admin
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.membership.addresses import DnsSource, StaticSource
-from stagemesh.orchestrator.membership.base import MemberSource
-from stagemesh.orchestrator.membership.registration import RegistrationSource
-from stagemesh.orchestrator.metrics.collection import OrchestratorMetrics
+from stagemesh.orchestrator.fleet.membership import DnsSource, MemberSource, RegistrationSource, StaticSource
+from stagemesh.orchestrator.metrics.prometheus import OrchestratorMetrics
+from stagemesh.orchestrator.metrics.scaling import WarmTier
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.scaling.warm_tier import WarmTier
 from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service
 from stagemesh.orchestrator.spans import is_sampled_by_caller
-from stagemesh.orchestrator.spec import Limits, Pipeline, load_pipeline
+from stagemesh.pipeline import Limits, Pipeline, load_pipeline
 from stagemesh.rpc.authentication import TokenChecker
-from stagemesh.rpc.call_limits import CALLS_PER_CALLER
+from stagemesh.rpc.callers import CLIENT
 from stagemesh.rpc.credentials import PROCESS, Credentials
-from stagemesh.rpc.metrics_server import serving_metrics
-from stagemesh.rpc.roles import CLIENT
-from stagemesh.rpc.server import Server
+from stagemesh.rpc.interceptors import CALLS_PER_CALLER
+from stagemesh.rpc.server import Server, serving_metrics
 
 if TYPE_CHECKING:
-    from stagemesh.orchestrator.traces import TraceExport
+    from stagemesh.orchestrator.trace_export import TraceExport
 
 LIVENESS = "liveness"
 _GRACE_S = 2.0
@@ -125,7 +122,7 @@ def _trace_export(pipeline: Pipeline) -> "TraceExport | None":
     if not exports_traces():
         return None
     # Only an orchestrator that exports traces needs the memory of OpenTelemetry.
-    from stagemesh.orchestrator.traces import TraceExport
+    from stagemesh.orchestrator.trace_export import TraceExport
 
     return TraceExport(pipeline.name)
 

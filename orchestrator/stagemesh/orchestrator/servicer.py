@@ -1,22 +1,71 @@
-"""The gRPC servicer of OrchestratorService. Converts messages and calls the orchestrator."""
+"""The gRPC servicer of OrchestratorService. Converts messages and calls the orchestrator.
 
+`converse` serves the call of a session: it reads the client's events, and writes those of the session.
+"""
+
+import asyncio
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
 
-from stagemesh.common.versions import check_version
-from stagemesh.orchestrator.converse import converse
-from stagemesh.orchestrator.describe import describe_pipeline
+from stagemesh.common.errors import NotReadyError
+from stagemesh.common.wire.versions import check_version
+from stagemesh.orchestrator.descriptions import describe_pipeline
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.validation import check_pipeline
+from stagemesh.orchestrator.session.registry import SessionRegistry
+from stagemesh.orchestrator.session.session import Session
+from stagemesh.orchestrator.session.session_call import SessionCall
+from stagemesh.orchestrator.spans import read_trace_headers
 from stagemesh.rpc.callers import caller_of, may_act_for
-from stagemesh.rpc.handlers import add_with_raw_methods, answering, time_left_s
-from stagemesh.rpc.trace_headers import read_trace_headers
+from stagemesh.rpc.handlers import add_with_raw_methods, answering, time_left_s, to_error
+from stagemesh.rpc.interceptors import Malformed
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+async def converse(sessions: SessionRegistry, context: _Context) -> None:
+    """Serves a call of Converse until it ends. Raises the error with which it ends.
+
+    Responses are written in serialized form, because there are many of them.
+    """
+    opening = await _read(context)
+    if opening is None or not opening.HasField("open"):
+        raise NotReadyError("the first event must open the session; send `open` first", reason="SESSION_NOT_OPEN")
+    opening.open.caller = caller_of(claimed=opening.open.caller)
+    session, call = await sessions.open(opening.open)
+    reading = asyncio.create_task(_read_events(session, call, context), name="read events of a session")
+    try:
+        async with aclosing(call.events()) as events:
+            async for event in events:
+                await context.write(event)
+    finally:
+        sessions.leave(session, call)
+        reading.cancel()
+        await asyncio.wait([reading])
+
+
+async def _read_events(session: Session, call: SessionCall, context: _Context) -> None:
+    try:
+        while (event := await _read(context)) is not None:
+            session.handle(call, event)
+            await call.wait_for_space()
+    except Exception as exc:  # noqa: BLE001
+        call.end(to_error(exc, {}))
+    else:
+        session.end_input(call)
+
+
+async def _read(context: _Context) -> orchestrator_pb2.ConverseRequest | None:
+    """Returns the next event of the client, or None after the last one."""
+    event = await context.read()
+    if isinstance(event, Malformed):
+        raise event.error()
+    return event if isinstance(event, orchestrator_pb2.ConverseRequest) else None
+
 
 SERVICE_NAME = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
 

@@ -5,13 +5,37 @@ import math
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
-from stagemesh.common.connector_descriptors import name_of
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.tracing import TraceParent
+from stagemesh.common.plugins.connectors import name_of
+from stagemesh.common.wire.telemetry import TraceParent
 from stagemesh.v1 import admin_pb2, request_pb2, stage_pb2
+
+TRACEPARENT = "traceparent"
+_CURRENT: ContextVar[TraceParent | None] = ContextVar("traceparent", default=None)
+
+
+class HeaderContext(Protocol):
+    """The method of grpc.aio.ServicerContext that returns the headers of the RPC."""
+
+    def invocation_metadata(self) -> Any:
+        """Returns the headers as pairs of names and values, or None."""
+        ...
+
+
+def read_trace_headers(context: HeaderContext) -> None:
+    """Makes the trace context in the headers of an RPC the current one of this task and of the tasks that it starts."""
+    texts = [value for name, value in context.invocation_metadata() or () if name == TRACEPARENT]
+    _CURRENT.set(TraceParent.parse(texts[0]) if len(texts) == 1 and isinstance(texts[0], str) else None)
+
+
+def current_traceparent() -> TraceParent | None:
+    """Returns the trace context of the RPC that this task serves. Returns None if the caller sent no valid one."""
+    return _CURRENT.get()
+
 
 Attributes: TypeAlias = Mapping[str, "str | int | float | bool"]
 

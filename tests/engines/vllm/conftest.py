@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stagemesh.common.settings import replace_variables, variables
+from stagemesh.common.process.settings import replace_variables, variables
 
 
 class _Core(ForkServerProcess):

@@ -11,12 +11,13 @@ import numpy.typing as npt
 import torch
 from pydantic import JsonValue
 
-from stagemesh.common.tensors import Array
+from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.arena.arena import Written
-from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
+from stagemesh.connectors.arena.worker_writer import Handle, PartitionAddress
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import EngineEvent, RawPrompt, SamplingOptions, Task
+from stagemesh.connectors.packets import Packet
+from stagemesh.services.engines.base import EngineEvent, SamplingOptions, Task
+from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, hand_partitions, packets, stage_config
 
@@ -65,9 +66,9 @@ class CountedArena:
 
     plane: DataPlane
     rows: int = 0
-    tickets: list[PartitionTicket] = field(default_factory=list[PartitionTicket])
+    tickets: list[PartitionAddress] = field(default_factory=list[PartitionAddress])
 
-    def open_partition(self, size_bytes: int) -> PartitionTicket:
+    def open_partition(self, size_bytes: int) -> PartitionAddress:
         self.tickets.append(self.plane.arena.open_partition(size_bytes))
         return self.tickets[-1]
 
@@ -76,7 +77,7 @@ class CountedArena:
         self.rows += len(written.tensors["hidden_states"])
         return written
 
-    def close_partition(self, ticket: PartitionTicket) -> None:
+    def close_partition(self, ticket: PartitionAddress) -> None:
         self.plane.arena.close_partition(ticket)
 
 

@@ -8,7 +8,7 @@ import sys
 
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from stagemesh.services.engines.vllm.preload import preload
+from stagemesh.services.engines.vllm.engine_core import preload
 from tests.engines.support import stage_config
 from tests.engines.vllm.tiny_model import OPTIONS
 

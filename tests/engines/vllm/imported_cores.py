@@ -1,5 +1,5 @@
 """Imports vLLM as a stage does. The process that forks engine cores imports this module."""
 
-from stagemesh.services.engines.vllm.preload import preload
+from stagemesh.services.engines.vllm.engine_core import preload
 
 preload()

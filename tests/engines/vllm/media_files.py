@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from stagemesh.services.engines.base import MediaFile, Samples
+from stagemesh.services.engines.prompts import MediaFile, Samples
 
 
 def pixels(width: int = 56, height: int = 56, *, seed: int = 0) -> npt.NDArray[np.uint8]:

@@ -16,14 +16,14 @@ from pydantic import JsonValue
 from safetensors.numpy import load_file, save_file
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
-from stagemesh.common.tensors import Array
-from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
-from stagemesh.connectors.conformance.replicas import until
+from stagemesh.common.wire.tensors import Array
+from stagemesh.conformance.replicas import until
+from stagemesh.connectors.arena.memory import PAGE_BYTES
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, SamplingOptions, Task, Usage
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from stagemesh.services.models.qwen3_omni.thinker2talker import Thinker2Talker
+from stagemesh.services.models.qwen3_omni.transforms import Thinker2Talker
 from tests.engines.support import hand_partitions, stage_config
 from tests.models.qwen3_omni.reference import Conversation, Reference, Result
 

@@ -13,12 +13,12 @@ import pytest_asyncio
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.tensors import Array
+from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Checkpoint, Emission, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from stagemesh.services.models.qwen2_5_omni.thinker2talker import Thinker2Talker
+from stagemesh.services.models.qwen2_5_omni.transforms import Thinker2Talker
 from tests.engines.support import hand_partitions, stage_config
 from tests.models.qwen2_5_omni.reference import Reference
 from tests.models.qwen3_omni.reference import Conversation, Result

@@ -12,14 +12,13 @@ import pytest_asyncio
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.tensors import Array
+from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Emission, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.models.qwen3_tts.description import read_config
-from stagemesh.services.models.qwen3_tts.prompt import PromptWriter, make_prompt_writer
-from stagemesh.services.models.qwen3_tts.rows import RowWriter, SpokenPrompt
+from stagemesh.services.models.qwen3_tts.prompt import PromptWriter, RowWriter, SpokenPrompt, make_prompt_writer
 from tests.engines.support import hand_partitions, stage_config
 from tests.models.qwen3_tts.prompts import Request, requests, talker_rows, write_prompt
 

@@ -22,7 +22,8 @@ from stagemesh.common.errors import (
     OverloadedError,
     UnsupportedError,
 )
-from stagemesh.services.engines.base import RawPrompt, SamplingOptions, Task
+from stagemesh.services.engines.base import SamplingOptions, Task
+from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, controls_of, packets, stage_config
 from tests.engines.vllm.tiny_adapter import merge, write_adapter

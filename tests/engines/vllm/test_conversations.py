@@ -8,20 +8,10 @@ import pytest_asyncio
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.engines.base import (
-    ChatMessage,
-    Conversation,
-    Prompt,
-    RawPrompt,
-    Role,
-    SamplingOptions,
-    Task,
-    Tool,
-    ToolCall,
-    Usage,
-)
-from stagemesh.services.engines.vllm.conversion import prompt_tokens
+from stagemesh.services.engines.base import SamplingOptions, Task, Usage
+from stagemesh.services.engines.prompts import ChatMessage, Conversation, Prompt, RawPrompt, Role, Tool, ToolCall
 from stagemesh.services.engines.vllm.engine import VllmEngine
+from stagemesh.services.engines.vllm.requests import prompt_tokens
 from tests.engines.support import collect, stage_config
 from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
 

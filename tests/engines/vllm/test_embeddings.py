@@ -15,8 +15,9 @@ from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import Emission, RawPrompt, SamplingOptions, Task
+from stagemesh.connectors.packets import Packet
+from stagemesh.services.engines.base import Emission, SamplingOptions, Task
+from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, hand_partitions, packets, stage_config
 from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, write_real_model

@@ -8,9 +8,9 @@ import torch
 
 from stagemesh.common.errors import UnavailableError
 from stagemesh.services.engines.base import Emission, Task
-from stagemesh.services.engines.vllm.conversion import CheckedParams
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
-from stagemesh.services.engines.vllm.hidden_states.runner import Batch, RunnerV1
+from stagemesh.services.engines.vllm.requests import CheckedParams
+from stagemesh.services.engines.vllm.rows.hidden_states import Batch, RunnerV1
 from stagemesh.services.engines.vllm.rows.row_receiver import EmittedRows
 from stagemesh.services.engines.vllm.rows.row_writer import RequestedRows, Slice
 

@@ -10,16 +10,8 @@ import pytest
 import pytest_asyncio
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnsupportedError
-from stagemesh.services.engines.base import (
-    ChatMessage,
-    Conversation,
-    Prompt,
-    RawPrompt,
-    SamplingOptions,
-    Task,
-    Tool,
-    Usage,
-)
+from stagemesh.services.engines.base import SamplingOptions, Task, Usage
+from stagemesh.services.engines.prompts import ChatMessage, Conversation, Prompt, RawPrompt, Tool
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import as_prompt, collect, packets, stage_config, text_of
 from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, OPTIONS, write_tiny_model

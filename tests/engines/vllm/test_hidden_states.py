@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 from pydantic import JsonValue
 
-from stagemesh.connectors.conformance.replicas import emptied
-from stagemesh.connectors.edge import Packet
+from stagemesh.conformance.replicas import emptied
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, TokenSelection
 from tests.engines.support import collect, packets
 from tests.engines.vllm.emitted_states import (

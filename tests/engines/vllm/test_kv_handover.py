@@ -12,9 +12,9 @@ import pytest_asyncio
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.connectors.edge import Packet
-from stagemesh.connectors.tickets import OfferedTicket, ReceivedTicket, Ticket
-from stagemesh.services.engines.base import Checkpoint, RawPrompt, SamplingOptions, Task, Usage
+from stagemesh.connectors.packets import OfferedTicket, Packet, ReceivedTicket, Ticket
+from stagemesh.services.engines.base import Checkpoint, SamplingOptions, Task, Usage
+from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.options import KV_CACHE
 from tests.engines.support import collect, controls_of, packets, stage_config

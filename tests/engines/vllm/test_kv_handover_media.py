@@ -8,7 +8,8 @@ import pytest
 import pytest_asyncio
 from pydantic import JsonValue
 
-from stagemesh.services.engines.base import ChatMessage, Conversation, MediaFile, Part, SamplingOptions, Task
+from stagemesh.services.engines.base import SamplingOptions, Task
+from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile, Part
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.options import KV_CACHE
 from tests.engines.support import collect, packets, stage_config, text_of

@@ -17,24 +17,12 @@ from pydantic import JsonValue
 from vllm.multimodal.parse import MultiModalDataParser
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnsupportedError
-from stagemesh.services.engines.base import (
-    ChatMessage,
-    Checkpoint,
-    Conversation,
-    EngineEvent,
-    MediaFile,
-    Medium,
-    Part,
-    RawPrompt,
-    Samples,
-    SamplingOptions,
-    Task,
-    Usage,
-)
+from stagemesh.services.engines.base import Checkpoint, EngineEvent, SamplingOptions, Task, Usage
 from stagemesh.services.engines.media_decoding import DecodedBytes, read_video
-from stagemesh.services.engines.vllm.conversion import prompt_tokens
+from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile, Medium, Part, RawPrompt, Samples
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from stagemesh.services.engines.vllm.media.feature import check_audio_tracks, decode_media
+from stagemesh.services.engines.vllm.media import check_audio_tracks, decode_media
+from stagemesh.services.engines.vllm.requests import prompt_tokens
 from tests.engines.support import collect, packets, stage_config
 from tests.engines.vllm.emitted_states import TOLERANCE, Floats, received, running
 from tests.engines.vllm.media_files import audio_samples, encoded, image, pixels, tone, video_file, wav

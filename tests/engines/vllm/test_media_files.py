@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.engines.base import MediaFile, Samples
 from stagemesh.services.engines.media_decoding import (
     DecodedBytes,
     read_audio,
@@ -19,6 +18,7 @@ from stagemesh.services.engines.media_decoding import (
     read_samples,
     read_video,
 )
+from stagemesh.services.engines.prompts import MediaFile, Samples
 from tests.engines.vllm.media_files import encoded, pixels, tone, video_file, wav
 
 PLENTY = 64 << 20

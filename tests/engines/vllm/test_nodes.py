@@ -14,8 +14,8 @@ from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.services.engines.base import SamplingOptions, Task, Usage
-from stagemesh.services.engines.vllm.core_calls import worker_call
 from stagemesh.services.engines.vllm.engine import VllmEngine
+from stagemesh.services.engines.vllm.engine_core import worker_call
 from tests.cli.commands import COMMAND
 from tests.engines.support import stage_config
 from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model

@@ -8,9 +8,9 @@ from pydantic import JsonValue
 
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.vllm.arguments import engine_arguments
-from stagemesh.services.engines.vllm.core_calls import shut_down
-from stagemesh.services.engines.vllm.hidden_states.feature import HiddenStates
+from stagemesh.services.engines.vllm.engine_core import shut_down
 from stagemesh.services.engines.vllm.options import HiddenStatesOptions
+from stagemesh.services.engines.vllm.rows.hidden_states import HiddenStates
 from tests.engines.vllm.emitted_states import PROMPTS, load_reference
 from tests.engines.vllm.tiny_model import write_real_model
 

@@ -11,19 +11,12 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.engines.base import (
-    Checkpoint,
-    Emission,
-    EngineEvent,
-    RawPrompt,
-    SamplingOptions,
-    Task,
-    TokenLogprobs,
-)
+from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, SamplingOptions, Task, TokenLogprobs
+from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm import resume
-from stagemesh.services.engines.vllm.conversion import CheckedParams
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
+from stagemesh.services.engines.vllm.requests import CheckedParams
 from stagemesh.services.engines.vllm.resume import remaining_params
 from tests.engines.support import collect, stage_config, text_of
 from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model

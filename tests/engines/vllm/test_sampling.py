@@ -22,15 +22,15 @@ from stagemesh.services.engines.base import (
     Emission,
     EngineEvent,
     Finish,
-    Prompt,
     SamplingOptions,
     Structure,
     Task,
     TokenLogprobs,
     Usage,
 )
-from stagemesh.services.engines.vllm.core_calls import shut_down
+from stagemesh.services.engines.prompts import Prompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
+from stagemesh.services.engines.vllm.engine_core import shut_down
 from tests.engines.support import as_prompt, collect, packets, stage_config, text_of
 from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, write_real_model
 

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.services.engines.vllm.kv_handover.side_channel import SideChannel
+from stagemesh.services.engines.vllm.kv_handover.feature import SideChannel
 
 
 def test_reserved_port_is_taken_until_vllm_listens_there() -> None:

@@ -1,6 +1,6 @@
 from importlib.metadata import entry_points
 
-from stagemesh.services.engines.torchvision_operators import declare_operators
+from stagemesh.services.engines.torch_setup import declare_operators
 
 
 def test_vllm_declares_the_operators_and_does_not_take_them_for_a_platform() -> None:

@@ -9,10 +9,9 @@ from PIL import Image
 from playwright.async_api import Page, expect
 
 from stagemesh.common.errors import InternalError, OverloadedError
-from stagemesh.common.token_config import TokenConfig
-from stagemesh.rpc.authentication import TokenChecker
+from stagemesh.common.process.config import TokenConfig
+from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
 from stagemesh.rpc.credentials import CA
-from stagemesh.rpc.token_file import TokenEntry, add_token
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from stagemesh.v1.request_pb2 import Media, Output
 from tests.client import scripted_sessions

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 from uuid import uuid4
 
-from stagemesh.orchestrator.launcher.certificates import Authority
+from stagemesh.cli.launcher.certificates import Authority
 from stagemesh.rpc.callers import SCHEME
 from tests.k8s.helm import NAMESPACE
 from tests.k8s.manifests import Manifest

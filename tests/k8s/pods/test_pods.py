@@ -16,8 +16,8 @@ import pytest_asyncio
 from stagemesh.client import AsyncClient
 from stagemesh.client.retries import RetryPolicy
 from stagemesh.common.errors import UnavailableError
+from stagemesh.rpc.authentication import TokenEntry, add_token
 from stagemesh.rpc.credentials import CA
-from stagemesh.rpc.token_file import TokenEntry, add_token
 from tests.k8s.helm import RELEASE
 from tests.k8s.pods.cluster import NODES, Cluster
 from tests.k8s.pods.relays import COMPATIBLE, GROUP, INCOMPATIBLE, OLD, OUTPUTS, Generation, release

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from stagemesh.client import AsyncClient, Result
-from stagemesh.common.settings import models_dir
+from stagemesh.common.process.settings import models_dir
 from tests.deployment import deployed
 from tests.k8s.helm import CHART, RELEASE, read_values, render
 from tests.k8s.manifests import Manifest

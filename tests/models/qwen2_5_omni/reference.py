@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from stagemesh.services.models.qwen3_omni.reference import Result
+from stagemesh.verification.qwen3_omni import Result
 from tests.models.qwen3_omni.reference import Conversation, main
 
 SEED = 1

@@ -5,13 +5,13 @@ import numpy as np
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
-from stagemesh.services.models.qwen2_5_omni import tiny
-from stagemesh.services.models.qwen2_5_omni.speakers import load_speakers
+from stagemesh.services.models.qwen2_5_omni.description import load_speakers
+from stagemesh.tiny_models import qwen2_5_omni
 
 
 def test_a_seed_determines_the_weights(tiny_qwen2_5_omni: Path, tmp_path: Path) -> None:
     for seed in (0, 1):
-        tiny.write(tmp_path / str(seed), seed=seed)
+        qwen2_5_omni.write(tmp_path / str(seed), seed=seed)
     first, second = (load_file(tmp_path / seed / "model.safetensors") for seed in ("0", "1"))
     kept = load_file(tiny_qwen2_5_omni / "model.safetensors")
     assert all(np.array_equal(first[name], kept[name]) for name in kept)
@@ -24,7 +24,7 @@ def test_the_checkpoint_is_small(tiny_qwen2_5_omni: Path) -> None:
 
 def test_speakers_have_begin_tokens_of_their_own(tiny_qwen2_5_omni: Path) -> None:
     speakers = load_speakers(tiny_qwen2_5_omni)
-    assert list(speakers) == list(tiny.SPEAKERS)
+    assert list(speakers) == list(qwen2_5_omni.SPEAKERS)
     assert len({speaker.begin_token for speaker in speakers.values()}) == len(speakers)
 
 

@@ -21,15 +21,16 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 )
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.models.checkpoint import load_weights
-from stagemesh.services.models.qwen2_5_omni import tiny, token2wav
+from stagemesh.services.models.qwen2_5_omni import token2wav
+from stagemesh.services.models.qwen2_5_omni.description import load_speakers
 from stagemesh.services.models.qwen2_5_omni.factory import make_token2wav
-from stagemesh.services.models.qwen2_5_omni.speakers import load_speakers
 from stagemesh.services.models.qwen2_5_omni.token2wav import Stream, Token2Wav, context_frames
+from stagemesh.tiny_models import qwen2_5_omni
 
-CODES = np.random.default_rng(1).integers(0, tiny.CODEBOOK, (42, 1)).astype(np.int32)
+CODES = np.random.default_rng(1).integers(0, qwen2_5_omni.CODEBOOK, (42, 1)).astype(np.int32)
 BLOCK, MEL_SIZE, REPEATS = 8, 16, 2
 SEED = 5
 STEPS = 4
@@ -54,7 +55,7 @@ class Reference:
         self._model.train(mode=False)
         self._speakers = load_speakers(folder)
 
-    def decode(self, codes: Codes, speaker: str = tiny.SPEAKERS[0]) -> Samples:
+    def decode(self, codes: Codes, speaker: str = qwen2_5_omni.SPEAKERS[0]) -> Samples:
         frames, voice = len(codes) * REPEATS, self._speakers[speaker]
         noise = token2wav.draw_noise(SEED, range(-(-frames // BLOCK)), block=BLOCK, size=MEL_SIZE)
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
@@ -114,7 +115,7 @@ def relative_error(samples: Samples, expected: Samples) -> float:
     return float(np.square(samples - expected).mean() ** 0.5 / expected.std())
 
 
-@pytest.mark.parametrize("speaker", tiny.SPEAKERS)
+@pytest.mark.parametrize("speaker", qwen2_5_omni.SPEAKERS)
 @pytest.mark.parametrize("length", [1, 3, 42])
 def test_one_window_gives_the_samples_of_transformers(
     tiny_qwen2_5_omni: Path, reference: Reference, length: int, speaker: str
@@ -192,8 +193,8 @@ def test_an_empty_stream_has_no_audio(vocoder: Token2Wav) -> None:
 def test_a_batch_that_fails_changes_no_state(vocoder: Token2Wav, whole: Samples) -> None:
     stream, wrong = open_stream(vocoder), open_stream(vocoder)
     heard = push(vocoder, stream, CODES[:22])
-    bad = np.array([[1], [tiny.CODEC_EOS]], np.int32)
-    with pytest.raises(InvalidChunkError, match=f"codec frame 1 has the code {tiny.CODEC_EOS} in group 0"):
+    bad = np.array([[1], [qwen2_5_omni.CODEC_EOS]], np.int32)
+    with pytest.raises(InvalidChunkError, match=f"codec frame 1 has the code {qwen2_5_omni.CODEC_EOS} in group 0"):
         vocoder([Call(stream, Packet({"codes": CODES[22:]})), Call(wrong, Packet({"codes": bad}))])
     rest = [push(vocoder, stream, CODES[22:]), push(vocoder, stream, None)]
     assert relative_error(np.concatenate([heard, *rest]), whole) < ROUNDING

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stagemesh.services.models.qwen3_omni.reference import Conversation, Reference, Result
+from stagemesh.verification.qwen3_omni import Conversation, Reference, Result
 from tests.repository.commands import ROOT
 
 __all__ = ["SOUND_HZ", "TORCHVISION", "Conversation", "Reference", "Result", "run"]
@@ -42,7 +42,7 @@ def run(
 
 def main(kind: Callable[[Path], Any]) -> None:
     """Reads the arguments of `run` from stdin, and writes its results to stdout. `kind` is the reference's class."""
-    from stagemesh.services.engines.torchvision_operators import declare_operators
+    from stagemesh.services.engines.torch_setup import declare_operators
 
     folder, conversations, text_tokens, codec_tokens = pickle.load(sys.stdin.buffer)  # noqa: S301 - see `run`
     declare_operators()

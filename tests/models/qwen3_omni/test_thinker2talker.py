@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.tensors import Array
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.wire.tensors import Array
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.models.qwen3_omni.description import TextTokens
-from stagemesh.services.models.qwen3_omni.thinker2talker import Thinker2Talker
+from stagemesh.services.models.qwen3_omni.transforms import Thinker2Talker
 
 WIDTH = 8
 ANSWER = [40, 41, 42, 43]

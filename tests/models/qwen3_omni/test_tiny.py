@@ -40,7 +40,7 @@ def test_text_is_printable(reference: Reference, answer: Result) -> None:
 
 
 def test_codes_vary_in_each_group(answer: Result) -> None:
-    from stagemesh.services.models.qwen3_omni.tiny import CODE_GROUPS, CODEBOOK
+    from stagemesh.tiny_models.qwen3_omni import CODE_GROUPS, CODEBOOK
 
     assert answer.codes.shape == (CODEC_TOKENS - 1, CODE_GROUPS)
     assert all(len(set(group)) >= 8 for group in answer.codes.T.tolist())
@@ -110,10 +110,10 @@ def test_text_and_speech_depend_on_each_kind_of_media(media_answers: list[Result
 
 
 def test_a_seed_determines_the_weights(tiny_qwen3_omni: Path, tmp_path: Path) -> None:
-    from stagemesh.services.models.qwen3_omni import tiny
+    from stagemesh.tiny_models import qwen3_omni
 
     for seed in (0, 1):
-        tiny.write(tmp_path / str(seed), seed=seed)
+        qwen3_omni.write(tmp_path / str(seed), seed=seed)
     first, second = (load_file(tmp_path / seed / "model.safetensors") for seed in ("0", "1"))
     kept = load_file(tiny_qwen3_omni / "model.safetensors")
     assert all(np.array_equal(first[name], kept[name]) for name in kept)

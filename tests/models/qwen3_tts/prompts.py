@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.common.typed_values import Value
-from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import Medium, Samples
+from stagemesh.common.wire.tensors import Value
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.options import request_options
+from stagemesh.services.engines.prompts import Medium, Samples
 from stagemesh.services.models.qwen3_tts import PROMPT, SAMPLE_RATE_HZ
 from stagemesh.services.models.qwen3_tts.prompt import PromptWriter
 from tests.models.qwen3_tts import golden

@@ -7,11 +7,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from stagemesh.common.descriptors import import_factory, load_function_descriptor
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.entry_points import import_factory, load_function_descriptor
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
-from stagemesh.services.models.qwen3_tts.clone_vocoder import CloneState, CloneVocoder
+from stagemesh.services.models.qwen3_tts.codec_decoder import CloneState, CloneVocoder
 from tests.models.qwen3_tts.golden import arrays
 
 SAMPLES_PER_FRAME = 1920

@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from safetensors.torch import load_file, save_file
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, VocoderState
 from stagemesh.services.models.qwen3_tts.codec_decoder import make_codec_decoder

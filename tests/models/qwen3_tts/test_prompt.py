@@ -15,10 +15,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnsupportedError
-from stagemesh.common.tensors import Array
-from stagemesh.common.typed_values import Value
-from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import MediaFile, Medium, Samples
+from stagemesh.common.wire.tensors import Array, Value
+from stagemesh.connectors.packets import Packet
+from stagemesh.services.engines.prompts import MediaFile, Medium, Samples
 from stagemesh.services.models.qwen3_tts.prompt import PromptWriter, make_prompt_writer, read_voice
 from tests.models.qwen3_tts import golden
 from tests.models.qwen3_tts.prompts import Request, requests, talker_rows, write_prompt

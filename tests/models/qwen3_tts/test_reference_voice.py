@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.services.models.qwen3_tts.reference_voice import ReferenceEncoder, load_reference_voice
-from stagemesh.services.models.qwen3_tts.speaker_encoder import load_speaker_encoder
+from stagemesh.services.models.qwen3_tts.voice_encoders import load_speaker_encoder
+from stagemesh.services.models.qwen3_tts.voices import ReferenceEncoder, load_reference_voice
 from tests.models.qwen3_tts.golden import MEL_STRIDE, arrays
 from tests.models.qwen3_tts.voice import synthesize_voice
 

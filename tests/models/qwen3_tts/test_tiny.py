@@ -6,15 +6,15 @@ from safetensors.torch import load_file
 from stagemesh.services.models.checkpoint import load_weights, read_config, read_section, weight_names
 from stagemesh.services.models.codec_speech.streaming import BatchState, StreamState
 from stagemesh.services.models.codec_speech.weights import Weights
-from stagemesh.services.models.qwen3_tts import tiny
 from stagemesh.services.models.qwen3_tts.codec_decoder import CodecDecoder, CodecDecoderConfig
+from stagemesh.tiny_models import qwen3_tts
 from tests.models.qwen3_tts.golden import arrays, requests
 from tests.models.qwen3_tts.test_codec_decoder import codes
 
 
 def test_a_seed_determines_the_weights(tiny_qwen3_tts_base: Path, tmp_path: Path) -> None:
     for seed in (0, 1):
-        tiny.write_base(tmp_path / str(seed), seed=seed)
+        qwen3_tts.write_base(tmp_path / str(seed), seed=seed)
     for file in ("model.safetensors", "speech_tokenizer/model.safetensors"):
         first, second, kept = (
             load_file(folder / file) for folder in (tmp_path / "0", tmp_path / "1", tiny_qwen3_tts_base)
@@ -40,7 +40,7 @@ def test_golden_codes_vary_in_each_group_and_few_requests_end_early() -> None:
     lengths = [len(each) for each in frames]
     assert 1 <= sum(length < max(lengths) for length in lengths) <= 4
     for each in frames:
-        assert each.max() < tiny.CODEBOOK
+        assert each.max() < qwen3_tts.CODEBOOK
         assert all(len(set(group)) >= 5 for group in each.T.tolist())
 
 

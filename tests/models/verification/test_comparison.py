@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from stagemesh.services.models.verification.comparison import (
+from stagemesh.verification.base import ForcedTokens
+from stagemesh.verification.comparison import (
     NUMBER_LIMITS,
     TIE_LIMITS,
     Compared,
@@ -14,7 +15,6 @@ from stagemesh.services.models.verification.comparison import (
     compare_numbers,
     compare_pixels,
 )
-from stagemesh.services.models.verification.forcing import ForcedTokens
 
 WHAT = Compared(0, "thinker", "token_ids", "float32")
 HALF = WHAT._replace(precision="bfloat16")

@@ -9,22 +9,17 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from stagemesh.common.descriptors import OptionSpec
+from stagemesh import verification
 from stagemesh.common.errors import NotReadyError
-from stagemesh.common.tensors import Array
-from stagemesh.common.verification import (
-    DeployedStage,
-    ReferenceDescriptor,
-    VerificationRequest,
-    reference_descriptors,
-)
+from stagemesh.common.plugins.descriptors import OptionSpec
+from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.diffusion import signature_of
 from stagemesh.services.engines.diffusion.options import stage_options
-from stagemesh.services.models import verification
-from stagemesh.services.models.qwen3_omni import REFERENCE
-from stagemesh.services.models.verification.base import Outputs
-from stagemesh.services.models.verification.diffusion import DiffusionReference
-from stagemesh.services.models.verification.language_model import LanguageModel, tokenize
+from stagemesh.verification import QWEN3_OMNI
+from stagemesh.verification.base import Outputs
+from stagemesh.verification.diffusion import DiffusionReference
+from stagemesh.verification.job import DeployedStage, ReferenceDescriptor, VerificationRequest, reference_descriptors
+from stagemesh.verification.language_model import LanguageModel, tokenize
 from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.pipelines import write_qwen_image
 from tests.engines.vllm.tiny_model import write_real_model
@@ -52,7 +47,7 @@ def test_the_references_are_registered() -> None:
     assert reference_descriptors() == {
         "diffusion": verification.DIFFUSION,
         "language_model": verification.LANGUAGE_MODEL,
-        "qwen3_omni": REFERENCE,
+        "qwen3_omni": QWEN3_OMNI,
     }
 
 
@@ -63,7 +58,7 @@ def test_each_kind_of_model_has_one_reference(tiny_qwen3_omni: Path, tmp_path: P
     vocoder = stage("vocoder", tiny_qwen3_omni, engine="function", function="qwen3_omni.code2wav")
     other = stage("other", model, engine="function", function="qwen3_omni.code2wav")
     stages = (thinker, talker, vocoder, other, text)
-    assert roles(REFERENCE, *stages) == [{"thinker": "thinker", "talker": "talker", "code2wav": "vocoder"}]
+    assert roles(QWEN3_OMNI, *stages) == [{"thinker": "thinker", "talker": "talker", "code2wav": "vocoder"}]
     assert roles(verification.LANGUAGE_MODEL, *stages) == [{"text": "text"}]
     assert roles(verification.DIFFUSION, *stages) == []
 

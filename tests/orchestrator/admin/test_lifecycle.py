@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
-from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle, count_running
@@ -19,7 +19,7 @@ from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.request.lifecycle import RequestRegistry
 from stagemesh.orchestrator.request.timeline import History, Timeline
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import control_pb2, control_pb2_grpc, stage_pb2
 from tests.orchestrator.mesh import CHAIN

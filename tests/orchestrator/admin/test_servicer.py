@@ -9,9 +9,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stagemesh.common.versions import own_protocol
-from stagemesh.orchestrator import describe
-from stagemesh.orchestrator.admin.service import SERVICE_NAME
+from stagemesh.common.wire.versions import own_protocol
+from stagemesh.orchestrator import descriptions
+from stagemesh.orchestrator.admin.servicer import SERVICE_NAME
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, stage_pb2
 from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
 from stagemesh.v1.protocol_pb2 import Protocol
@@ -173,7 +173,7 @@ async def test_a_load_report_that_is_overdue_is_listed_with_its_age(
     chain: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await _until_all_loads_are_known(chain)
-    monkeypatch.setattr(describe, "_OVERDUE_S", 3.0)
+    monkeypatch.setattr(descriptions, "_OVERDUE_S", 3.0)
     chain.stages["b"].tells_load = False
     async with asyncio.timeout(20):
         while True:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.admission import Admission, AdmissionRequest, Ticket
-from stagemesh.orchestrator.spec import Bounds, Limits
+from stagemesh.pipeline import Bounds, Limits
 
 
 class Clock:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stagemesh.common.errors import DeadlineError, OverloadedError, UnavailableError
 from stagemesh.orchestrator.admission.queue import Load
-from stagemesh.orchestrator.spec import Bounds
+from stagemesh.pipeline import Bounds
 from tests.orchestrator.admission.driver import AdmissionDriver, RecordedRequest
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagemesh.orchestrator.admission import TicketState
-from stagemesh.orchestrator.spec import Bounds
+from stagemesh.pipeline import Bounds
 from tests.orchestrator.admission.driver import AdmissionDriver, RecordedRequest
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from stagemesh.common.errors import DeadlineError, OverloadedError
 from stagemesh.orchestrator.admission.estimates import RetrySchedule
-from stagemesh.orchestrator.spec import Bounds
+from stagemesh.pipeline import Bounds
 from tests.orchestrator.admission.driver import AdmissionDriver
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
-from stagemesh.common.replica_state import ReplicaState
-from stagemesh.connectors.stream.wire import EdgeProbe
+from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.connectors.stream.connector_agreement import EdgeProbe
 from stagemesh.orchestrator.fleet.edge_connectors import PARTNERS, EdgeConnectors
+from stagemesh.orchestrator.fleet.membership import Member
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
-from stagemesh.orchestrator.membership.base import Member
-from stagemesh.orchestrator.spec import Edge
+from stagemesh.pipeline import Edge
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, mesh, texts, until_health

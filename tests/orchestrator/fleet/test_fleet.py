@@ -10,13 +10,13 @@ import pytest
 from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
-from stagemesh.common.replica_state import ReplicaState
-from stagemesh.connectors.stream.wire import EdgeProbe
+from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.connectors.stream.connector_agreement import EdgeProbe
 from stagemesh.orchestrator.fleet.fleet import Fleet
+from stagemesh.orchestrator.fleet.membership import Member, MembershipListener
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient, Verdict
-from stagemesh.orchestrator.membership.base import Member, MembershipListener
 from stagemesh.orchestrator.planning.planner import Planner
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import CHAIN
 from tests.orchestrator.replicas import ready_description

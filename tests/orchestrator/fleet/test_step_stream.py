@@ -20,11 +20,11 @@ from stagemesh.common.errors import (
 from stagemesh.orchestrator.fleet import step_stream
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
-from stagemesh.orchestrator.fleet.replica_errors import REPLICA_LOST
+from stagemesh.orchestrator.fleet.replica_loss import REPLICA_LOST
 from stagemesh.orchestrator.request.step_calls import follow_step
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.rpc.server import Server
-from stagemesh.services.stage.service import servicer
+from stagemesh.services.stage import servicer
 from stagemesh.v1 import stage_pb2
 from tests.later_contract import later_class
 from tests.orchestrator.mesh import serve

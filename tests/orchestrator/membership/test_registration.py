@@ -11,18 +11,18 @@ from pathlib import Path
 import grpc
 import pytest
 
+from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.common.process_config import dump_config
-from stagemesh.common.stage_config import OrchestratorAddress, StageConfig
-from stagemesh.common.versions import own_protocol
+from stagemesh.common.process.config import dump_config
+from stagemesh.common.process.stage_process import OrchestratorAddress, StageConfig
+from stagemesh.common.wire.versions import own_protocol
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
-from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.orchestrator.service import serving
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.handlers import answering
 from stagemesh.rpc.server import Server
-from stagemesh.services.stage.service.registration import registered
+from stagemesh.services.stage.registration import registered
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
 from tests.orchestrator.mesh import CHAIN, ask, serve, texts, until_health
 from tests.orchestrator.scripted_stage import ScriptedStage

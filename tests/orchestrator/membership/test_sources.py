@@ -12,12 +12,17 @@ import pytest
 
 from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotReadyError, StaleAttemptError
-from stagemesh.common.versions import own_protocol
+from stagemesh.common.wire.versions import own_protocol
 from stagemesh.orchestrator.config import DnsName, ReplicaAddress
-from stagemesh.orchestrator.membership.addresses import DnsSource, StaticSource
-from stagemesh.orchestrator.membership.base import Member, MemberSource
-from stagemesh.orchestrator.membership.registration import MembershipServicer, RegistrationSource
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.orchestrator.fleet.membership import (
+    DnsSource,
+    Member,
+    MembershipServicer,
+    MemberSource,
+    RegistrationSource,
+    StaticSource,
+)
+from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.v1 import membership_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
 from tests.orchestrator.mesh import CHAIN

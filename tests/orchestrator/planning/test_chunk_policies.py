@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.connectors.flow.chunk_sizes import PlayoutPace
-from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, WholePolicy
+from stagemesh.common.wire.chunk_policies import ChunkPolicy, FramesPolicy, PlayoutPace, WholePolicy
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
 from stagemesh.orchestrator.planning.chunk_policies import set_chunk_policies
 from stagemesh.orchestrator.planning.planner import Plan, Planner
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.orchestrator.replicas import ready_replica
 

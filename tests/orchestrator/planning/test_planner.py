@@ -4,16 +4,16 @@ from typing import Any, cast
 import pytest
 
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError, UnavailableError
-from stagemesh.common.replica_state import ReplicaState
-from stagemesh.common.signatures import signature_to_wire
-from stagemesh.common.versions import own_protocol
+from stagemesh.common.plugins.descriptors import signature_to_wire
+from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.common.wire.versions import own_protocol
+from stagemesh.orchestrator.fleet.membership import Member
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
 from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters
-from stagemesh.orchestrator.membership.base import Member
 from stagemesh.orchestrator.planning.planner import NotReadyYetError, Planner
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.v1 import signature_pb2, stage_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
 from stagemesh.v1.signature_pb2 import TENSOR_KIND_TEXT

@@ -8,7 +8,7 @@ import pytest
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas, ReplicaRegistry
 from stagemesh.orchestrator.planning.planner import LeastWork, Planner
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline, load_pipeline
 from tests.orchestrator.mesh import CHAIN
 from tests.orchestrator.replicas import ready_replica
 

@@ -12,7 +12,7 @@ from benchmarks.simulation.round_robin import RoundRobin
 from benchmarks.simulation.run import LARGE_CHUNKS, SMALL_CHUNKS, Load, latencies_s, survival
 from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas
 from stagemesh.orchestrator.planning.planner import Choice
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline, load_pipeline
 from tests.orchestrator.mesh import CHAIN
 from tests.orchestrator.replicas import ready_replica
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from stagemesh.common.errors import CancelledRequestError, InternalError, InvalidRequestError, StaleAttemptError
-from stagemesh.connectors.conformance.replicas import until
+from stagemesh.conformance.replicas import until
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2, request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh

@@ -17,9 +17,9 @@ from stagemesh.client import (
     Text,
     Tokens,
 )
-from stagemesh.client.client_position import ClientPosition
-from stagemesh.common.output_position import length_of
-from stagemesh.common.tensors import inline_tensor
+from stagemesh.client.received_events import ClientPosition
+from stagemesh.common.requests.output_position import length_of
+from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.orchestrator.request.output_record import Resumption
 from stagemesh.v1.orchestrator_pb2 import AdmittedChoice, GenerateRequest, GenerateResponse, RequestAdmitted
 from stagemesh.v1.request_pb2 import FINISH_REASON_END as END

@@ -10,11 +10,11 @@ import pytest
 from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.orchestrator.fleet.fleet import Fleet
+from stagemesh.orchestrator.fleet.membership import Member
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
-from stagemesh.orchestrator.membership.base import Member
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.validation import validate
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from stagemesh.v1 import orchestrator_pb2
 from tests.orchestrator.mesh import CHAIN, ask
 from tests.orchestrator.simulated_replicas import Members, World

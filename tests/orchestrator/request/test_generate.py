@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from stagemesh.common.typed_values import to_messages
+from stagemesh.common.wire.tensors import to_messages
 from stagemesh.v1 import chunk_pb2, request_pb2
 from tests.orchestrator.mesh import DIAMOND, ask, mesh, texts
 

@@ -12,14 +12,14 @@ from stagemesh.common.errors import CancelledRequestError, InternalError, Stagem
 from stagemesh.orchestrator.admission import Admission, AdmissionRequest
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.step_stream import TakeEvent
-from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Plan, PlannedStep, Planner
+from stagemesh.orchestrator.planning.replacement_replicas import Failover
 from stagemesh.orchestrator.request.lifecycle import PlanRuns, RequestLifecycle
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.run import RequestRun
 from stagemesh.orchestrator.request.validation import ValidRequest
-from stagemesh.orchestrator.spec import Limits, load_pipeline
-from stagemesh.orchestrator.spec.model import Route
+from stagemesh.pipeline import Limits, load_pipeline
+from stagemesh.pipeline.graph import Route
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN
 

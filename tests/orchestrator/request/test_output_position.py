@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.output_position import Position, after, length_of
-from stagemesh.common.tensors import inline_tensor, read_inline
+from stagemesh.common.requests.output_position import Position, after, length_of
+from stagemesh.common.wire.tensors import inline_tensor, read_inline
 from stagemesh.v1.request_pb2 import (
     FINISH_REASON_LENGTH,
     Audio,

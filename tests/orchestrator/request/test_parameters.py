@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from stagemesh.common.descriptors import OptionSpec
 from stagemesh.common.errors import InvalidPipelineError, InvalidRequestError, StagemeshError
-from stagemesh.common.request_checks import check_options
-from stagemesh.common.typed_values import Value, to_messages
+from stagemesh.common.plugins.descriptors import OptionSpec
+from stagemesh.common.requests.request_checks import check_options
+from stagemesh.common.wire.tensors import Value, to_messages
 from stagemesh.orchestrator.request.parameters import check_parameters, parameters_of
-from stagemesh.orchestrator.spec import Pipeline, Stage, load_pipeline
+from stagemesh.pipeline import Pipeline, Stage, load_pipeline
 from stagemesh.v1 import request_pb2
 
 OMNI = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stagemesh.orchestrator.request.playout import Playout
+from stagemesh.orchestrator.request.timeline import Playout
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from stagemesh.orchestrator.request.recovery import (
     next_actions,
     plan_restarts,
 )
-from stagemesh.orchestrator.spec import Edge, Route, Stage
-from stagemesh.orchestrator.spec.model import PipelineOutput
-from stagemesh.orchestrator.spec.schema import Chunk
+from stagemesh.pipeline import Edge, Route, Stage
+from stagemesh.pipeline.graph import PipelineOutput
+from stagemesh.pipeline.schema import Chunk
 
 
 def _edge(name: str, producer: str, consumer: str, chunk: Chunk = "step") -> Edge:

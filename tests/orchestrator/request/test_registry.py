@@ -5,11 +5,11 @@ import pytest
 
 from stagemesh.common.errors import ExistsError
 from stagemesh.orchestrator.admission import Admission, AdmissionRequest
-from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Planner
+from stagemesh.orchestrator.planning.replacement_replicas import Failover
 from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry
 from stagemesh.orchestrator.request.output_record import RequestRecord
-from stagemesh.orchestrator.spec import Limits
+from stagemesh.pipeline import Limits
 
 
 def _known(*, size_bytes: int = 0) -> RequestLifecycle:

@@ -13,11 +13,11 @@ import pytest
 from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import CancelledRequestError, InternalError, NotReadyError, UnavailableError
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.membership.base import Member
+from stagemesh.orchestrator.fleet.membership import Member
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.lifecycle import STAGE_WAIT_S
 from stagemesh.orchestrator.request.timeline import Timeline
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 from tests.orchestrator.mesh import CHAIN, DIAMOND, ask
 from tests.orchestrator.simulated_replicas import Members, SimulatedReplica, Step, World

@@ -5,8 +5,8 @@ from typing import cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.orchestrator.planning.failover import StateBudget
 from stagemesh.orchestrator.planning.planner import PlannedStep
+from stagemesh.orchestrator.planning.replacement_replicas import StateBudget
 from stagemesh.orchestrator.request.recovery import StepState
 from stagemesh.v1 import stage_pb2
 

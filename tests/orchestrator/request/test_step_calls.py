@@ -9,8 +9,8 @@ from stagemesh.orchestrator.request.failures import Failures
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.step_calls import StepCalls
 from stagemesh.orchestrator.request.validation import validate
-from stagemesh.orchestrator.spec import load_pipeline
-from stagemesh.orchestrator.spec.model import Route
+from stagemesh.pipeline import load_pipeline
+from stagemesh.pipeline.graph import Route
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2, tensor_pb2
 from tests.orchestrator.mesh import CHAIN

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import CancelledRequestError, InvalidRequestError, StagemeshError, UnsupportedError
-from stagemesh.common.tensors import inline_tensor
+from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, Packet
+from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.request.input_planes import InputPlanes
-from stagemesh.orchestrator.request.streamed_input import StreamedInput, packets_of
+from stagemesh.orchestrator.request.streamed_input import InputPlanes, StreamedInput, packets_of
 from stagemesh.orchestrator.request.validation import ValidRequest, validate
-from stagemesh.orchestrator.spec import Edge, Pipeline, load_pipeline
+from stagemesh.pipeline import Edge, Pipeline, load_pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 from tests.connectors.hosts import Host
 from tests.orchestrator.mesh import ask

@@ -1,8 +1,7 @@
 import pytest
 
 from stagemesh.common.errors import CancelledRequestError, InternalError
-from stagemesh.orchestrator.request.timeline import History, RequestState, StepNotes, Timeline, Totals
-from stagemesh.orchestrator.request.waits import describe_wait
+from stagemesh.orchestrator.request.timeline import History, RequestState, StepNotes, Timeline, Totals, describe_wait
 from stagemesh.v1 import chunk_pb2, control_pb2, request_pb2, stage_pb2
 
 

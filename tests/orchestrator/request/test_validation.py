@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
-from stagemesh.common.tensors import inline_tensor
-from stagemesh.common.typed_values import to_messages
+from stagemesh.common.wire.tensors import inline_tensor, to_messages
 from stagemesh.orchestrator.request.validation import validate
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2, tensor_pb2
 from tests.orchestrator.mesh import CHAIN, ask, mesh
 

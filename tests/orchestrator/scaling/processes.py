@@ -9,14 +9,14 @@ from pathlib import Path
 
 import grpc
 
+from stagemesh.cli.launcher.ports import HOST, PortPicker
+from stagemesh.cli.launcher.process_configs import stage_config
 from stagemesh.client import AsyncClient
-from stagemesh.common.process_config import dump_config
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.process.config import dump_config
+from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
-from stagemesh.orchestrator.launcher.ports import HOST, PortPicker
-from stagemesh.orchestrator.launcher.process_configs import stage_config
 from stagemesh.orchestrator.service import serving
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, stage_pb2
 from tests.orchestrator.mesh import until_health

@@ -10,9 +10,9 @@ import pytest
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.keda import externalscaler_pb2
 from stagemesh.keda.externalscaler_pb2_grpc import ExternalScalerStub
-from stagemesh.orchestrator.scaling.external_scaler import parse_trigger
-from stagemesh.orchestrator.scaling.signals import Metric
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.orchestrator.metrics.external_scaler import parse_trigger
+from stagemesh.orchestrator.metrics.scaling import Metric
+from stagemesh.pipeline import Pipeline, load_pipeline
 from tests.orchestrator.admin.calls import error_of
 from tests.orchestrator.mesh import CHAIN, mesh
 from tests.orchestrator.scaling.processes import Orchestrator, running_pipeline

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.orchestrator.admission import AdmissionRequest
 from stagemesh.orchestrator.fleet.fleet import Fleet
+from stagemesh.orchestrator.metrics.scaling import ScalingSignals
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Planner
+from stagemesh.orchestrator.planning.replacement_replicas import Failover
 from stagemesh.orchestrator.request.lifecycle import RequestLifecycle
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.timeline import Timeline
-from stagemesh.orchestrator.scaling.signals import ScalingSignals
-from stagemesh.orchestrator.spec import load_pipeline
-from stagemesh.orchestrator.spec.conditions import Fact
+from stagemesh.pipeline import load_pipeline
+from stagemesh.pipeline.conditions import Fact
 from stagemesh.v1 import request_pb2, stage_pb2, tensor_pb2
 from tests.orchestrator.replicas import Clock, ready_replica
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.tensors import Array, inline_tensor
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.wire.tensors import Array, inline_tensor
+from stagemesh.connectors.packets import Packet
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.orchestrator.request.validation import validate
@@ -16,7 +16,7 @@ from stagemesh.orchestrator.session.session import Session
 from stagemesh.orchestrator.session.session_call import SessionCall
 from stagemesh.orchestrator.session.settings import read_settings
 from stagemesh.orchestrator.session.turn_requests import TurnRequest
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 Request = orchestrator_pb2.ConverseRequest

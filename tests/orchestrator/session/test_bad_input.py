@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError, OverloadedError, StagemeshError, UnsupportedError
-from stagemesh.common.tensors import inline_tensor
+from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.orchestrator.session.turn_input import PROMPT_WINDOW_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 from tests.later_contract import later_class, today

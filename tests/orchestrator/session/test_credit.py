@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagemesh.common.errors import OverloadedError
-from stagemesh.orchestrator.session.credit import Credit
+from stagemesh.orchestrator.session.turn_input import Credit
 
 
 def test_pieces_beyond_the_window_are_rejected() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from stagemesh.common.errors import InternalError, InvalidRequestError
-from stagemesh.common.request_checks import read_samples
+from stagemesh.common.requests.request_checks import read_samples
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 from tests.orchestrator.session.fake_runner import Chat, SteeredRequest, chatting, settle
 

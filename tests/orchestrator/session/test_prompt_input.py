@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.common.prompt_input import PromptInput
-from stagemesh.common.request_checks import read_samples
-from stagemesh.common.tensors import inline_tensor
+from stagemesh.common.requests.request_checks import read_samples
+from stagemesh.common.requests.turn_content import PromptInput
+from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 RATE_HZ = 1000

@@ -10,7 +10,7 @@ import pytest
 from stagemesh.common.errors import UnavailableError
 from stagemesh.orchestrator.session import registry as registry_module
 from stagemesh.orchestrator.session.registry import SessionRegistry
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2
 from tests.orchestrator.mesh import mesh
 from tests.orchestrator.session.fake_runner import FakeRunner, Request, settle

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stagemesh.orchestrator.session.responses import generated_response
+from stagemesh.orchestrator.session.session_call import generated_response
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 

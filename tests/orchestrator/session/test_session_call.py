@@ -6,8 +6,8 @@ from contextlib import aclosing
 import pytest
 
 from stagemesh.common.errors import ReplacedError
-from stagemesh.orchestrator.session.answer import Answer, EndedRequest
 from stagemesh.orchestrator.session.session_call import SessionCall
+from stagemesh.orchestrator.session.turn_requests import Answer, EndedRequest
 from tests.orchestrator.session.fake_runner import settle
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.answer_text import shorten
-from stagemesh.orchestrator.session.transcript import Transcript, TranscriptTurn, restored_turn
+from stagemesh.common.requests.turn_content import shorten
+from stagemesh.orchestrator.session.turns import Transcript, TranscriptTurn, restored_turn
 from stagemesh.v1 import request_pb2
 from tests.orchestrator.session.fake_runner import chatting, settle
 from tests.orchestrator.session.scripts import ECHO

@@ -2,10 +2,10 @@
 
 from typing import TypeVar
 
-from stagemesh.common.descriptors import Emitted, EngineDescriptor, OptionSpec, Signature, TransformDescriptor
 from stagemesh.common.errors import NotFoundError
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.orchestrator.spec import Catalog
+from stagemesh.common.plugins.descriptors import Emitted, EngineDescriptor, OptionSpec, Signature, TransformDescriptor
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.pipeline import Catalog
 
 _TEXT = TensorSpec.parse("uint8[bytes]")
 _SAMPLES = TensorSpec.parse("float32[samples]")

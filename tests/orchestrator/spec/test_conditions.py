@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InvalidPipelineError
-from stagemesh.common.typed_values import to_messages
+from stagemesh.common.wire.tensors import to_messages
 from stagemesh.orchestrator.request.validation import ValidRequest
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.orchestrator.spec.checks import request_sets
-from stagemesh.orchestrator.spec.conditions import Fact
+from stagemesh.pipeline import Pipeline, conditions, load_pipeline
+from stagemesh.pipeline.conditions import Fact
 from stagemesh.v1 import request_pb2
 from tests.orchestrator.spec.catalog import CATALOG
 
@@ -257,7 +256,7 @@ def test_many_joins_that_never_starve_are_accepted_quickly(tmp_path: Path) -> No
 
 
 def test_conditions_with_too_many_cases_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_sets, "MAX_NODES", 6)
+    monkeypatch.setattr(conditions, "MAX_NODES", 6)
     text = _edited(("to: singer}", f"to: singer, {LOUD}}}"))
     assert _problems(tmp_path, text) == [
         "band.yaml:3: the conditions (`when`) distinguish too many cases to check them; use fewer conditions"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InvalidPipelineError, NotFoundError
-from stagemesh.orchestrator.spec import load_pipeline
+from stagemesh.pipeline import load_pipeline
 from tests.orchestrator.spec.catalog import CATALOG
 
 GOOD = """\

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.descriptors import Emitted, OptionSpec, Signature
 from stagemesh.common.errors import InvalidPipelineError
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.common.plugins.descriptors import Emitted, OptionSpec, Signature
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.pipeline import Pipeline, load_pipeline
 from tests.orchestrator.spec.catalog import CATALOG
 
 GOOD = """\

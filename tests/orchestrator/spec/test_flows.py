@@ -7,14 +7,13 @@ from pathlib import Path
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from stagemesh.common.descriptors import INPUT, EngineDescriptor, OptionSpec, Signature
 from stagemesh.common.errors import InvalidPipelineError
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.orchestrator.spec import Catalog, Edge, Limits, Pipeline, PipelineOutput, Stage
-from stagemesh.orchestrator.spec.checks.flows import check_flows
-from stagemesh.orchestrator.spec.checks.request_sets import find_facts
-from stagemesh.orchestrator.spec.conditions import Comparison, Condition, Fact, Facts, Term, holds
-from stagemesh.orchestrator.spec.source.problem_lines import Origin, Problems
+from stagemesh.common.plugins.descriptors import INPUT, EngineDescriptor, OptionSpec, Signature
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.pipeline import Catalog, Edge, Limits, Pipeline, PipelineOutput, Stage
+from stagemesh.pipeline.conditions import Comparison, Condition, Fact, Facts, Term, find_facts, holds
+from stagemesh.pipeline.document import Origin, Problems
+from stagemesh.pipeline.flows import check_flows
 
 NUMBERS = TensorSpec.parse("float32[n]")
 BOUNDS = OptionSpec(default=1.0, minimum=0.0, maximum=4.0)

@@ -3,8 +3,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.orchestrator.spec.checks.edges import find_cycle, topological_order
-from stagemesh.orchestrator.spec.model import Arc, ancestors
+from stagemesh.pipeline.edge_resolver import find_cycle, topological_order
+from stagemesh.pipeline.graph import Arc, ancestors
 
 _NAMES = [f"s{i}" for i in range(9)]
 

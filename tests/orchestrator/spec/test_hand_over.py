@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.descriptors import Emitted, EngineDescriptor, Signature
 from stagemesh.common.errors import InvalidPipelineError
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.orchestrator.spec import Catalog, Pipeline, load_pipeline
+from stagemesh.common.plugins.descriptors import Emitted, EngineDescriptor, Signature
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.pipeline import Catalog, Pipeline, load_pipeline
 from tests.orchestrator.spec.catalog import CATALOG
 
 GOOD = """\

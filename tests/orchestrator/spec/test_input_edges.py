@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from stagemesh.cli.pipelines.pipeline_graph import draw_dot, draw_mermaid, draw_tree
 from stagemesh.common.errors import InvalidPipelineError
-from stagemesh.orchestrator.cli.pipeline_graph import draw_dot, draw_mermaid, draw_tree
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.orchestrator.spec.conditions import Fact
+from stagemesh.pipeline import Pipeline, load_pipeline
+from stagemesh.pipeline.conditions import Fact
 from tests.orchestrator.spec.catalog import CATALOG
 
 CHOIR = """\

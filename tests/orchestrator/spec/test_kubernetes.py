@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InvalidPipelineError
-from stagemesh.orchestrator.spec import Pipeline, kubernetes_hints, load_pipeline
+from stagemesh.pipeline import Pipeline, kubernetes_hints, load_pipeline
 from tests.orchestrator.spec.catalog import CATALOG
 
 GOOD = """\

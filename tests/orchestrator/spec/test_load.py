@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM
 from stagemesh.common.errors import InvalidPipelineError
-from stagemesh.connectors.flow.chunking import FramesPolicy, StepPolicy, WholePolicy
-from stagemesh.orchestrator.spec import Bounds, Limits, Pipeline, built_in_pipelines, load_pipeline
+from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM
+from stagemesh.common.wire.chunk_policies import FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.pipeline import Bounds, Limits, Pipeline, built_in_pipelines, load_pipeline
 from tests.orchestrator.spec.catalog import CATALOG
 from tests.orchestrator.spec.test_errors import GOOD
 

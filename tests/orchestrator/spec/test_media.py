@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InvalidPipelineError
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline, load_pipeline
 
 EYE = """\
 pipeline: eye

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InvalidPipelineError
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.orchestrator.spec.conditions import STREAMED
-from stagemesh.orchestrator.spec.model import SPEECH
+from stagemesh.pipeline import Pipeline, load_pipeline
+from stagemesh.pipeline.conditions import STREAMED
+from stagemesh.pipeline.graph import SPEECH
 from tests.orchestrator.spec.catalog import CATALOG
 
 LISTEN = """\

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from stagemesh.cli.pipelines.pipeline_graph import draw_mermaid
 from stagemesh.common.errors import InvalidPipelineError, InvalidRequestError
-from stagemesh.orchestrator.cli.pipeline_graph import draw_mermaid
 from stagemesh.orchestrator.request.parameters import check_parameters, parameters_of
-from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.v1 import request_pb2
 
 SPLIT = """\

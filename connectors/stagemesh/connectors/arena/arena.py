@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
-from stagemesh.common.host import bulk_threads
-from stagemesh.common.tensors import Array, Tensors
-from stagemesh.connectors.arena import memory_file
-from stagemesh.connectors.arena.page_allocator import PAGE_BYTES, PageAllocator
-from stagemesh.connectors.arena.worker_writer import WRITER_SHIFT, Handle, PartitionTicket, read_handle
+from stagemesh.common.process.host import bulk_threads
+from stagemesh.common.wire.tensors import Array, Tensors
+from stagemesh.connectors.arena import memory
+from stagemesh.connectors.arena.memory import PAGE_BYTES, PageAllocator
+from stagemesh.connectors.arena.worker_writer import WRITER_SHIFT, Handle, PartitionAddress, read_handle
 from stagemesh.connectors.base import ArenaRange, Bytes, MemoryAccount
 
 COPY_IN_THREAD_BYTES = 4 << 20
@@ -71,7 +71,7 @@ class Region:
 
     def release_after(self, views: Sequence[Array]) -> None:
         """Releases one reference to the region when all `views`, and all views derived from them, have been deleted."""
-        memory_file.when_gone(views, self._arena.releaser(self))
+        memory.when_gone(views, self._arena.releaser(self))
 
 
 class Written(NamedTuple):
@@ -134,12 +134,12 @@ class Arena:
         Raises NotReadyError (NO_MEMORY) if not enough memory is available.
         """
         self._allocator = PageAllocator(data_bytes)
-        self.token = secrets.token_bytes(memory_file.TOKEN_BYTES)
-        self.data_offset = memory_file.data_offset(data_bytes)
+        self.token = secrets.token_bytes(memory.TOKEN_BYTES)
+        self.data_offset = memory.data_offset(data_bytes)
         self.file_bytes = self.data_offset + data_bytes
         self.size_bytes = data_bytes
         """The arena's capacity for tensors in bytes, including the bytes in use."""
-        self.fd, mapping = memory_file.create_memory(data_bytes, self.token, shared=shared)
+        self.fd, mapping = memory.create_memory(data_bytes, self.token, shared=shared)
         """The read-only file descriptor of the memory file, or None if the arena is private or closed."""
         self._is_closed = False
         self.memory = memoryview(mapping)
@@ -210,7 +210,7 @@ class Arena:
                 self._admit()
             if self._blocked or account.waiting:
                 return None
-        return self._take(memory_file.page_bytes_for(size_bytes), account)
+        return self._take(memory.page_bytes_for(size_bytes), account)
 
     async def allocate(self, size_bytes: int, account: MemoryAccount) -> Region:
         """Returns a new region of at least `size_bytes` bytes. Waits until enough memory is free.
@@ -223,7 +223,7 @@ class Arena:
             return region
         if self._is_closed:
             raise _closed()
-        allocation = _Allocation(memory_file.page_bytes_for(size_bytes), account)
+        allocation = _Allocation(memory.page_bytes_for(size_bytes), account)
         turn: asyncio.Future[Region] = asyncio.get_running_loop().create_future()
         if not account.waiting and not self._exceeds_fair_share(allocation):
             self._blocked = True
@@ -253,27 +253,25 @@ class Arena:
         region.account.held_bytes -= region.size_bytes
         writer = region.generation >> WRITER_SHIFT
         if writer:
-            memory_file.free_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes)
+            memory.free_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes)
             self._remove_if_unused(writer)
             return
-        memory_file.mark_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes, generation=0)
+        memory.mark_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes, generation=0)
         self._allocator.release(region.offset - self.data_offset)
         self.wake()
 
     # -- tensors
 
-    async def write(
-        self, tensors: Tensors, account: MemoryAccount, layout: memory_file.Layout | None = None
-    ) -> Written:
+    async def write(self, tensors: Tensors, account: MemoryAccount, layout: memory.Layout | None = None) -> Written:
         """Copies tensors into a new region. Waits until enough memory is free.
 
         `layout` is the tensors' precomputed layout. If it is None, the layout is computed. The region's bytes count
         toward `account`. Raises InvalidChunkError if the tensors are larger than `max_region_bytes`, and
         UnavailableError if the arena is closed.
         """
-        layout = layout or memory_file.layout_of(tensors)
+        layout = layout or memory.layout_of(tensors)
         region = self.try_allocate(layout.size_bytes, account) or await self.allocate(layout.size_bytes, account)
-        copy = partial(memory_file.copy_tensors, self.memory, start=region.offset, layout=layout, tensors=tensors)
+        copy = partial(memory.copy_tensors, self.memory, start=region.offset, layout=layout, tensors=tensors)
         if layout.size_bytes < COPY_IN_THREAD_BYTES:
             try:
                 views = copy()
@@ -309,7 +307,7 @@ class Arena:
 
     # -- worker processes
 
-    def open_partition(self, size_bytes: int) -> PartitionTicket:
+    def open_partition(self, size_bytes: int) -> PartitionAddress:
         """Reserves a partition, in which one worker process can allocate memory by itself.
 
         `size_bytes` is the minimum size of the partition. Returns the ticket with which the worker opens the partition.
@@ -328,11 +326,11 @@ class Arena:
                 f"the arena has no space for a worker's slab of {size_bytes} bytes; raise data_plane.arena_bytes",
                 reason="NO_MEMORY",
             )
-        memory_file.mark_pages(self.memory, offset=slab.offset, size_bytes=slab.size_bytes, generation=0)
+        memory.mark_pages(self.memory, offset=slab.offset, size_bytes=slab.size_bytes, generation=0)
         self._writers += 1
         self._partitions[self._writers] = _Partition(slab=slab)
         self._partition_bytes += slab.size_bytes
-        return PartitionTicket(
+        return PartitionAddress(
             process_id=os.getpid(),
             file_descriptor=self.fd,
             token=self.token,
@@ -363,7 +361,7 @@ class Arena:
         writer = region.generation >> WRITER_SHIFT
         return writer, self._partitions[writer].slab.size_bytes if writer else self.size_bytes
 
-    def close_partition(self, ticket: PartitionTicket) -> None:
+    def close_partition(self, ticket: PartitionAddress) -> None:
         """Closes the partition of `ticket`. Idempotent. Call it after the worker process has terminated.
 
         The partition's memory is freed when all regions that were adopted from the partition are freed.
@@ -422,7 +420,7 @@ class Arena:
                 return None
         self._generation = generation = self._generation + 1
         offset += self.data_offset
-        memory_file.mark_pages(self.memory, offset=offset, size_bytes=size_bytes, generation=generation)
+        memory.mark_pages(self.memory, offset=offset, size_bytes=size_bytes, generation=generation)
         return self._region(offset, size_bytes, generation, account)
 
     def _region(self, offset: int, size_bytes: int, generation: int, account: MemoryAccount) -> Region:

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, InvalidChunkError, NotReadyError, UnavailableError
-from stagemesh.common.tensors import DTYPES, Array, Tensors, dtype_name
-from stagemesh.connectors.arena import memory_file
-from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
+from stagemesh.common.wire.tensors import DTYPES, Array, Tensors, dtype_name
+from stagemesh.connectors.arena import memory as memory_file
+from stagemesh.connectors.arena.memory import PAGE_BYTES
 
 WRITER_SHIFT = 48
 """The bit position of the writer's number in a generation.
@@ -36,7 +36,7 @@ _LONGEST_PAUSE_S = 2e-3
 
 
 @dataclass(frozen=True)
-class PartitionTicket:
+class PartitionAddress:
     """The data with which one worker process opens its partition of the replica's arena. Picklable.
 
     `offset` is the partition's offset, in bytes, from the start of the memory file.
@@ -88,7 +88,7 @@ class ArenaWriter:
     Create one writer for each ticket, and use it in one thread only.
     """
 
-    def __init__(self, ticket: PartitionTicket) -> None:
+    def __init__(self, ticket: PartitionAddress) -> None:
         self._ticket = ticket
         self._memory = memoryview(_map(ticket))
         self._generations: npt.NDArray[np.uint64] = np.frombuffer(
@@ -222,7 +222,7 @@ def _view(tensor: PlacedTensor, handle: Handle, memory: memoryview) -> Array:
     return np.ndarray(tensor.shape, dtype, memory, handle.offset + tensor.offset)
 
 
-def _map(ticket: PartitionTicket) -> mmap.mmap:
+def _map(ticket: PartitionAddress) -> mmap.mmap:
     path = Path(f"/proc/{ticket.process_id}/fd/{ticket.file_descriptor}")
     try:
         if not str(path.readlink()).startswith(f"/memfd:{memory_file.MEMFD_NAME}"):

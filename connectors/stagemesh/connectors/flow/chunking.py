@@ -1,53 +1,14 @@
-"""Chunk policies, and the chunker that cuts the packets of a flow into chunks according to a policy."""
+"""The chunker, which cuts the packets of a flow into chunks according to a policy."""
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.tensors import Array
-from stagemesh.connectors.edge import MetadataValue, Packet
-from stagemesh.connectors.flow.chunk_sizes import ChunkSizes, FixedSizes, PlayoutPace, PlayoutSizes
-
-
-@dataclass(frozen=True)
-class StepPolicy:
-    """The chunk policy that sends each packet of the engine as one chunk."""
-
-
-@dataclass(frozen=True)
-class WholePolicy:
-    """The chunk policy that sends one chunk, when the flow ends. The chunk joins all packets along their first axis."""
-
-
-@dataclass(frozen=True)
-class FramesPolicy:
-    """The chunk policy that joins packets along their first axis and cuts them into chunks of `frames` rows."""
-
-    frames: int
-    ramp: tuple[int, ...] = ()
-    """The numbers of rows of the first chunks. Each later chunk has `frames` rows."""
-    left_context_frames: int = 0
-    """The maximum number of preceding rows that each chunk repeats at its front. The first chunk repeats no rows."""
-    pace: PlayoutPace | None = None
-    """The speed of the stages, if it is known. Each chunk then has the size of `ramp` or `frames` that suits it."""
-
-    def __post_init__(self) -> None:
-        if min((self.frames, *self.ramp)) < 1 or self.left_context_frames < 0:
-            raise ValueError(f"chunk policy needs frames >= 1, also in ramp, and left_context_frames >= 0, not {self}")
-
-    @property
-    def sizes(self) -> ChunkSizes:
-        """The sizes of the chunks of a new flow."""
-        if self.pace is None:
-            return FixedSizes(self.ramp, self.frames)
-        return PlayoutSizes(sorted({*self.ramp, self.frames}), self.pace, context=self.left_context_frames)
-
-
-ChunkPolicy: TypeAlias = StepPolicy | WholePolicy | FramesPolicy
+from stagemesh.common.wire.chunk_policies import FramesPolicy, WholePolicy
+from stagemesh.common.wire.tensors import Array
+from stagemesh.connectors.packets import MetadataValue, Packet
 
 
 class Chunker:

@@ -1,9 +1,17 @@
-"""Counts of what a data plane has sent, by edge and connector. They are updated for each acknowledged chunk."""
+"""Counts of what a data plane has sent, by edge and connector, and their metrics.
+
+The counts are updated for each acknowledged chunk. Names and units of metrics follow the conventions of Prometheus.
+"""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from stagemesh.common.connector_descriptors import ConnectorName
-from stagemesh.common.histogram import Histogram
+from stagemesh.common.plugins.connectors import ConnectorName
+from stagemesh.common.wire.telemetry import Histogram
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _MAX_METERS = 1024
@@ -46,3 +54,35 @@ class EdgeMeters:
     def __iter__(self) -> Iterator[tuple[str, ConnectorName, EdgeMeter]]:
         """Iterates over the edges, the connectors and the meters."""
         return ((edge, connector, meter) for (edge, connector), meter in self._meters.items())
+
+
+_LABELS = ("edge", "connector")
+
+
+def sent_metrics(meters: EdgeMeters) -> Iterator["Metric"]:
+    """Yields the metrics with their present values."""
+    from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+    size_bytes = CounterMetricFamily(
+        "stagemesh_sent_bytes", "Payload of chunks that consumers have acknowledged, in bytes.", labels=_LABELS
+    )
+    resent = CounterMetricFamily(
+        "stagemesh_resent_chunks",
+        "Chunks that were sent again, because a stream broke or another consumer took over.",
+        labels=_LABELS,
+    )
+    credit = CounterMetricFamily(
+        "stagemesh_credit_wait_seconds", "Seconds for which chunks waited for credit.", labels=_LABELS
+    )
+    transfer = HistogramMetricFamily(
+        "stagemesh_chunk_transfer_seconds",
+        "Seconds from the sending of a chunk to its acknowledgement.",
+        labels=_LABELS,
+    )
+    for edge, connector, meter in meters:
+        labels = (edge, connector)
+        size_bytes.add_metric(labels, meter.size_bytes)
+        resent.add_metric(labels, meter.resent)
+        credit.add_metric(labels, meter.credit_wait_s)
+        transfer.add_metric(labels, list(meter.transfer_s.buckets()), meter.transfer_s.sum)
+    return iter((size_bytes, resent, credit, transfer))

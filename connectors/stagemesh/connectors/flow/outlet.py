@@ -10,16 +10,17 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from copy import copy
 from typing import Protocol, TypeAlias
 
-from stagemesh.common.connector_descriptors import GRPC, ConnectorName
 from stagemesh.common.errors import CancelledRequestError, NotReadyError, StagemeshError
+from stagemesh.common.plugins.connectors import GRPC, ConnectorName
+from stagemesh.common.wire.chunk_policies import ChunkPolicy, StepPolicy
+from stagemesh.connectors import wire
 from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.base import ArenaRange, MemoryAccount
-from stagemesh.connectors.edge import EdgeKey, FlowStatus, FlowUsage, Packet, is_recoverable
-from stagemesh.connectors.flow.chunking import Chunker, ChunkPolicy, StepPolicy
+from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase
 from stagemesh.connectors.flow.sent_chunks import Retention, SentChunk, SentChunks
-from stagemesh.connectors.stream import wire
-from stagemesh.connectors.tickets import OfferedTicket
+from stagemesh.connectors.lost_peers import is_recoverable
+from stagemesh.connectors.packets import EdgeKey, FlowStatus, FlowUsage, OfferedTicket, Packet
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import chunk_pb2
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import TypeAlias
 
-from stagemesh.common.connector_descriptors import GRPC, ConnectorName, number_of
 from stagemesh.common.errors import InvalidChunkError, StagemeshError
+from stagemesh.common.plugins.connectors import GRPC, ConnectorName, number_of
+from stagemesh.connectors import fragments, wire
 from stagemesh.connectors.base import Connector
-from stagemesh.connectors.edge import EdgeKey, ReadyQueue
 from stagemesh.connectors.flow.edge_meters import EdgeMeter
+from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.flow.sent_chunks import Leases, SentChunk, SentChunks
-from stagemesh.connectors.stream import wire
+from stagemesh.connectors.lost_peers import MAX_REOPEN_S, REOPEN_S
+from stagemesh.connectors.packets import EdgeKey
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
-_REOPEN_S, _MAX_REOPEN_S = 2.0, 30.0
-"""The initial and the maximum number of seconds without an answer from the consumer before the flow is reopened."""
 MAX_RESYNCS = 10
 """The maximum number of times that a consumer may request a resync without acknowledging a new chunk."""
 _NO_CREDIT = -1
@@ -82,10 +82,10 @@ class OutletAttempt:
 
         0 before the first demand.
         """
-        self._fragments: Iterator[wire.Fragment] | None = None
+        self._fragments: Iterator[fragments.Fragment] | None = None
         self._openings = self._resyncs = 0
         self._now_s = asyncio.get_running_loop().time
-        self._heard_s, self._patience_s = self._now_s(), _REOPEN_S
+        self._heard_s, self._patience_s = self._now_s(), REOPEN_S
         """The time of the consumer's last answer, and the permitted time without an answer, both in seconds."""
 
     # -- for the outlet
@@ -255,7 +255,7 @@ class OutletAttempt:
             # No answer is expected, so silence does not count.
             self._heard_s = now_s
         elif now_s - self._heard_s > self._patience_s:
-            self._heard_s, self._patience_s = now_s, min(2 * self._patience_s, _MAX_REOPEN_S)
+            self._heard_s, self._patience_s = now_s, min(2 * self._patience_s, MAX_REOPEN_S)
             self.reopen()
 
     # -- for the stream
@@ -299,17 +299,17 @@ class OutletAttempt:
         sent = self.chunks.pending[0]
         assert sent.tensors is not None, "only data is sent as fragments"
         if self._fragments is None:
-            self._fragments = wire.fragments(
+            self._fragments = fragments.split_into_fragments(
                 self.wire_key, sent.tensors, total_bytes=sent.size_bytes, transfer_id=next(_transfer_ids)
             )
         fragment = next(self._fragments)
         if fragment.message.offset + len(fragment.payload) < fragment.message.total_bytes:
-            return wire.encode_fragment(fragment)
+            return fragments.encode_fragment(fragment)
         self._fragments = None
         self.chunks.pending.popleft()
         rest = stage_pb2.PutChunkRequest()
         self._encode(rest.items.add().chunk, sent, transfer_id=fragment.message.transfer_id)
-        return wire.encode_fragment(fragment, rest=rest.SerializeToString())
+        return fragments.encode_fragment(fragment, rest=rest.SerializeToString())
 
     # -- inner workings
 
@@ -334,7 +334,7 @@ class OutletAttempt:
                 )
 
     def _note_answer(self) -> None:
-        self._heard_s, self._patience_s = self._now_s(), _REOPEN_S
+        self._heard_s, self._patience_s = self._now_s(), REOPEN_S
 
     @property
     def _has_chunk(self) -> bool:

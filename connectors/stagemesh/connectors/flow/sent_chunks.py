@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.notification import Notifier
-from stagemesh.common.tensors import Tensors
-from stagemesh.common.tracing import StepTrace
+from stagemesh.common.wire.telemetry import StepTrace
+from stagemesh.common.wire.tensors import Tensors
+from stagemesh.connectors import wire
 from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.base import ArenaRange, Connector
-from stagemesh.connectors.edge import MetadataValue
 from stagemesh.connectors.flow.edge_meters import EdgeMeters
-from stagemesh.connectors.stream import wire
-from stagemesh.connectors.tickets import OfferedTicket
+from stagemesh.connectors.packets import MetadataValue, OfferedTicket
 from stagemesh.v1 import chunk_pb2
 
 RETAINED_FRACTION = 4

@@ -4,8 +4,3 @@ The transfers use RDMA if both hosts support it. `connector` implements the conn
 the offer of a producer and plans the transfers of a fetch. `remote_reads` schedules the transfers from one producer,
 `read_thread` runs the transfers from all producers, and `agent` wraps the nixl library.
 """
-
-from stagemesh.connectors.nixl.connector import NixlConnector, NixlReader
-from stagemesh.connectors.nixl.environment import describe
-
-__all__ = ["NixlConnector", "NixlReader", "describe"]

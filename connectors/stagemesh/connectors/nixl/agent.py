@@ -9,7 +9,7 @@ from nixl_cu12 import _bindings as nixl
 from stagemesh.common.errors import UnavailableError
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.nixl.environment import backend_options, unavailable
-from stagemesh.connectors.nixl.remote_reads import Transfer
+from stagemesh.connectors.nixl.reads import Transfer
 
 PROGRESS_US = 50_000
 """The maximum time in microseconds for which a serving agent's thread sleeps.

@@ -1,25 +1,330 @@
-"""The nixl connector. The producer's serving agent answers READs, and the consumer's reading agent issues READs.
+"""The nixl connector: its offer, the plan of a fetch, and the connection to a producer that all readers share.
 
-A serving agent must answer at any time, because over TCP the target of a READ participates in the transfer. Therefore
-the library runs a progress thread for this agent. The thread sleeps until a READ arrives. A reading agent does not have
-a progress thread. Only `ReadThread` and, for small reads, the event loop use a reading agent.
+The producer's serving agent answers READs, and the consumer's reading agent issues READs.
 """
 
 import asyncio
+import hashlib
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from stagemesh.common.connector_descriptors import NIXL, ConnectorName
-from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.connectors.arena.arena import Arena
+import msgspec
+import numpy as np
+
+from stagemesh.common.errors import InvalidChunkError, StagemeshError, UnavailableError
+from stagemesh.common.plugins.connectors import NIXL, ConnectorName
+from stagemesh.connectors.arena.arena import Arena, Region
+from stagemesh.connectors.arena.memory import (
+    ALIGNMENT_BYTES,
+    GENERATION_BYTES,
+    LAYOUT_NAME,
+    PAGE_BYTES,
+    TOKEN_BYTES,
+    data_offset_in,
+)
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer
 from stagemesh.connectors.nixl.environment import quiet, shared_settings, unavailable
-from stagemesh.connectors.nixl.read_thread import ReadThread
-from stagemesh.connectors.nixl.remote_arena import NixlOffer, RemoteArena
+from stagemesh.connectors.nixl.reads import Descriptor, Read, ReadThread, RemoteReads, Transfer
 
 if TYPE_CHECKING:
     from stagemesh.connectors.nixl.agent import Agent
+
+
+_FORMAT = b"nixl2\0"
+_DIGEST_BYTES = 16
+_BODY_AT = len(_FORMAT) + _DIGEST_BYTES
+_ADDRESS_SPACE_BYTES = 1 << 64
+TRANSFER_DESCRIPTORS = 256
+"""The maximum number of descriptors in one transfer. A descriptor is a memory range."""
+AT_ONCE_BYTES = 1 << 20
+"""The maximum size in bytes of a read that runs on the event loop.
+
+For such a small read, waking the read thread would take longer than the read itself.
+"""
+
+
+@dataclass(frozen=True)
+class NixlOffer:
+    """A producer's offer: the agent that serves the arena, and the arena's location in memory.
+
+    Raises ValueError if the address, the file size or the token is invalid.
+    """
+
+    agent: str
+    """The serving agent's name. The parts are replica, incarnation and a random suffix, separated by slashes."""
+    metadata: bytes
+    """The serving agent's metadata in the format of the nixl library."""
+    address: int
+    """The address of the arena file's first byte in the producer's process."""
+    file_bytes: int
+    token: bytes
+    """The random bytes at the start of the arena file.
+
+    The consumer reads these bytes to verify that the address belongs to the arena.
+    """
+    settings: str
+    """The producer's UCX settings. The consumer must have the same settings."""
+
+    def __post_init__(self) -> None:
+        data_offset_in(self.file_bytes)
+        if not 0 <= self.address < _ADDRESS_SPACE_BYTES - self.file_bytes:
+            raise ValueError(f"an arena of {self.file_bytes} bytes at {self.address:#x} exceeds the address space")
+        if len(self.token) != TOKEN_BYTES:
+            raise ValueError(f"its token has {len(self.token)} bytes, not {TOKEN_BYTES}")
+
+    def pack(self) -> bytes:
+        """Returns the serialized offer, including a format version and a digest."""
+        body = msgspec.msgpack.encode(self)
+        return _FORMAT + _digest(body) + body
+
+    @classmethod
+    def parse(cls, data: bytes) -> "NixlOffer":
+        """Returns the offer in `data`. Raises ValueError if `data` is not a valid offer of this version."""
+        body = data[_BODY_AT:]
+        if not data.startswith(_FORMAT):
+            raise ValueError("the offer has another format or version")
+        if data[len(_FORMAT) : _BODY_AT] != _digest(body):
+            # The library does not check the metadata, and crashes if the metadata is damaged.
+            raise ValueError("the offer was damaged in transit")
+        try:
+            return msgspec.msgpack.decode(body, type=cls)
+        except msgspec.MsgspecError as exc:
+            raise ValueError(str(exc)) from exc
+
+
+class Span(NamedTuple):
+    """A contiguous range of an arena that is read into a contiguous range of the landing memory.
+
+    `offset` is the start in the arena file, and `landing` is the start in the landing memory, both in bytes.
+    """
+
+    offset: int
+    landing: int
+    size_bytes: int
+
+
+class TransferPlan:
+    """Plans the read of several ranges of an arena and checks the result.
+
+    The landing memory contains the ranges, each with the same alignment as in the arena, followed by the generations of
+    the ranges' pages. The generations must be read after the data. If a page then still has the expected generation,
+    the page was not freed during the read.
+    """
+
+    __slots__ = ("_generations", "_generations_at", "_parts", "_spans", "data_bytes", "size_bytes")
+
+    def __init__(self, places: Sequence[ArenaRange], *, data_offset: int, file_bytes: int) -> None:
+        """Plans the read of the ranges in `places`.
+
+        `data_offset` is the start of the data in the arena file, and `file_bytes` is the file's size, both in bytes.
+        Raises InvalidChunkError if a range is outside the arena's data, or if a range's generation is invalid.
+        """
+        self._spans: list[Span] = []
+        self._parts: list[slice[int, int, None]] = []
+        self._generations: dict[int, int] = {}
+        self.data_bytes = 0
+        for place in places:
+            offset, size_bytes = place.offset, place.size_bytes
+            if size_bytes < 0 or not data_offset <= offset < file_bytes or offset + size_bytes > file_bytes:
+                raise InvalidChunkError(f"{size_bytes} bytes at {offset} are outside their producer's arena")
+            self._expect(place)
+            start = self._place(offset, size_bytes) if size_bytes else self.data_bytes
+            self._parts.append(slice(start, start + size_bytes))
+        self._generations_at = _aligned(self.data_bytes)
+        self.size_bytes = self._generations_at + len(self._generations) * GENERATION_BYTES
+
+    def data_transfers(self, *, local: int, remote: int, transfer_bytes: int) -> list[Transfer]:
+        """Returns the transfers that read the data of all ranges, each with at most `transfer_bytes` bytes.
+
+        `local` is the address of the landing memory, and `remote` is the address of the arena file's first byte.
+        """
+        ranges = (
+            (local + landing + start, remote + offset + start, min(transfer_bytes, size_bytes - start))
+            for offset, landing, size_bytes in self._spans
+            for start in range(0, size_bytes, transfer_bytes)
+        )
+        return list(_grouped(ranges, transfer_bytes))
+
+    def generation_transfers(self, *, local: int, remote: int) -> list[Transfer]:
+        """Returns the transfers that read the generations of the ranges' pages.
+
+        Start these transfers only after all data has arrived. `local` is the address of the landing memory, and
+        `remote` is the address of the arena file's first byte.
+        """
+        local += self._generations_at
+        remote += PAGE_BYTES
+        ranges = (
+            (local + number * GENERATION_BYTES, remote + page * GENERATION_BYTES, GENERATION_BYTES)
+            for number, page in enumerate(self._generations)
+        )
+        return list(_grouped(ranges, TRANSFER_DESCRIPTORS * GENERATION_BYTES))
+
+    def views(self, landing: Bytes) -> list[Bytes]:
+        """Returns one view of the landing memory for each range. Call this method after the read is complete.
+
+        Raises InvalidChunkError (STALE_REGION) if a region was freed before the read was complete.
+        """
+        generations = landing[self._generations_at : self.size_bytes].view(np.uint64)
+        if generations.tolist() != list(self._generations.values()):
+            raise _stale()
+        return [landing[part] for part in self._parts]
+
+    def _expect(self, place: ArenaRange) -> None:
+        offset, size_bytes, generation = place
+        if not 0 < generation < 1 << 64:
+            raise _stale()
+        expected = self._generations
+        first, last = offset // PAGE_BYTES, (offset + size_bytes - 1) // PAGE_BYTES
+        if expected.setdefault(first, generation) != generation:
+            raise _stale()
+        if last > first and expected.setdefault(last, generation) != generation:
+            raise _stale()
+
+    def _place(self, offset: int, size_bytes: int) -> int:
+        """Reserves landing memory for a range. Returns the start of this memory as an offset in the landing memory."""
+        if self._spans:
+            before = self._spans[-1]
+            gap_bytes = offset - before.offset - before.size_bytes
+            # Also reads an alignment gap, which is cheaper than another descriptor. The gap is in the same pages.
+            if 0 <= gap_bytes < ALIGNMENT_BYTES:
+                start = self.data_bytes + gap_bytes
+                self._spans[-1] = before._replace(size_bytes=before.size_bytes + gap_bytes + size_bytes)
+                self.data_bytes = start + size_bytes
+                return start
+        start = _aligned(self.data_bytes) + offset % ALIGNMENT_BYTES
+        self._spans.append(Span(offset, start, size_bytes))
+        self.data_bytes = start + size_bytes
+        return start
+
+
+class RemoteArena:
+    """A connection to the arena that an offer describes. Use the connection only on the event loop.
+
+    The task `handshake` ends when the arena can be read. The task raises an error if the arena cannot be read.
+    """
+
+    def __init__(self, offer: NixlOffer, *, read_thread: ReadThread, landing: Arena) -> None:
+        self.offer = offer
+        self.readers = 0
+        self._read_thread, self._landing = read_thread, landing
+        self._data_offset = data_offset_in(offer.file_bytes)
+        self._peer: RemoteReads | None = None
+        self.handshake = asyncio.create_task(self._shake_hands())
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the connection and all its transfers have ended, so that a new connection is possible."""
+        return self._peer.is_removed if self._peer else self.handshake.done()
+
+    @property
+    def failure(self) -> str:
+        """The reason why the arena can no longer be read. Empty if the connection has not failed.
+
+        After a failure, transfers may still be in flight.
+        """
+        return self._peer.failure if self._peer else ""
+
+    async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
+        """Reads ranges of the arena on the read thread and returns copies of the ranges.
+
+        Implements `FetchingReader.fetch`.
+        """
+        peer = self._peer
+        if peer is None or peer.failure:
+            raise UnavailableError(self.failure or f"{self.offer.agent} is not connected", reason="CONNECTOR_FAILED")
+        plan = self._plan(places)
+        region = await self._landing.allocate(plan.size_bytes, account)
+        read = self._read(plan, region, peer)
+        await self._read_thread.run(peer, read)
+        return plan.views(read.take_landing())
+
+    def fetch_at_once(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes] | None:
+        """Reads small ranges on the event loop and returns copies of the ranges.
+
+        Returns None if the ranges cannot be read immediately. Implements `FetchingReader.fetch_at_once`.
+        """
+        peer = self._peer
+        if peer is None or not peer.copies or sum(place.size_bytes for place in places) > AT_ONCE_BYTES:
+            return None
+        plan = self._plan(places)
+        region = self._landing.try_allocate(plan.size_bytes, account)
+        if region is None:
+            return None
+        read = self._read(plan, region, peer)
+        return plan.views(read.take_landing()) if self._read_thread.read_at_once(peer, read) else None
+
+    async def leave(self) -> None:
+        """Removes one reader of the connection. Closes the connection if no reader remains."""
+        self.readers -= 1
+        if not self.readers and self._peer is not None:
+            await self._read_thread.disconnect(self._peer)
+
+    def _plan(self, places: Sequence[ArenaRange]) -> TransferPlan:
+        return TransferPlan(places, data_offset=self._data_offset, file_bytes=self.offer.file_bytes)
+
+    def _read(self, plan: TransferPlan, region: Region, peer: RemoteReads) -> Read:
+        """Creates the read of `plan` into `region`. The read takes over the caller's reference to the region."""
+        ours, theirs = self._landing.address + region.offset, self.offer.address
+        data = plan.data_transfers(local=ours, remote=theirs, transfer_bytes=peer.transfer_bytes)
+        return Read(data, plan.generation_transfers(local=ours, remote=theirs), region.as_array())
+
+    async def _shake_hands(self) -> None:
+        peer = self._peer = await self._read_thread.connect(self.offer.agent, self.offer.metadata)
+        try:
+            await self._check(peer, self.offer.token + LAYOUT_NAME)
+        except BaseException as exc:
+            await self._read_thread.disconnect(peer)
+            if isinstance(exc, UnavailableError):
+                raise unavailable(exc.message) from exc
+            raise
+
+    async def _check(self, peer: RemoteReads, beginning: bytes) -> None:
+        """Reads the start of the arena to verify that the arena is reachable and belongs to the offer.
+
+        Raises NotReadyError if the bytes at the start differ from `beginning`, and UnavailableError if the read fails.
+        """
+        region = await self._landing.allocate(len(beginning), MemoryAccount())
+        array = region.as_array()
+        size_bytes = len(beginning)
+        ours, theirs = (self._landing.address + region.offset, size_bytes, 0), (self.offer.address, size_bytes, 0)
+        read = Read([Transfer([ours], [theirs], size_bytes)], [], array)
+        await self._read_thread.run(peer, read)
+        if array[:size_bytes].tobytes() != beginning:
+            raise unavailable(f"the memory that {self.offer.agent} offers is not an arena of this version")
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
+
+
+def _grouped(ranges: Iterator[tuple[int, int, int]], transfer_bytes: int) -> Iterator[Transfer]:
+    """Groups ranges into transfers of at most `transfer_bytes` bytes and TRANSFER_DESCRIPTORS ranges.
+
+    Each range is a tuple of local address, remote address and size in bytes. No range may exceed `transfer_bytes`
+    bytes.
+    """
+    local: list[Descriptor] = []
+    remote: list[Descriptor] = []
+    total = 0
+    for ours, theirs, size_bytes in ranges:
+        if local and (total + size_bytes > transfer_bytes or len(local) == TRANSFER_DESCRIPTORS):
+            yield Transfer(local, remote, total)
+            local, remote, total = [], [], 0
+        local.append((ours, size_bytes, 0))
+        remote.append((theirs, size_bytes, 0))
+        total += size_bytes
+    if local:
+        yield Transfer(local, remote, total)
+
+
+def _aligned(offset: int) -> int:
+    return offset + ALIGNMENT_BYTES - 1 & -ALIGNMENT_BYTES
+
+
+def _stale() -> InvalidChunkError:
+    return InvalidChunkError("a range belongs to a region that was freed", reason="STALE_REGION")
 
 
 class NixlConnector(Connector):

@@ -1,9 +1,41 @@
 """The environment variables of the nixl and UCX libraries, and a description of the host's RDMA devices."""
 
+import importlib
+import importlib.util
+import sys
 from pathlib import Path
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.common.settings import library_variable, set_library_variables
+from stagemesh.common.process.settings import library_variable, set_library_variables
+
+_NIXL = "nixl"
+_LIBRARIES = ("nixl_cu13", "nixl_cu12")
+_SUBMODULES = ("_bindings", "_api")
+
+
+def provide_nixl() -> None:
+    """Imports the package `nixl`, or gives the installed library its name. Raises ImportError if there is no library.
+
+    The package raises ImportError if the library for the CUDA version of torch is missing. The other library then
+    transfers host memory, but no memory of a GPU.
+    """
+    if _NIXL in sys.modules:
+        return
+    try:
+        importlib.import_module(_NIXL)
+    except ImportError:
+        library = _find_library()
+        for name in _SUBMODULES:
+            sys.modules[f"{_NIXL}.{name}"] = importlib.import_module(f"{library}.{name}")
+        sys.modules[_NIXL] = importlib.import_module(library)
+
+
+def _find_library() -> str:
+    for name in _LIBRARIES:
+        if importlib.util.find_spec(name) is not None:
+            return name
+    raise ModuleNotFoundError(f"No module named {_LIBRARIES[-1]!r}", name=_LIBRARIES[-1])
+
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _SEGMENT_BYTES = "256k"

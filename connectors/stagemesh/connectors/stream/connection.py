@@ -20,15 +20,14 @@ from typing import Any, Self
 import grpc
 from google.protobuf.message import DecodeError
 
-from stagemesh.common.connector_descriptors import AUTO, GRPC, ConnectorName, descriptors, number_of
 from stagemesh.common.errors import InternalError, InvalidChunkError, NotReadyError, StagemeshError, UnavailableError
-from stagemesh.common.versions import OFFERS
+from stagemesh.common.plugins.connectors import AUTO, GRPC, ConnectorName, descriptors, number_of
+from stagemesh.common.wire.versions import OFFERS
 from stagemesh.connectors.base import Connector
-from stagemesh.connectors.edge import ReadyQueue
+from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
-from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream import local_socket
-from stagemesh.connectors.stream.wire import EdgeProbe
+from stagemesh.connectors.stream.connector_agreement import EdgeProbe, ReplicaConnectors
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import error_from_wire
 from stagemesh.rpc.message_streams import ClientStream, LocalStream, MessageStream

@@ -1,32 +1,25 @@
-"""The consumer side of a replica: its expected flows, the state of its producers, and the memory for fetched chunks."""
+"""The consumer side of a replica: its expected flows, its producers, and the memory for fetched chunks."""
 
 import asyncio
-import itertools
 import logging
-import socket
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from copy import copy
 from functools import partial
 from typing import TypeAlias
 
-from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import ExistsError, NotFoundError, NotReadyError, StagemeshError, StaleAttemptError
-from stagemesh.common.host import bulk_threads
-from stagemesh.common.versions import check_version
+from stagemesh.common.process.host import bulk_threads
+from stagemesh.common.wire.versions import check_version
 from stagemesh.connectors.arena.arena import Arena
-from stagemesh.connectors.arena.memory_file import when_gone
-from stagemesh.connectors.base import Bytes, Producer, Reader
-from stagemesh.connectors.edge import EdgeKey, ReadyQueue
-from stagemesh.connectors.flow.inlet import Inlet, InletAttempt
-from stagemesh.connectors.flow.packet_queue import Credit, PacketQueue
-from stagemesh.connectors.replica_connectors import ReplicaConnectors
-from stagemesh.connectors.stream.local_socket import DeathWatch, watch_peer
-from stagemesh.connectors.stream.ticket_acceptance import TicketAcceptances
-from stagemesh.connectors.stream.wire import MakeTicket
-from stagemesh.connectors.tickets import ReceivedTicket
-from stagemesh.v1 import stage_pb2, tensor_pb2
+from stagemesh.connectors.flow.flow_control import Credit
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.inlet_attempt import InletAttempt
+from stagemesh.connectors.flow.received_rows import PacketQueue
+from stagemesh.connectors.packets import EdgeKey
+from stagemesh.connectors.stream.connector_agreement import ReplicaConnectors
+from stagemesh.connectors.stream.producer_state import ProducerState
+from stagemesh.v1 import stage_pb2
 
 REMEMBERED_FLOWS = 4096
 """The maximum number of committed flows whose keys are retained.
@@ -83,168 +76,6 @@ class LandingArena:
     async def _create_in_thread(self) -> Arena:
         create = partial(Arena, self._size_bytes, shared=False)
         return await asyncio.get_running_loop().run_in_executor(bulk_threads(), create)
-
-
-class ProducerState:
-    """A consumer's state for one incarnation of a producer: the leases and the arena readers.
-
-    The state persists when a stream of the producer ends.
-    """
-
-    def __init__(self, replica: str, incarnation: str, connectors: ReplicaConnectors) -> None:
-        self.replica, self.incarnation = replica, incarnation
-        self.held_lease_ids: set[int] = set()
-        self._watch: DeathWatch | None = None
-        self._connectors = connectors
-        self._readers: dict[ConnectorName, Reader | None] = {}
-        """The reader of each connector that was negotiated. The value is None if the reader has failed."""
-        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._released_ids: list[int] = []
-        """The ids of ended leases that have not been sent to the producer yet."""
-        self._streams: list[ReadyQueue[InletAttempt]] = []
-        """The ready queue of each stream of the producer. A lease can be released over any of these streams."""
-        self.acceptances = TicketAcceptances(replica, self._wake)
-        """The acceptances of the producer's tickets, which can be sent over any of these streams, too."""
-
-    # -- reading
-
-    def reader(self, name: ConnectorName) -> Reader | None:
-        """Returns the reader of the connector `name`.
-
-        Returns None if the connector has not been negotiated, or if the reader has failed.
-        """
-        return self._readers.get(name)
-
-    def has_negotiated(self, name: ConnectorName) -> bool:
-        """Returns whether the connector `name` was negotiated, even if the connector's reader has failed since."""
-        return name in self._readers
-
-    async def accept_offer(self, name: ConnectorName, offer: bytes, *, arena_fd: int | None) -> None:
-        """Creates the reader of the connector `name` from the producer's offer. Does nothing if the reader exists.
-
-        `arena_fd` is the file descriptor of the producer's arena, or None if the producer did not pass one. Raises
-        NotReadyError if the connector cannot be used.
-        """
-        if self._readers.get(name) is None:
-            producer = Producer(self.replica, self.incarnation, arena_fd)
-            self._readers[name] = await self._connectors.get(name).connect(offer, producer)
-
-    async def drop_reader(self, name: ConnectorName, reader: Reader) -> None:
-        """Removes and closes a reader that has failed, so that the connector `name` can be negotiated again.
-
-        Does nothing if `reader` has been replaced.
-        """
-        if self._readers.get(name) is reader:
-            self._readers[name] = None
-            await reader.close()
-
-    def watch(self, connection: socket.socket, *, died: Callable[[], None]) -> None:
-        """Watches the producer's process, and calls `died` when the process terminates. Replaces the previous watch.
-
-        `connection` is a local socket whose other end belongs to the process.
-        """
-        if self._watch is not None:
-            self._watch.close()
-        self._watch = watch_peer(connection, died)
-
-    # -- leases
-
-    def attach(self, stream: ReadyQueue[InletAttempt]) -> None:
-        """Adds a stream over which the ids of ended leases can be sent to the producer.
-
-        `stream` is the ready queue of the stream.
-        """
-        self._streams.append(stream)
-        self.acceptances.send_again()
-        self._wake()
-
-    def detach(self, stream: ReadyQueue[InletAttempt]) -> None:
-        """Removes a stream that has ended. The ids of ended leases are then sent over the newest remaining stream."""
-        if stream in self._streams:
-            self._streams.remove(stream)
-        self.acceptances.send_again()
-        self._wake()
-
-    def hold(self, lease_id: int, views: list[Bytes]) -> None:
-        """Retains a lease until all arrays in `views`, and all arrays derived from them, are deleted."""
-        self.held_lease_ids.add(lease_id)
-        when_gone(views, lambda: self._release_on_loop(lease_id))
-
-    def hold_tickets(self, lease_id: int, number: int) -> MakeTicket:
-        """Returns the function that makes the `number` tickets of a chunk.
-
-        The tickets retain the lease until all of them have been released or deleted.
-        """
-        ended = itertools.count(1)
-
-        def end_one() -> None:
-            # `next` is atomic between threads, so exactly one call is the last one.
-            if next(ended) == number:
-                self._release_on_loop(lease_id)
-
-        def make(handover: tensor_pb2.Handover) -> ReceivedTicket:
-            self.held_lease_ids.add(lease_id)
-            return ReceivedTicket(
-                handover.kind,
-                handover.state_descriptor,
-                size_bytes=handover.size_bytes,
-                time_limit_s=handover.time_limit_s,
-                accept=partial(self.acceptances.accept, lease_id),
-                on_release=end_one,
-            )
-
-        return make
-
-    def release(self, lease_id: int) -> None:
-        """Ends a lease and sends the lease's id to the producer over the newest stream."""
-        self.held_lease_ids.discard(lease_id)
-        self._released_ids.append(lease_id)
-        self._wake()
-
-    def release_unless_held(self, lease_id: int) -> None:
-        """Ends the lease of a chunk that was not accepted.
-
-        Does nothing if `lease_id` is 0, or if the lease is in use. If a producer sends a chunk twice, both messages
-        have the same lease.
-        """
-        if lease_id and lease_id not in self.held_lease_ids:
-            self.release(lease_id)
-
-    def report(self, response: stage_pb2.PutChunkResponse) -> None:
-        """Adds the ids of ended leases and the acceptances that have not been sent yet to `response`."""
-        if self._released_ids:
-            response.replies.add().release.lease_ids.extend(self._released_ids)
-            self._released_ids = []
-        if self.acceptances.has_unsent:
-            for accept in self.acceptances.take_unsent():
-                response.replies.add().accept.CopyFrom(accept)
-
-    async def close(self) -> None:
-        """Closes the readers, stops watching the producer's process, and fails the acceptances. Idempotent."""
-        self.acceptances.lose()
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-        for name, reader in list(self._readers.items()):
-            if reader is not None:
-                await self.drop_reader(name, reader)
-
-    # -- inner workings
-
-    def _wake(self) -> None:
-        """Lets the newest stream send the ids of ended leases and the acceptances."""
-        if self._streams:
-            self._streams[-1].wake()
-
-    def _release_on_loop(self, lease_id: int) -> None:
-        """Ends a lease on the thread of the event loop.
-
-        Called on the thread that has deleted the last view of the lease's memory, or the last ticket.
-        """
-        if threading.get_ident() == self._thread:
-            self.release(lease_id)
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.release, lease_id)
 
 
 class Consumer:

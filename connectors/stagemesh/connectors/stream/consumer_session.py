@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
-from stagemesh.common.connector_descriptors import AUTO, GRPC, name_of
 from stagemesh.common.errors import (
     InvalidChunkError,
     InvalidRequestError,
@@ -16,14 +15,17 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from stagemesh.common.unknown_kinds import refuse_unknown, unknown_kind
+from stagemesh.common.plugins.connectors import AUTO, GRPC, name_of
+from stagemesh.common.wire.versions import refuse_unknown, unknown_kind
+from stagemesh.connectors import fragments, wire
 from stagemesh.connectors.base import FetchingReader, InPlaceReader
-from stagemesh.connectors.edge import EdgeKey, Packet, ReadyQueue
-from stagemesh.connectors.flow.inlet import InletAttempt
-from stagemesh.connectors.stream import wire
-from stagemesh.connectors.stream.consumer import Consumer, ProducerState
-from stagemesh.connectors.stream.fragment_assembly import FragmentAssembler
+from stagemesh.connectors.flow.flow_control import ReadyQueue
+from stagemesh.connectors.flow.inlet_attempt import InletAttempt
+from stagemesh.connectors.fragments import FragmentAssembler
+from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.stream.consumer import Consumer
 from stagemesh.connectors.stream.local_socket import LocalProducer
+from stagemesh.connectors.stream.producer_state import ProducerState
 from stagemesh.rpc.callers import check_replica
 from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.rpc.message_streams import MessageStream
@@ -87,7 +89,7 @@ class ConsumerSession:
 
         Raises a StagemeshError if the message cannot be parsed or the producer is rejected. The stream then ends.
         """
-        message = wire.decode_fragment(data)
+        message = fragments.decode_fragment(data)
         try:
             request = stage_pb2.PutChunkRequest.FromString(data if message is None else bytes(message.rest))
         except DecodeError as exc:
@@ -198,7 +200,7 @@ class ConsumerSession:
                 self._guarded(item.open.key, self._open, item.open)
             case "fragment":
                 piece = item.fragment
-                self._guarded(piece.key, self._fragment, wire.Fragment(piece, memoryview(piece.payload)))
+                self._guarded(piece.key, self._fragment, fragments.Fragment(piece, memoryview(piece.payload)))
             case "demand":
                 self._guarded(item.demand.key, self._demand, item.demand)
             case "offer":
@@ -325,7 +327,7 @@ class ConsumerSession:
 
     # -- chunks
 
-    def _fragment(self, fragment: wire.Fragment) -> None:
+    def _fragment(self, fragment: fragments.Fragment) -> None:
         message = fragment.message
         flow = self._flow(message.key)
         if flow is None:

@@ -1,32 +1,121 @@
-"""A realtime conversation over a WebSocket: handles the client's events, and detected speech."""
+"""`/v1/realtime`: a conversation over a WebSocket, with the client's events and detected speech."""
 
 import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 from uuid import uuid4
 
-from pydantic import ValidationError
+from fastapi import APIRouter
+from pydantic import Field, TypeAdapter, ValidationError
 from starlette.websockets import WebSocket
 
 from stagemesh.client import SpeechDetected, TurnCommitted
 from stagemesh.common.errors import NotReadyError, StagemeshError
+from stagemesh.gateway import websockets
+from stagemesh.gateway.body import Object
+from stagemesh.gateway.catalog import find_model
 from stagemesh.gateway.errors import ParameterError, RealtimeError, validation_error
-from stagemesh.gateway.json_socket import JsonSocket
-from stagemesh.gateway.realtime import client_events as events
-from stagemesh.gateway.realtime.input_audio import InputBuffer
+from stagemesh.gateway.realtime.input_audio import Heard, InputBuffer, Listener
 from stagemesh.gateway.realtime.items import (
     AssistantMessage,
     Conversation,
     Item,
+    ItemBody,
+    ItemId,
     ItemReference,
     audio_item,
     to_messages,
 )
-from stagemesh.gateway.realtime.listener import Heard, Listener
 from stagemesh.gateway.realtime.response import CancelReason, Response
-from stagemesh.gateway.realtime.settings import ResponseBody, ServerVad, Settings
-from stagemesh.gateway.state import find_model
+from stagemesh.gateway.realtime.settings import Audio, InputAudio, ResponseBody, ServerVad, Settings
+from stagemesh.gateway.websockets import JsonSocket, accept
+
+
+class UpdateSession(websockets.ClientEvent):
+    """Changes settings of the conversation."""
+
+    type: Literal["session.update"]
+    session: Object
+
+
+class AppendAudio(websockets.ClientEvent):
+    """Adds audio to the input buffer, as 16-bit PCM in base64."""
+
+    type: Literal["input_audio_buffer.append"]
+    audio: str
+
+
+class CommitAudio(websockets.ClientEvent):
+    """Makes a message of the audio in the input buffer."""
+
+    type: Literal["input_audio_buffer.commit"]
+
+
+class ClearAudio(websockets.ClientEvent):
+    """Drops the audio in the input buffer."""
+
+    type: Literal["input_audio_buffer.clear"]
+
+
+class CreateItem(websockets.ClientEvent):
+    """Adds an item to the conversation."""
+
+    type: Literal["conversation.item.create"]
+    item: ItemBody
+    previous_item_id: ItemId | None = None
+
+
+class DeleteItem(websockets.ClientEvent):
+    """Removes an item from the conversation."""
+
+    type: Literal["conversation.item.delete"]
+    item_id: ItemId
+
+
+class RetrieveItem(websockets.ClientEvent):
+    """Asks for an item, with the audio of the user."""
+
+    type: Literal["conversation.item.retrieve"]
+    item_id: ItemId
+
+
+class TruncateItem(websockets.ClientEvent):
+    """Shortens a spoken message of the model to what the user has heard."""
+
+    type: Literal["conversation.item.truncate"]
+    item_id: ItemId
+    content_index: Literal[0]
+    audio_end_ms: Annotated[int, Field(ge=0)]
+
+
+class CreateResponse(websockets.ClientEvent):
+    """Asks the model for a response."""
+
+    type: Literal["response.create"]
+    response: ResponseBody = ResponseBody()
+
+
+class CancelResponse(websockets.ClientEvent):
+    """Stops a response: by default the one that belongs to the conversation."""
+
+    type: Literal["response.cancel"]
+    response_id: str | None = None
+
+
+ClientEvent: TypeAlias = (
+    UpdateSession
+    | AppendAudio
+    | CommitAudio
+    | ClearAudio
+    | CreateItem
+    | DeleteItem
+    | RetrieveItem
+    | TruncateItem
+    | CreateResponse
+    | CancelResponse
+)
+CLIENT_EVENT: TypeAdapter[ClientEvent] = TypeAdapter(Annotated[ClientEvent, Field(discriminator="type")])
 
 
 class Connection:
@@ -53,7 +142,7 @@ class Connection:
         """Serves the client until it disconnects."""
         try:
             await self._send("session.created", session=self._session())
-            async with aclosing(self._socket.events(events.CLIENT_EVENT)) as received:
+            async with aclosing(self._socket.events(CLIENT_EVENT)) as received:
                 async for event in received:
                     await self._receive(event)
         finally:
@@ -64,50 +153,48 @@ class Connection:
         for response in (*self._others, *((self._response,) if self._response is not None else ())):
             await response.stop()
 
-    async def _receive(self, event: events.ClientEvent) -> None:
+    async def _receive(self, event: ClientEvent) -> None:
         try:
             async with self._lock:
                 await self._handle(event)
         except StagemeshError as exc:
             await self._socket.send_error(exc, cause=event.event_id)
 
-    async def _handle(self, event: events.ClientEvent) -> None:
+    async def _handle(self, event: ClientEvent) -> None:
         match event:
-            case events.AppendAudio() | events.CommitAudio() | events.ClearAudio():
+            case AppendAudio() | CommitAudio() | ClearAudio():
                 await self._handle_audio(event)
-            case events.UpdateSession():
+            case UpdateSession():
                 await self._update(event.session)
-            case events.CreateResponse():
+            case CreateResponse():
                 await self._respond(event.response)
-            case events.CancelResponse():
+            case CancelResponse():
                 await self._cancel(event.response_id)
             case _:
                 await self._handle_item(event)
 
-    async def _handle_audio(self, event: events.AppendAudio | events.CommitAudio | events.ClearAudio) -> None:
+    async def _handle_audio(self, event: AppendAudio | CommitAudio | ClearAudio) -> None:
         match event:
-            case events.AppendAudio():
+            case AppendAudio():
                 await self._append(event.audio)
-            case events.CommitAudio():
+            case CommitAudio():
                 await self._commit()
-            case events.ClearAudio():
+            case ClearAudio():
                 await self._stop_listening()
                 self._buffer.take()
                 await self._send("input_audio_buffer.cleared")
 
-    async def _handle_item(
-        self, event: events.CreateItem | events.DeleteItem | events.RetrieveItem | events.TruncateItem
-    ) -> None:
+    async def _handle_item(self, event: CreateItem | DeleteItem | RetrieveItem | TruncateItem) -> None:
         match event:
-            case events.CreateItem():
+            case CreateItem():
                 await self._add_item(event.item, previous_id=event.previous_item_id)
-            case events.DeleteItem():
+            case DeleteItem():
                 self._conversation.delete(event.item_id)
                 await self._send("conversation.item.deleted", item_id=event.item_id)
-            case events.RetrieveItem():
+            case RetrieveItem():
                 item = self._conversation.find(event.item_id)
                 await self._send("conversation.item.retrieved", item=item.to_json(with_audio=True))
-            case events.TruncateItem():
+            case TruncateItem():
                 await self._truncate(event)
 
     # -- settings and items
@@ -141,7 +228,7 @@ class Connection:
         await self._send("conversation.item.added", previous_item_id=before, item=item.to_json())
         await self._send("conversation.item.done", previous_item_id=before, item=item.to_json())
 
-    async def _truncate(self, event: events.TruncateItem) -> None:
+    async def _truncate(self, event: TruncateItem) -> None:
         item = self._conversation.find(event.item_id)
         if not isinstance(item, AssistantMessage):
             raise ParameterError("item_id", "only spoken messages of the model can be truncated")
@@ -278,3 +365,28 @@ class Connection:
         raise RealtimeError(
             f"Cancellation failed: no response of {name} is in progress", code="response_cancel_not_active"
         )
+
+
+router = APIRouter()
+
+
+@router.websocket("/v1/realtime")
+async def converse(websocket: WebSocket) -> None:
+    """Holds a conversation. A connection that cannot be served is rejected with an HTTP status."""
+    settings = await accept(websocket, _settings(websocket))
+    if settings is not None:
+        await Connection(websocket, settings).run()
+
+
+async def _settings(websocket: WebSocket) -> Settings:
+    """Returns the settings with which a conversation begins: spoken, and with the detection of turns, if possible."""
+    if not (model_id := websocket.query_params.get("model")):
+        raise ParameterError("model", "it is missing; connect to /v1/realtime?model=NAME")
+    model = await find_model(websocket, model_id)
+    model.require_output("text")
+    vad = ServerVad(type="server_vad") if model.description.detects_turns else None
+    return Settings(
+        model=model_id,
+        output_modalities=["text" if model.output("audio") is None else "audio"],
+        audio=Audio(input=InputAudio(turn_detection=vad)),
+    )

@@ -10,9 +10,9 @@ from uuid import uuid4
 from pydantic import Field, PrivateAttr
 
 from stagemesh.client import AudioFile, Message, Part, ToolCall
-from stagemesh.common.answer_text import shorten
 from stagemesh.common.errors import OverloadedError
-from stagemesh.gateway.audio_formats import PCM_RATE_HZ
+from stagemesh.common.requests.turn_content import shorten
+from stagemesh.gateway.audio import PCM_RATE_HZ
 from stagemesh.gateway.body import Body
 from stagemesh.gateway.content import Url, decode_base64, file_at
 from stagemesh.gateway.errors import ParameterError, RealtimeError

@@ -10,10 +10,9 @@ from uuid import uuid4
 from stagemesh.client import Admitted, AsyncGeneration, AudioChunk, Event, Finished, OutputFinished, Text
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.gateway.answers import usage_of
-from stagemesh.gateway.audio_formats import make_encoder
+from stagemesh.gateway.audio import make_encoder
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import error_body
-from stagemesh.gateway.json_socket import Send
 from stagemesh.gateway.realtime.items import (
     AssistantMessage,
     Conversation,
@@ -24,6 +23,7 @@ from stagemesh.gateway.realtime.items import (
 )
 from stagemesh.gateway.realtime.settings import Settings
 from stagemesh.gateway.tool_calls import ForcedCall, FoundCall, ToolCallSplitter
+from stagemesh.gateway.websockets import Send
 
 CancelReason: TypeAlias = Literal["turn_detected", "client_cancelled"]
 Status: TypeAlias = Literal["completed", "cancelled", "incomplete", "failed"]

@@ -22,12 +22,11 @@ from stagemesh.client import (
     Tool,
 )
 from stagemesh.gateway.answers import DONE, limit_logprob, now_s, sse, stream, until_disconnected, usage_of
-from stagemesh.gateway.audio_formats import AudioFormat, make_encoder
+from stagemesh.gateway.audio import AudioFormat, make_encoder
 from stagemesh.gateway.body import Body, Object, SamplingBody
-from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import MessageBody
 from stagemesh.gateway.errors import ParameterError
-from stagemesh.gateway.state import find_model
 from stagemesh.gateway.tool_calls import ForcedCall, FoundCall, ToolCallSplitter, call_schema
 
 router = APIRouter()

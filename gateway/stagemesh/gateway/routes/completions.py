@@ -10,10 +10,9 @@ from pydantic import Field
 from stagemesh.client import AsyncGeneration, Event, Finished, GenerateArguments, OutputFinished, Text, TokenLogprobs
 from stagemesh.gateway.answers import DONE, limit_logprob, now_s, sse, stream, until_disconnected, usage_of
 from stagemesh.gateway.body import SamplingBody
-from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.routes.chat import FINISH_REASONS
-from stagemesh.gateway.state import find_model
 
 router = APIRouter()
 

@@ -17,9 +17,8 @@ from stagemesh.client import AsyncGeneration, Content, Event, GenerateArguments,
 from stagemesh.common.errors import InternalError
 from stagemesh.gateway.answers import now_s, sse, stream, until_disconnected
 from stagemesh.gateway.body import StageBody
-from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
-from stagemesh.gateway.state import find_model
 
 router = APIRouter()
 

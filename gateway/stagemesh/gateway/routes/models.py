@@ -1,11 +1,11 @@
-"""`/v1/models`: the pipelines."""
+"""`/v1/models` and `/v1/stagemesh/pipelines`: the pipelines, and the current state of their stages and edges."""
 
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from stagemesh.gateway.catalog import Model
-from stagemesh.gateway.state import Callers, find_model
+from stagemesh.gateway.catalog import Callers, Model, find_model
+from stagemesh.v1 import chunk_pb2, orchestrator_pb2, signature_pb2, stage_pb2
 
 router = APIRouter()
 
@@ -33,4 +33,89 @@ def _to_object(model: Model) -> dict[str, Any]:
         "owned_by": "stagemesh",
         "outputs": sorted(outputs),
         "options": sorted(model.options),
+    }
+
+
+pipelines_router = APIRouter()
+
+
+@pipelines_router.get("/v1/stagemesh/pipelines/{name}")
+async def read_pipeline(name: str, request: Request) -> dict[str, Any]:
+    """Returns the state of a pipeline, as its orchestrator reports it to the caller. Never returns an older one."""
+    model = await find_model(request, name)
+    pipeline = await model.client.describe(model.description.pipeline)
+    return {
+        "pipeline": pipeline.pipeline,
+        "generation": pipeline.generation,
+        "in_flight": pipeline.in_flight,
+        "max_in_flight": pipeline.max_in_flight,
+        "queued": pipeline.queued,
+        "max_queued": pipeline.max_queued,
+        "detects_turns": pipeline.detects_turns,
+        "speaks_input": model.speaks_input,
+        "stages": [_stage(each) for each in pipeline.stages],
+        "edges": [_edge(each) for each in pipeline.edges],
+        "outputs": [_output(each) for each in pipeline.outputs],
+    }
+
+
+def _stage(stage: orchestrator_pb2.StageDescription) -> dict[str, Any]:
+    return {
+        "name": stage.name,
+        "engine": stage.engine,
+        "model": stage.model,
+        "accepts_media": stage.signature.media,
+        "replicas": [_replica(each) for each in stage.replicas],
+    }
+
+
+def _replica(replica: orchestrator_pb2.ReplicaStatus) -> dict[str, Any]:
+    return {
+        "name": replica.name,
+        "state": stage_pb2.ReplicaState.Name(replica.state).removeprefix("REPLICA_STATE_").lower(),
+        "detail": replica.detail,
+        "planned": replica.planned,
+        "load": _load(replica.load) if replica.HasField("load") else None,
+    }
+
+
+def _load(load: stage_pb2.WatchLoadResponse) -> dict[str, Any]:
+    return {
+        "running": load.running,
+        "queued": load.queued,
+        "work_s": load.work_s if load.HasField("work_s") else None,
+        "arena_used_bytes": load.arena_used_bytes,
+        "arena_size_bytes": load.arena_size_bytes,
+    }
+
+
+def _edge(edge: orchestrator_pb2.EdgeDescription) -> dict[str, Any]:
+    return {
+        "name": edge.name,
+        "from": edge.from_stage,
+        "to": edge.to_stage,
+        "connector": _connector(edge.connector),
+        "links": [_link(each) for each in edge.links],
+    }
+
+
+def _link(link: orchestrator_pb2.EdgeLink) -> dict[str, Any]:
+    return {
+        "producer": link.producer,
+        "consumer": link.consumer,
+        "connector": _connector(link.connector) if link.connector else None,
+        "error": link.error.message if link.HasField("error") else None,
+    }
+
+
+def _connector(connector: "chunk_pb2.Connector.ValueType") -> str:
+    return chunk_pb2.Connector.Name(connector).removeprefix("CONNECTOR_").lower()
+
+
+def _output(output: orchestrator_pb2.OutputDescription) -> dict[str, Any]:
+    return {
+        "name": output.name,
+        "stage": output.stage,
+        "kind": signature_pb2.TensorKind.Name(output.kind).removeprefix("TENSOR_KIND_").lower(),
+        "stored": output.stored,
     }

@@ -11,12 +11,10 @@ from pydantic_core import from_json
 
 from stagemesh.client import AsyncGeneration, AudioFile, Event, Finished, GenerateArguments, Message, Text
 from stagemesh.gateway.answers import sse, stream, until_disconnected, usage_of
-from stagemesh.gateway.audio_files import find_media_type, measure
-from stagemesh.gateway.body import SamplingBody
-from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.audio import find_media_type, measure
+from stagemesh.gateway.body import SamplingBody, read_form
+from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
-from stagemesh.gateway.forms import read_form
-from stagemesh.gateway.state import find_model
 
 router = APIRouter()
 

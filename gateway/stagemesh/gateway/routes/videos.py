@@ -17,10 +17,9 @@ from starlette.datastructures import UploadFile
 from stagemesh.client import Content, GenerateArguments, ImageFile, Job, MediaFile
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError
 from stagemesh.gateway.body import StageBody
-from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.catalog import Callers, Model, find_model
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.routes.images import MEDIA_TYPES, size_options
-from stagemesh.gateway.state import Callers, find_model
 
 router = APIRouter()
 

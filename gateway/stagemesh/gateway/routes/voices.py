@@ -11,12 +11,10 @@ from pydantic import Field
 from starlette.requests import HTTPConnection
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, UnsupportedError
-from stagemesh.gateway.audio_files import measure
-from stagemesh.gateway.body import Body
-from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.audio import measure
+from stagemesh.gateway.body import Body, read_form
+from stagemesh.gateway.catalog import Callers, Model, find_owner
 from stagemesh.gateway.errors import ParameterError
-from stagemesh.gateway.forms import read_form
-from stagemesh.gateway.state import Callers, find_owner
 from stagemesh.gateway.voices import StoredVoice, Voice, VoiceStore, is_voice_name
 
 router = APIRouter()

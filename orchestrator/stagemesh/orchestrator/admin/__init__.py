@@ -1,1 +1,1 @@
-"""The admin API for operators. Reports the state of an orchestrator and its replicas, and executes commands."""
+"""The admin API: the state of an orchestrator and its replicas, and the commands of operators."""

@@ -3,14 +3,18 @@
 import asyncio
 from collections.abc import Collection
 from itertools import chain
+from typing import TypeAlias
 
 from stagemesh.common.errors import NotFoundError
-from stagemesh.common.replica_state import ReplicaState
-from stagemesh.orchestrator.admin.pages import Key
+from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.spec import Edge, Pipeline
+from stagemesh.pipeline import Edge, Pipeline
+
+Key: TypeAlias = tuple[int | str, ...]
+"""The position of an item in its list. It does not change while the item exists."""
+
 
 ORCHESTRATOR = "@orchestrator"
 """The name of the orchestrator itself among the names of processes. No stage or replica has it."""

@@ -7,16 +7,25 @@ from collections.abc import Collection, Iterator, Sequence
 from heapq import nlargest, nsmallest
 
 from stagemesh.common.errors import NotFoundError, NotReadyError
-from stagemesh.common.replica_state import ReplicaState
-from stagemesh.common.request_checks import choice_id
+from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.common.requests.request_checks import choice_id
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admission.queue import Caller, Loads
-from stagemesh.orchestrator.describe import describe_edge, replica_status, reported_load, to_message
+from stagemesh.orchestrator.descriptions import describe_edge, replica_status, to_message
+from stagemesh.orchestrator.fleet.replica import reported_load
+from stagemesh.orchestrator.metrics.scaling import ScalingSignals, StageSignals
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.request.timeline import EdgeTotals, RequestState, StageTotals, StepNotes, Timeline, Totals
-from stagemesh.orchestrator.request.waits import ask_for_report, describe_wait
-from stagemesh.orchestrator.scaling.signals import ScalingSignals, StageSignals
-from stagemesh.orchestrator.spec import Edge, Stage
+from stagemesh.orchestrator.request.timeline import (
+    EdgeTotals,
+    RequestState,
+    StageTotals,
+    StepNotes,
+    Timeline,
+    Totals,
+    ask_for_report,
+    describe_wait,
+)
+from stagemesh.pipeline import Edge, Stage
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import admin_pb2, control_pb2, stage_pb2
 

@@ -7,7 +7,7 @@ from functools import partial
 from google.protobuf.message import Message
 
 from stagemesh.common.errors import DeadlineError, InvalidRequestError, NotReadyError, StagemeshError
-from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.v1 import admin_pb2, control_pb2

@@ -13,9 +13,17 @@ from sortedcontainers import SortedKeyList
 
 from stagemesh.common.errors import DeadlineError, OverloadedError, StagemeshError
 from stagemesh.orchestrator.admission.estimates import RequestEstimates, RetrySchedule
-from stagemesh.orchestrator.admission.queue import AdmissionQueue, Caller, Loads, QueuePosition
-from stagemesh.orchestrator.admission.ticket import AdmissionRequest, Listener, Ticket, TicketState
-from stagemesh.orchestrator.spec import Bounds, Limits
+from stagemesh.orchestrator.admission.queue import (
+    AdmissionQueue,
+    AdmissionRequest,
+    Caller,
+    Listener,
+    Loads,
+    QueuePosition,
+    Ticket,
+    TicketState,
+)
+from stagemesh.pipeline import Bounds, Limits
 
 _REPORT_INTERVAL_S = 1.0
 _REPORTS_PER_TICK = 200

@@ -1,1 +1,1 @@
-"""The replicas of a pipeline: their states, the connections to them, and the connectors of the edges between them."""
+"""The replicas of a pipeline: membership, states, the connections to them, and the connectors of their edges."""

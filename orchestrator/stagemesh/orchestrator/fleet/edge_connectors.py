@@ -18,7 +18,6 @@ import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from stagemesh.common.connector_descriptors import AUTO, SHM
 from stagemesh.common.errors import (
     DeadlineError,
     NotReadyError,
@@ -26,10 +25,11 @@ from stagemesh.common.errors import (
     UnavailableError,
     error_class,
 )
-from stagemesh.connectors.stream.wire import EdgeProbe
+from stagemesh.common.plugins.connectors import AUTO, SHM
+from stagemesh.connectors.stream.connector_agreement import EdgeProbe
 from stagemesh.orchestrator.fleet.replica import Hold, Replica
 from stagemesh.orchestrator.fleet.replica_registry import RandomPools
-from stagemesh.orchestrator.spec import Edge
+from stagemesh.pipeline import Edge
 
 _log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from enum import Enum
 
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
-from stagemesh.common.replica_state import ReplicaState
-from stagemesh.common.signatures import differing_fields
-from stagemesh.common.versions import check_version
+from stagemesh.common.plugins.descriptors import differing_fields
+from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.common.wire.versions import check_version
+from stagemesh.orchestrator.fleet.membership import Member, find_refusal
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
-from stagemesh.orchestrator.fleet.replica_errors import REPLICA_LOST
-from stagemesh.orchestrator.membership.base import Member, find_refusal
-from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.orchestrator.fleet.replica_loss import REPLICA_LOST
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import protocol_pb2, stage_pb2
 
 _SMOOTHING = 0.2
@@ -393,3 +393,11 @@ class Replica:
         else:
             self._holds[hold] = why
         self._on_change()
+
+
+_REPORTING_LOAD = frozenset({ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.ASLEEP, ReplicaState.LOADING})
+
+
+def reported_load(replica: Replica) -> stage_pb2.WatchLoadResponse | None:
+    """Returns the newest load report of a replica, or None if the replica does not report its load in its state."""
+    return replica.last_report if replica.state in _REPORTING_LOAD else None

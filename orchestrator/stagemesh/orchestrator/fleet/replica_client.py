@@ -7,11 +7,11 @@ from typing import TypeAlias
 import grpc
 from grpc_health.v1 import health_pb2
 
-from stagemesh.common.connector_descriptors import AUTO, GRPC, ConnectorName, number_of
 from stagemesh.common.errors import UnavailableError, UnsupportedError
-from stagemesh.common.versions import own_protocol
-from stagemesh.connectors.stream.wire import EdgeProbe, probe_from_wire
-from stagemesh.orchestrator.fleet.replica_errors import ReplicaErrors
+from stagemesh.common.plugins.connectors import AUTO, GRPC, ConnectorName, number_of
+from stagemesh.common.wire.versions import own_protocol
+from stagemesh.connectors.stream.connector_agreement import EdgeProbe, probe_from_wire
+from stagemesh.orchestrator.fleet.replica_loss import ReplicaErrors
 from stagemesh.orchestrator.fleet.step_stream import StepStream, TakeEvent
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.credentials import PROCESS

@@ -4,7 +4,7 @@ import random
 from collections.abc import Collection, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.orchestrator.fleet.replica import Replica
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from stagemesh.common.errors import Code, InternalError, StagemeshError, UnavailableError
-from stagemesh.common.unknown_kinds import unknown_kind
-from stagemesh.orchestrator.fleet.replica_errors import ReplicaErrors
+from stagemesh.common.wire.versions import unknown_kind
+from stagemesh.orchestrator.fleet.replica_loss import ReplicaErrors
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import error_from_wire
 from stagemesh.rpc.message_streams import ClientStream

@@ -1,1 +1,1 @@
-"""The metrics of an orchestrator, which Prometheus reads by HTTP."""
+"""The metrics of an orchestrator, the scaling signals, and the warm tier of sleeping replicas."""

@@ -1,13 +1,13 @@
-"""Sets the chunk policies of each request: what the request asks for, and how fast the stages of `ramp: auto` are."""
+"""The chunk policies of each request: what the request asks for, and how fast the stages of `ramp: auto` are."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stagemesh.connectors.flow.chunk_sizes import PlayoutPace
+from stagemesh.common.wire.chunk_policies import ChunkPolicy, FramesPolicy, PlayoutPace, WholePolicy
 from stagemesh.orchestrator.planning.planner import Plan
-from stagemesh.orchestrator.spec.model import Edge
-from stagemesh.orchestrator.spec.schema import FramesEntry
-from stagemesh.v1 import request_pb2
+from stagemesh.pipeline.graph import Edge
+from stagemesh.pipeline.schema import FramesEntry
+from stagemesh.v1 import request_pb2, stage_pb2
 
 _MARGIN_S = 0.005
 """The time by which a chunk must be ready earlier. A chunk spends it between its stages."""
@@ -57,3 +57,30 @@ def _measured_pace(edge: Edge, plan: Plan, *, largest: int) -> PlayoutPace | Non
         return None
     is_shared = replica.running > 1 or consumer.running + consumer.queued > 0
     return replace(pace, reserve_s=reserve_s + _SHARED_CALLS * pace.cost_s(largest)) if is_shared else pace
+
+
+def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
+    """Converts a chunk policy to its protobuf message. Returns the empty message for StepPolicy."""
+    if isinstance(policy, WholePolicy):
+        return stage_pb2.ChunkPolicy(whole=stage_pb2.WholePolicy())
+    if isinstance(policy, FramesPolicy):
+        frames = stage_pb2.FramesPolicy(
+            frames=policy.frames,
+            initial_frames=policy.ramp[0] if policy.ramp else 0,
+            ramp=policy.ramp,
+            left_context_frames=policy.left_context_frames,
+        )
+        if policy.pace is not None:
+            frames.pace.CopyFrom(_pace_to_wire(policy.pace))
+        return stage_pb2.ChunkPolicy(frames=frames)
+    return stage_pb2.ChunkPolicy()
+
+
+def _pace_to_wire(pace: PlayoutPace) -> stage_pb2.PlayoutPace:
+    costs = [stage_pb2.CallCost(frames=frames, seconds=cost_s) for frames, cost_s in pace.call_costs_s.items()]
+    return stage_pb2.PlayoutPace(
+        frame_interval_s=pace.frame_interval_s,
+        frame_audio_s=pace.frame_audio_s,
+        call_costs=costs,
+        reserve_s=pace.reserve_s,
+    )

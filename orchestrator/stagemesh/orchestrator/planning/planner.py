@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
-from stagemesh.common.connector_descriptors import SHM
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError, UnavailableError
-from stagemesh.common.replica_state import ReplicaState
+from stagemesh.common.plugins.connectors import SHM
+from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_registry import RandomPool, ReadyReplicas, ReplicaRegistry
 from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters
-from stagemesh.orchestrator.spec import Pipeline, Route, Stage
+from stagemesh.pipeline import Pipeline, Route, Stage
 
 _CANDIDATES = 3
 # The additional work in seconds that a co-located replica may have and still be preferred. This is about the cost of

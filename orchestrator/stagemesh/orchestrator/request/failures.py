@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from stagemesh.common.errors import Code, InternalError, StagemeshError
+from stagemesh.common.errors import ENGINE_DIED, Code, InternalError, StagemeshError
 from stagemesh.common.notification import Notifier
-from stagemesh.common.process_lifecycle import ENGINE_DIED
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.fleet.replica_errors import REPLICA_LOST
+from stagemesh.orchestrator.fleet.replica_loss import REPLICA_LOST
 from stagemesh.orchestrator.request.recovery import Phase, StepState
 
 POISON_REQUEST = "POISON_REQUEST"

@@ -17,13 +17,13 @@ from typing import NamedTuple, TypeAlias
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import ExistsError, StagemeshError
 from stagemesh.orchestrator.admission import Admission, AdmissionRequest, TicketState
-from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import NotReadyYetError, Plan
-from stagemesh.orchestrator.request.input_planes import InputPlanes
+from stagemesh.orchestrator.planning.replacement_replicas import Failover
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.run import RequestRun
+from stagemesh.orchestrator.request.streamed_input import InputPlanes
 from stagemesh.orchestrator.request.validation import ValidRequest
-from stagemesh.orchestrator.spec.conditions import Facts
+from stagemesh.pipeline.conditions import Facts
 from stagemesh.v1 import orchestrator_pb2
 
 _log = logging.getLogger(__name__)

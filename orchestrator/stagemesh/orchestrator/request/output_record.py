@@ -8,7 +8,7 @@ from itertools import product
 
 from stagemesh.common.errors import CancelledRequestError, OverloadedError, StagemeshError
 from stagemesh.common.notification import Journal
-from stagemesh.common.output_position import OutputKey, Position, length_of
+from stagemesh.common.requests.output_position import OutputKey, Position, length_of
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 

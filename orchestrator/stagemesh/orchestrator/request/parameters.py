@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from stagemesh.common.request_checks import check_known, check_options, check_sampling, read_options
-from stagemesh.orchestrator.spec import Pipeline, Stage
-from stagemesh.orchestrator.spec.schema import FramesEntry
+from stagemesh.common.requests.request_checks import check_known, check_options, check_sampling, read_options
+from stagemesh.pipeline import Pipeline, Stage
+from stagemesh.pipeline.schema import FramesEntry
 from stagemesh.v1 import request_pb2, tensor_pb2
 
 _ENABLE_ADAPTERS = "start a stage with the option enable_lora if its engine supports it"

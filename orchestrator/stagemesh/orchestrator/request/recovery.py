@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
-from stagemesh.connectors.flow.chunking import StepPolicy, WholePolicy
+from stagemesh.common.wire.chunk_policies import StepPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.planning.failover import StateBudget
 from stagemesh.orchestrator.planning.planner import PlannedStep
+from stagemesh.orchestrator.planning.replacement_replicas import StateBudget
 from stagemesh.orchestrator.request.timeline import StepNotes
-from stagemesh.orchestrator.spec import Edge, Route
+from stagemesh.pipeline import Edge, Route
 from stagemesh.v1 import stage_pb2
 
 

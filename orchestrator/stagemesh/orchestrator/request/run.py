@@ -8,15 +8,14 @@ from functools import partial
 
 from stagemesh.common.backoff import backoff_s
 from stagemesh.common.errors import DeadlineError, InternalError, NotReadyError, StagemeshError, UnavailableError
-from stagemesh.common.logs import bind_log_context
 from stagemesh.common.notification import Notifier
-from stagemesh.common.tracing import StepTrace
-from stagemesh.connectors.edge import EdgeKey
+from stagemesh.common.process.logs import bind_log_context
+from stagemesh.common.wire.telemetry import StepTrace
+from stagemesh.connectors.packets import EdgeKey
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Plan
+from stagemesh.orchestrator.planning.replacement_replicas import Failover
 from stagemesh.orchestrator.request.failures import NOT_REBOUND, SETTLE_S, Failure, Failures, root_cause
-from stagemesh.orchestrator.request.input_planes import InputPlanes
 from stagemesh.orchestrator.request.output_record import CALLER_DISCONNECTED, NOT_RUNNING, RequestRecord
 from stagemesh.orchestrator.request.recovery import (
     Action,
@@ -29,9 +28,10 @@ from stagemesh.orchestrator.request.recovery import (
     plan_restarts,
 )
 from stagemesh.orchestrator.request.step_calls import StepCalls, follow_step
+from stagemesh.orchestrator.request.streamed_input import InputPlanes
+from stagemesh.orchestrator.request.timeline import ask_for_report, describe_wait
 from stagemesh.orchestrator.request.validation import ValidRequest
-from stagemesh.orchestrator.request.waits import ask_for_report, describe_wait
-from stagemesh.orchestrator.spec import Edge
+from stagemesh.pipeline import Edge
 
 _log = logging.getLogger(__name__)
 

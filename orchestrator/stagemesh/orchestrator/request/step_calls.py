@@ -8,17 +8,16 @@ from contextlib import suppress
 from copy import copy
 
 from stagemesh.common.backoff import Backoff
-from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
-from stagemesh.common.media_types import suffix_of
+from stagemesh.common.media.files import suffix_of
 from stagemesh.common.notification import Notifier
-from stagemesh.common.output_position import length_of
-from stagemesh.common.unknown_kinds import refuse_unknown
-from stagemesh.connectors.flow.chunk_sizes import PlayoutPace
-from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, WholePolicy
+from stagemesh.common.plugins.connectors import number_of
+from stagemesh.common.requests.output_position import length_of
+from stagemesh.common.wire.versions import refuse_unknown
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.fleet.replica_errors import REPLICA_LOST
+from stagemesh.orchestrator.fleet.replica_loss import ACCEPT_S, REATTACH_S, REPLICA_LOST
 from stagemesh.orchestrator.fleet.step_stream import TakeEvent
+from stagemesh.orchestrator.planning.chunk_policies import policy_to_wire
 from stagemesh.orchestrator.request.failures import Failures
 from stagemesh.orchestrator.request.output_record import CALLER_DISCONNECTED, RequestRecord
 from stagemesh.orchestrator.request.parameters import parameters_of
@@ -34,20 +33,11 @@ from stagemesh.orchestrator.request.recovery import (
 from stagemesh.orchestrator.request.timeline import StepNotes
 from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.orchestrator.spans import step_path
-from stagemesh.orchestrator.spec import Edge, PipelineOutput, Route
+from stagemesh.pipeline import Edge, PipelineOutput, Route
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)
-
-ACCEPT_S = 5.0
-"""Time limit for a replica to accept a step, in seconds."""
-REATTACH_S = 0.6
-"""Time limit for reconnecting to an unreachable replica, in seconds.
-
-After this time, the replica's steps are run on other replicas. A replica retains the steps of a broken connection for
-longer than this time.
-"""
 DRAINED = "DRAINED"
 """The error reason of a step that was paused because its replica drains. The step continues on another replica."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.1
@@ -326,33 +316,6 @@ class StepCalls:
         useful = is_checkpoint_useful(self._route, self._states, state.name, checkpoint.rows)
         if useful and self.can_resume_from(checkpoint):
             state.store_checkpoint(checkpoint)
-
-
-def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
-    """Converts a chunk policy to its protobuf message. Returns the empty message for StepPolicy."""
-    if isinstance(policy, WholePolicy):
-        return stage_pb2.ChunkPolicy(whole=stage_pb2.WholePolicy())
-    if isinstance(policy, FramesPolicy):
-        frames = stage_pb2.FramesPolicy(
-            frames=policy.frames,
-            initial_frames=policy.ramp[0] if policy.ramp else 0,
-            ramp=policy.ramp,
-            left_context_frames=policy.left_context_frames,
-        )
-        if policy.pace is not None:
-            frames.pace.CopyFrom(_pace_to_wire(policy.pace))
-        return stage_pb2.ChunkPolicy(frames=frames)
-    return stage_pb2.ChunkPolicy()
-
-
-def _pace_to_wire(pace: PlayoutPace) -> stage_pb2.PlayoutPace:
-    costs = [stage_pb2.CallCost(frames=frames, seconds=cost_s) for frames, cost_s in pace.call_costs_s.items()]
-    return stage_pb2.PlayoutPace(
-        frame_interval_s=pace.frame_interval_s,
-        frame_audio_s=pace.frame_audio_s,
-        call_costs=costs,
-        reserve_s=pace.reserve_s,
-    )
 
 
 async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, take: TakeEvent) -> None:

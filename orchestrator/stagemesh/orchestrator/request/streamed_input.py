@@ -1,19 +1,29 @@
 """The input that a client streams into a running request over the edges from "@input".
 
 The orchestrator is the producer of these edges. `StreamedInput` retains the packets until the request has ended, so
-that a stage that restarts receives all of them again. `packets_of` converts a piece of input to packets.
+a stage that restarts receives all of them again. `packets_of` converts a piece of input to packets. `InputPlanes`
+owns the data planes over which the packets are sent.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import secrets
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
 
 import numpy as np
 
-from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnsupportedError
+from stagemesh.common.errors import CancelledRequestError, InvalidRequestError, StagemeshError, UnsupportedError
 from stagemesh.common.notification import Notifier
-from stagemesh.common.request_checks import read_samples
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.connectors import GRPC
+from stagemesh.common.plugins.descriptors import INPUT
+from stagemesh.common.requests.request_checks import read_samples
+from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.flow.edge_meters import EdgeMeters
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.orchestrator.spec import Edge
+from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.pipeline import Edge
 from stagemesh.v1 import request_pb2
 
 SAMPLE_RATE_HZ = "sample_rate_hz"
@@ -174,3 +184,75 @@ def _packets_of_audio(audio: request_pb2.Audio) -> Sequence[Packet]:
     step = _PACKET_BYTES // mono.itemsize
     metadata = {SAMPLE_RATE_HZ: audio.sample_rate_hz}
     return [Packet({"audio": mono[start : start + step]}, metadata) for start in range(0, len(mono), step)]
+
+
+ARENA_BYTES = 8 << 20
+"""The memory of a data plane for chunks that no stage has received yet, in bytes."""
+
+
+class InputPlanes:
+    """The data planes of one orchestrator: one for each generation, created at its first flow.
+
+    A stage admits only producers of its own generation.
+    """
+
+    def __init__(self, pipeline: str) -> None:
+        """Creates no data plane yet. `pipeline` is the pipeline's name."""
+        self.producer = f"{INPUT}-{secrets.token_hex(4)}"
+        """The name by which stages know this orchestrator as a producer."""
+        self.meters = EdgeMeters()
+        """The counts of what all data planes have sent."""
+        self._pipeline = pipeline
+        self._planes: dict[str, DataPlane] = {}
+        self._flows = Counter[str]()
+        """The number of open flows, by generation."""
+
+    @property
+    def generations(self) -> frozenset[str]:
+        """The generations that have a data plane."""
+        return frozenset(self._planes)
+
+    @asynccontextmanager
+    async def open_outlet(self, key: EdgeKey, consumer: Replica) -> AsyncGenerator[Outlet]:
+        """Opens a flow to `consumer`, which must expect it. Aborts an unfinished flow at the end of the block.
+
+        Raises NotReadyError (NO_MEMORY) if not enough memory is available.
+        """
+        generation = consumer.generation
+        self._flows[generation] += 1
+        try:
+            plane = self._planes.get(generation) or await self._add(generation)
+            outlet = plane.open_outlet(
+                key,
+                endpoint=consumer.endpoint,
+                consumer=consumer.name,
+                connector=GRPC,
+                policy=StepPolicy(),
+                server_name=consumer.server_name,
+            )
+            try:
+                yield outlet
+            finally:
+                outlet.abort(CancelledRequestError("the request stopped before the end of its input"))
+        finally:
+            self._flows[generation] -= 1
+
+    async def close(self) -> None:
+        """Closes all data planes. Idempotent."""
+        while self._planes:
+            _, plane = self._planes.popitem()
+            await plane.close()
+
+    async def _add(self, generation: str) -> DataPlane:
+        """Creates the data plane of a generation. Closes those of other generations without flows."""
+        plane = self._planes[generation] = DataPlane(
+            replica=self.producer,
+            pipeline=self._pipeline,
+            generation=generation,
+            arena_bytes=ARENA_BYTES,
+            shared_arena=False,
+            meters=self.meters,
+        )
+        for idle in [name for name in self._planes if not self._flows[name]]:
+            await self._planes.pop(idle).close()
+        return plane

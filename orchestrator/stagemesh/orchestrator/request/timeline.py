@@ -1,11 +1,4 @@
-"""The timeline of a request: a few times and counts for each attempt of each stage.
-
-When a request ends, its counts are added to the totals, and its timeline is added to the history. The totals are not
-updated for each output.
-
-Times are in seconds since the request was received. An attempt's entry is updated for every output, so each update
-must take well under a microsecond. Values that can be computed later are not stored.
-"""
+"""The timeline of a request: a few times and counts for each attempt of each stage, and what a step waits for."""
 
 import time
 from collections import Counter, deque
@@ -16,12 +9,36 @@ from enum import Enum
 from typing import NamedTuple
 
 from stagemesh.common.errors import CancelledRequestError, StagemeshError
-from stagemesh.common.output_position import OutputKey
-from stagemesh.common.tracing import MAX_SPANS, StepTrace
-from stagemesh.connectors.edge import FlowUsage
-from stagemesh.orchestrator.request.playout import Playout
+from stagemesh.common.plugins.descriptors import INPUT
+from stagemesh.common.requests.output_position import OutputKey
+from stagemesh.common.wire.telemetry import MAX_SPANS, StepTrace
+from stagemesh.connectors.packets import FlowUsage
+from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.spans import TraceContext
-from stagemesh.v1 import request_pb2, stage_pb2
+from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
+
+
+@dataclass(slots=True)
+class Playout:
+    """The continuity of one stream. An underrun is a time in which the listener waits for the next part.
+
+    All times are in seconds on one clock: that of the orchestrator when it sends the parts, or that of a client when it
+    receives them.
+    """
+
+    dry_s: float
+    """The time at which all audio so far has been played. Initially the time of the first part."""
+    underrun_s: float = 0.0
+    """The sum of all underruns."""
+    longest_underrun_s: float = 0.0
+
+    def add(self, at_s: float, *, duration_s: float) -> None:
+        """Adds a part of `duration_s` seconds, which was sent or received at `at_s`."""
+        waited_s = max(0.0, at_s - self.dry_s)
+        self.underrun_s += waited_s
+        self.longest_underrun_s = max(self.longest_underrun_s, waited_s)
+        self.dry_s = max(self.dry_s, at_s) + duration_s
+
 
 _MAX_SPANS_BYTES = 8 << 20
 _MAX_DROPPED = 1 << 32
@@ -354,3 +371,63 @@ def _without_frames(error: StagemeshError | None) -> StagemeshError | None:
     The traceback would keep all objects of the request in memory.
     """
     return None if error is None else copy(error)
+
+
+async def ask_for_report(
+    replica: Replica, request_id: str, *, attempt: int, timeout_s: float
+) -> control_pb2.StepReport | None:
+    """Returns a replica's report about one attempt at its step of a request.
+
+    Returns None if the replica does not answer in time, does not serve StageControlService, or does not run the step.
+    """
+    request = control_pb2.ListStepsRequest(request_id=request_id).SerializeToString()
+    try:
+        answer = await replica.client.control("ListSteps", request, timeout_s=timeout_s)
+    except StagemeshError:
+        return None
+    steps = control_pb2.ListStepsResponse.FromString(answer).steps
+    return next((step for step in steps if step.attempt == attempt), None)
+
+
+def describe_wait(notes: StepNotes, report: control_pb2.StepReport | None, *, unready: Sequence[str]) -> str:
+    """Describes in plain English what a step waits for.
+
+    - `notes` is the orchestrator's timeline entry for the step.
+    - `report` is the replica's report about the step, or None if the replica did not answer.
+    - `unready` contains the names of the downstream stages that have not accepted the request yet.
+
+    Returns an empty string if the step is computing or has ended.
+    """
+    if notes.ended_s is not None:
+        return ""
+    if notes.sent_s is None:
+        return f"{' and '.join(unready) or 'its consumers'} to accept the request"
+    if notes.accepted_s is None:
+        return f"{notes.replica} to accept the request"
+    if report is None:
+        return f"{notes.replica}, which does not report its progress"
+    return _outlet_wait(report.outlets) or _inlet_wait(report.inlets) or ("" if report.started else "its engine")
+
+
+def _outlet_wait(outlets: Sequence[control_pb2.FlowReport]) -> str:
+    for flow in outlets:
+        if not flow.connected and (flow.waiting_chunks or flow.wanted_bytes or flow.ended):
+            return f"{flow.peer} to accept edge {flow.edge}"
+        if flow.wanted_bytes:
+            return (
+                f"credit from {flow.peer} on edge {flow.edge}: it needs {flow.wanted_bytes:,} bytes, and "
+                f"{flow.credit_bytes:,} remain"
+            )
+    ended = [flow for flow in outlets if flow.ended and flow.waiting_chunks]
+    if ended and all(flow.ended for flow in outlets):
+        return f"{ended[0].peer} to receive the last {ended[0].waiting_chunks} chunks of edge {ended[0].edge}"
+    return ""
+
+
+def _inlet_wait(inlets: Sequence[control_pb2.FlowReport]) -> str:
+    for flow in inlets:
+        if not flow.ended and not flow.waiting_chunks:
+            if flow.peer.startswith(INPUT):
+                return f"input of the client on edge {flow.edge}, of which {flow.chunks} chunks have arrived"
+            return f"chunk {flow.chunks} of edge {flow.edge} from {flow.peer}"
+    return ""

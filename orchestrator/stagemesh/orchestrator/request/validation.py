@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, UnsupportedError
-from stagemesh.common.request_checks import (
+from stagemesh.common.requests.request_checks import (
     check_caller,
     check_input,
     check_request_id,
@@ -17,11 +17,11 @@ from stagemesh.common.request_checks import (
     parts_of,
     read_options,
 )
-from stagemesh.common.typed_values import Value
+from stagemesh.common.wire.tensors import Value
 from stagemesh.orchestrator.request.parameters import check_parameters
 from stagemesh.orchestrator.request.streamed_input import StreamedInput
-from stagemesh.orchestrator.spec import Pipeline
-from stagemesh.orchestrator.spec.conditions import Fact, Facts, InputKind
+from stagemesh.pipeline import Pipeline
+from stagemesh.pipeline.conditions import Fact, Facts, InputKind
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _MAX_EARLIER_CALLS = 1_000_000

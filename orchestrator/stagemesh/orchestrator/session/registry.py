@@ -11,9 +11,8 @@ from stagemesh.common.errors import ExistsError, OverloadedError, UnavailableErr
 from stagemesh.orchestrator.session.session import Session
 from stagemesh.orchestrator.session.session_call import SessionCall
 from stagemesh.orchestrator.session.settings import SessionSettings, read_settings
-from stagemesh.orchestrator.session.tasks import Task
-from stagemesh.orchestrator.session.turn_requests import Runner
-from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.orchestrator.session.turn_requests import Runner, Task
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import orchestrator_pb2
 
 _log = logging.getLogger(__name__)

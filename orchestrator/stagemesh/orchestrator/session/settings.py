@@ -8,10 +8,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from stagemesh.common.errors import InvalidRequestError, OverloadedError, UnsupportedError
-from stagemesh.common.request_checks import check_options, read_options
+from stagemesh.common.requests.request_checks import check_options, read_options
 from stagemesh.orchestrator.request.streamed_input import StreamedInput
 from stagemesh.orchestrator.request.validation import ValidRequest, check_pipeline, validate
-from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,96}")

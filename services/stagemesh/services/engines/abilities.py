@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from stagemesh.connectors.arena.arena import Written
-from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
+from stagemesh.connectors.arena.worker_writer import Handle, PartitionAddress
 from stagemesh.services.engines.controls import Profiles
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class PartitionsArena(Protocol):
     A worker process of the engine writes tensors into a partition.
     """
 
-    def open_partition(self, size_bytes: int) -> PartitionTicket:
+    def open_partition(self, size_bytes: int) -> PartitionAddress:
         """Reserves a partition of `size_bytes` bytes for one worker process.
 
         Returns the ticket with which the worker opens the partition. Raises NotReadyError if the arena has too little
@@ -153,7 +153,7 @@ class PartitionsArena(Protocol):
         """
         ...
 
-    def close_partition(self, ticket: PartitionTicket) -> None:
+    def close_partition(self, ticket: PartitionAddress) -> None:
         """Frees a partition. Must be called only after the partition's worker has terminated."""
 
 

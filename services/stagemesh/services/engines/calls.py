@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from stagemesh.common.histogram import Histogram
-from stagemesh.common.tracing import StepTrace
+from stagemesh.common.wire.telemetry import Histogram, StepTrace
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -9,13 +9,13 @@ from contextlib import aclosing
 
 import numpy as np
 
-from stagemesh.common.descriptors import TEXT, Signature
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
-from stagemesh.common.tensors import Array
-from stagemesh.connectors.edge import MetadataValue, Packet
-from stagemesh.connectors.flow.merging import merge
-from stagemesh.connectors.tickets import Ticket
-from stagemesh.services.engines.base import Task, plain_text_of, text_beside_media
+from stagemesh.common.plugins.descriptors import TEXT, Signature
+from stagemesh.common.wire.tensors import Array
+from stagemesh.connectors.flow.inlet import merge
+from stagemesh.connectors.packets import MetadataValue, Packet, Ticket
+from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.prompts import plain_text_of, text_beside_media
 
 
 async def packets_of(task: Task, signature: Signature) -> AsyncGenerator[Packet, None]:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from stagemesh.common.tensors import Array
-from stagemesh.services.engines.base import MEDIA_TYPES, MediaFile, MediaKind, Medium, Samples
+from stagemesh.common.wire.tensors import Array
+from stagemesh.services.engines.prompts import MEDIA_TYPES, MediaFile, MediaKind, Medium, Samples
 
 if TYPE_CHECKING:
     from av.container import InputContainer

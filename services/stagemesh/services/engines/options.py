@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from stagemesh.common.descriptors import OptionSpec
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.request_checks import check_options
-from stagemesh.common.typed_values import Value
+from stagemesh.common.plugins.descriptors import OptionSpec
+from stagemesh.common.requests.request_checks import check_options
+from stagemesh.common.wire.tensors import Value
 
 Options = TypeVar("Options")
 

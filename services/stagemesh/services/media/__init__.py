@@ -1,1 +1,1 @@
-"""Stored media: the object store that stages and the media service read and write, and the media service."""
+"""The media service, through which clients upload and download the files of a pipeline's object store."""

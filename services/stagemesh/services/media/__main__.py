@@ -2,11 +2,11 @@
 
 import sys
 
-from stagemesh.common.extras import exit_without_extra
+from stagemesh.common.errors import exit_without_extra
 
 with exit_without_extra("stage", of="a media service"):
-    from stagemesh.common.media_config import MediaServiceConfig
-    from stagemesh.common.process_config import run_configured
+    from stagemesh.common.process.lifecycle import run_configured
+    from stagemesh.common.process.media_config import MediaServiceConfig
     from stagemesh.services.media.service import serve
 
 if __name__ == "__main__":

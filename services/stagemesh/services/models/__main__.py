@@ -9,17 +9,14 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from stagemesh.common.errors import StagemeshError
-from stagemesh.common.exit_codes import ExitCode, exit_code
-from stagemesh.common.extras import exit_without_extra
-from stagemesh.common.settings import models_dir
+from stagemesh.common.errors import ExitCode, StagemeshError, exit_code, exit_without_extra
+from stagemesh.common.process.settings import models_dir
 
 with exit_without_extra("cli,speech", of="fetching models"):
     from rich.console import Console
 
-    from stagemesh.services.models.catalog import PIPELINES, recipes_of
-    from stagemesh.services.models.fetching import FetchProgress, fetch
-    from stagemesh.services.models.store import ModelStore
+    from stagemesh.services.models.downloads import FetchProgress, fetch
+    from stagemesh.services.models.store import PIPELINES, ModelStore, recipes_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from stagemesh.common.descriptors import TransformDescriptor
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.descriptors import TransformDescriptor
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.connectors.packets import Packet
 
 _TEXT = {"text": TensorSpec("uint8", ("bytes",))}
 _OTHER_SPACE = re.compile(r"[^\S\n]")

@@ -2,7 +2,7 @@
 
 `python -m stagemesh.services.stage.fork_server --preload MODULE:FUNCTION --parent-pid PID` calls each function, which
 imports the libraries of an engine. Then it forks a stage's process for each request that it receives on its standard
-input (`stagemesh.common.fork_request`), until the other end is closed.
+input (`stagemesh.common.process.stage_process`), until the other end is closed.
 
 This process has one thread, and uses neither gRPC nor an event loop. When it ends, the kernel kills the processes that
 it has forked.
@@ -20,11 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from stagemesh.common.descriptors import import_factory, load_engine_descriptor
-from stagemesh.common.fork_request import ForkRequest, receive_request
-from stagemesh.common.process_config import load_config
-from stagemesh.common.process_lifecycle import die_with_parent, run_service
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.plugins.entry_points import import_factory, load_engine_descriptor
+from stagemesh.common.process.config import load_config
+from stagemesh.common.process.lifecycle import die_with_parent, run_service
+from stagemesh.common.process.stage_process import ForkRequest, StageConfig, receive_request
 from stagemesh.services.stage.process import serve
 
 # As in `stagemesh.services.stage.__main__`. Processes that an engine spawns import this module first, too.

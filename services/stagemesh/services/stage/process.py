@@ -7,24 +7,24 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import asdict
 
-from stagemesh.common.descriptors import EXTERNAL, import_factory, load_engine_descriptor
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.host import share_heap_among_threads
-from stagemesh.common.logs import bind_process_log_context
-from stagemesh.common.process_lifecycle import bind_forks_to_this_process, end_within, ended_when_stuck
-from stagemesh.common.replica_state import ReplicaState
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.plugins.descriptors import EXTERNAL
+from stagemesh.common.plugins.entry_points import import_factory, load_engine_descriptor
+from stagemesh.common.process.host import share_heap_among_threads
+from stagemesh.common.process.lifecycle import bind_forks_to_this_process, end_within, ended_when_stuck
+from stagemesh.common.process.logs import bind_process_log_context
+from stagemesh.common.process.stage_process import ReplicaState, StageConfig
 from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.rpc.callers import OPERATOR, ORCHESTRATOR, STAGE
 from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.handlers import add_stage_service
-from stagemesh.rpc.roles import OPERATOR, ORCHESTRATOR, STAGE
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
-from stagemesh.services.stage.replica.runtime import StageRuntime
-from stagemesh.services.stage.service.control_servicer import SERVICE_NAME as CONTROL_NAME
-from stagemesh.services.stage.service.control_servicer import StageControlServicer
-from stagemesh.services.stage.service.registration import registered
-from stagemesh.services.stage.service.servicer import SERVICE_NAME, StageServicer
+from stagemesh.services.stage.control_servicer import SERVICE_NAME as CONTROL_NAME
+from stagemesh.services.stage.control_servicer import StageControlServicer
+from stagemesh.services.stage.registration import registered
+from stagemesh.services.stage.runtime import StageRuntime
+from stagemesh.services.stage.servicer import SERVICE_NAME, StageServicer
 from stagemesh.v1 import control_pb2_grpc
 
 LIVENESS = "liveness"
@@ -129,8 +129,8 @@ async def _serving_metrics(runtime: StageRuntime) -> AsyncGenerator[None]:
     if runtime.config.metrics_listen is None:
         yield
         return
-    from stagemesh.rpc.metrics_server import serving_metrics
-    from stagemesh.services.stage.service.metrics import ReplicaMetrics
+    from stagemesh.rpc.server import serving_metrics
+    from stagemesh.services.stage.metrics import ReplicaMetrics
 
     collect = ReplicaMetrics(runtime).collect
     async with serving_metrics(collect, runtime.config.metrics_listen, labels=runtime.where):

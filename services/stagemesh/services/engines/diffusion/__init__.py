@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from stagemesh.common.descriptors import Emitted, EngineDescriptor, OptionSpec, Signature
-from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.plugins.descriptors import Emitted, EngineDescriptor, OptionSpec, Signature
+from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.services.engines.diffusion.model.families import model_problem
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage_options
 

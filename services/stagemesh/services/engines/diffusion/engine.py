@@ -1,4 +1,6 @@
-"""The engine for diffusion models. Alternates between the denoising steps of concurrent requests."""
+"""The engine for diffusion models, with its operator controls. Alternates between the denoising steps of concurrent
+requests.
+"""
 
 import asyncio
 import itertools
@@ -11,34 +13,115 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
-from stagemesh.common.stage_config import StageConfig
-from stagemesh.common.tensors import Array
-from stagemesh.connectors.edge import MetadataValue, Packet
-from stagemesh.services.engines.abilities import EngineAbilities
-from stagemesh.services.engines.base import (
-    Checkpoint,
-    Emission,
-    EngineEvent,
-    EngineLoad,
-    Paused,
-    Progress,
-    Task,
-    Usage,
-)
+from stagemesh.common.process.stage_process import StageConfig
+from stagemesh.common.wire.tensors import Array
+from stagemesh.connectors.packets import MetadataValue, Packet
+from stagemesh.services.engines.abilities import CacheStatistics, EngineAbilities
+from stagemesh.services.engines.adapters import AdapterManager, Entry
+from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, EngineLoad, Paused, Progress, Task, Usage
+from stagemesh.services.engines.controls import Profiles, SleepManager, private_folder
 from stagemesh.services.engines.diffusion import CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
-from stagemesh.services.engines.diffusion.controls import DiffusionAdapters, WorkerControls
+from stagemesh.services.engines.diffusion.admission import Admission
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
-from stagemesh.services.engines.diffusion.options import stage_options
-from stagemesh.services.engines.diffusion.scheduling.admission import Admission
-from stagemesh.services.engines.diffusion.scheduling.step_loop import StepLoop
-from stagemesh.services.engines.diffusion.scheduling.step_scheduler import RequestProgress, StepScheduler
+from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage_options
+from stagemesh.services.engines.diffusion.step_scheduler import RequestProgress, StepLoop, StepScheduler
 from stagemesh.services.engines.options import request_options
 
 if TYPE_CHECKING:
-    from stagemesh.services.engines.diffusion.model.facts import ModelFacts
     from stagemesh.services.engines.diffusion.model.families import Family
+    from stagemesh.services.engines.diffusion.model.memory_estimate import ModelFacts
     from stagemesh.services.engines.diffusion.state import DiffusionInputs
     from stagemesh.services.engines.diffusion.worker import PreparedRequest
+
+
+LEVELS = (1, 2)
+WEIGHTS, BUFFERS = "weights", "buffers"
+
+
+class DiffusionAdapters(AdapterManager):
+    """Manages a stage's LoRA adapters. All loaded adapters remain on the device, each in its own slot.
+
+    Each denoising step uses at most one adapter.
+    """
+
+    def __init__(self, executor: Executor, options: DiffusionOptions, *, stage: str) -> None:
+        limit = options.max_loras if options.enable_lora else 0
+        super().__init__(stage=stage, slots=limit, capacity=limit, capacity_option="max_loras", lock=asyncio.Lock())
+        self._executor = executor
+
+    async def _engine_load(self, entry: Entry) -> int:
+        rank: int = await self._executor.call("runner.adapters.load", entry.name, entry.path)
+        return rank
+
+    async def _engine_unload(self, entry: Entry) -> None:
+        await self._executor.call("runner.adapters.unload", entry.name)
+
+    async def _engine_pin(self, entry: Entry) -> None:
+        """Does nothing, because every loaded adapter has its own slot and does not need to be pinned."""
+
+    def _check_awake(self) -> None:
+        """Does nothing, because the engine loads all adapters again when it wakes up."""
+
+
+class WorkerControls(SleepManager):
+    """Puts the engine's worker to sleep and wakes it up, and controls the worker's prompt cache.
+
+    Implements `abilities.SleepControl` and `abilities.CacheControl`.
+    """
+
+    def __init__(
+        self, executor: Executor, adapters: DiffusionAdapters, options: DiffusionOptions, *, stage: str
+    ) -> None:
+        super().__init__(stage=stage)
+        self._executor, self._adapters = executor, adapters
+        self.prompt_cache = CacheStatistics(limit_bytes=options.prompt_cache_bytes)
+        """Statistics of the prompt cache, as last reported by the worker."""
+        self.profiles = WorkerProfiles(executor, stage=stage, profile_dir=options.profile_dir)
+
+    def check_sleep(self, level: int) -> None:
+        if level not in LEVELS:
+            raise InvalidRequestError(
+                f"level is {level}; it must be 1 (frees the memory of the weights) or 2 (frees all memory)"
+            )
+
+    async def clear_caches(self, *, preempt: bool) -> None:
+        # Running requests retain the embeddings that they have read, so clearing needs no preemption.
+        del preempt
+        self.prompt_cache = await self._executor.call("prompt_cache.clear")
+
+    def cache_statistics(self) -> CacheStatistics:
+        return self.prompt_cache
+
+    # -- inner workings
+
+    async def _engine_sleep(self, level: int) -> set[str]:
+        await self._executor.call("sleep", level)
+        return {WEIGHTS} if level == 1 else {WEIGHTS, BUFFERS}
+
+    async def _engine_wake(self, tags: set[str]) -> None:
+        # Buffers need no call, because they are allocated when they are used.
+        if WEIGHTS in tags and await self._executor.call("wake"):
+            for adapter in self._adapters.list_adapters():
+                await self._executor.call("runner.adapters.load", adapter.name, adapter.path)
+
+
+class WorkerProfiles(Profiles):
+    """Profiles the workers of an executor. Each worker writes a separate file."""
+
+    def __init__(self, executor: Executor, *, stage: str, profile_dir: str | None) -> None:
+        """`profile_dir` is the folder in which profiles are written. If None, all requests for profiles are
+        rejected.
+        """
+        private = Path(private_folder(profile_dir)) if profile_dir else Path()
+        super().__init__(stage=stage, base=profile_dir, private=private)
+        self._executor = executor
+
+    async def _begin(self, prefix: str, *, max_steps: int | None) -> None:
+        await self._executor.call("start_profile", str(self._private / prefix), max_steps=max_steps)
+
+    async def _end(self) -> None:
+        await self._executor.call("stop_profile")
+
 
 _log = logging.getLogger(__name__)
 
@@ -256,7 +339,7 @@ class DiffusionEngine:
         return {kind: await self._executor.call("runner.serialize", name, kind)}
 
     def _inputs(self, task: Task, family: "Family") -> "DiffusionInputs":
-        from stagemesh.services.engines.diffusion.request_inputs import build_inputs
+        from stagemesh.services.engines.diffusion.conversion import build_inputs
 
         options = request_options(task.options, self._signature.options, stage=self._stage)
         return build_inputs(task, options, stage=self._options, family=family)
@@ -265,7 +348,7 @@ class DiffusionEngine:
         """Returns a list with one emission that contains the outputs requested by the task. The list is empty if the
         task requests neither the image file nor the frames.
         """
-        from stagemesh.services.engines.diffusion.image_files import encode_file
+        from stagemesh.services.engines.diffusion.conversion import encode_file
 
         tensors: dict[str, Array] = {}
         if task.wanted is None or IMAGE in task.wanted:

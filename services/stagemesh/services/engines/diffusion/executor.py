@@ -22,16 +22,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.common.extras import needs_extra
-from stagemesh.common.settings import variables
+from stagemesh.common.errors import StagemeshError, UnavailableError, needs_extra
+from stagemesh.common.process.settings import variables
 from stagemesh.services.engines.controls import run_to_completion
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.worker import DiffusionWorker
 
-_MODULE = "stagemesh.services.engines.diffusion.parallel.rank_main"
+_MODULE = "stagemesh.services.engines.diffusion.rank_main"
 _AGREE_S = 10.0
 """Time limit in seconds for the replies of the other ranks after one rank has reported a failure. Without the limit,
 ranks could spend minutes waiting for the failed rank."""

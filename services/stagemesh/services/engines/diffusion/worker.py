@@ -11,25 +11,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from stagemesh.common.descriptors import import_factory
 from stagemesh.common.errors import NotReadyError, StagemeshError
-from stagemesh.common.tensors import Array
+from stagemesh.common.plugins.entry_points import import_factory
+from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS
-from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
-from stagemesh.services.engines.diffusion.caches.step_caches import enable_caches
-from stagemesh.services.engines.diffusion.device import freeze_loaded_objects, release_unused_memory
-from stagemesh.services.engines.diffusion.model.facts import ModelFacts, image_tokens, model_facts
+from stagemesh.services.engines.diffusion.caches import PromptCache, enable_caches
 from stagemesh.services.engines.diffusion.model.lora_adapters import ModelAdapters
+from stagemesh.services.engines.diffusion.model.memory_estimate import ModelFacts, image_tokens, model_facts
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
-from stagemesh.services.engines.diffusion.model_errors import to_stagemesh_error
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, LoadOptions
-from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
-from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
-from stagemesh.services.engines.torch_device import choose_device, set_up_torch
+from stagemesh.services.engines.diffusion.request_transfer import RequestTransfer
+from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState, to_stagemesh_error
+from stagemesh.services.engines.torch_setup import (
+    choose_device,
+    freeze_loaded_objects,
+    release_unused_memory,
+    set_up_torch,
+)
 
 if TYPE_CHECKING:
-    from stagemesh.services.engines.diffusion.parallel.rank_group import RankGroup
+    from stagemesh.services.engines.diffusion.rank_group import RankGroup
 
 PROFILED_STEP = "denoising step"
 """Name under which each denoising step is recorded in a profile."""

@@ -24,9 +24,9 @@ from dataclasses import fields
 
 from pydantic import JsonValue
 
-from stagemesh.common.descriptors import Emitted, EngineDescriptor, Signature
 from stagemesh.common.errors import NotFoundError
-from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.plugins.descriptors import Emitted, EngineDescriptor, Signature
+from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.services.engines.fake.options import FakeOptions, fake_options
 
 FRAME_WIDTH = 8

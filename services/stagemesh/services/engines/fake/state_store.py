@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from stagemesh.common.errors import InvalidRequestError, UnavailableError
-from stagemesh.connectors.tickets import OfferedTicket
+from stagemesh.connectors.packets import OfferedTicket
 from stagemesh.services.engines.fake import KIND
 
 _GONE = b"\xff" * 8

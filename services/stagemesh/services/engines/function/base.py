@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from stagemesh.common.tensors import Tensors
-from stagemesh.common.typed_values import Value
-from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import Medium
+from stagemesh.common.wire.tensors import Tensors, Value
+from stagemesh.connectors.packets import Packet
+from stagemesh.services.engines.prompts import Medium
 
 State = TypeVar("State")
 

@@ -7,8 +7,8 @@ from itertools import count
 from math import inf
 from typing import Generic, TypeVar
 
-from stagemesh.common.descriptors import Signature
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.descriptors import Signature
+from stagemesh.connectors.packets import Packet
 
 T = TypeVar("T")
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stagemesh.services.engines.abilities import CacheStatistics
-from stagemesh.services.engines.adapters.files import AdapterFiles, Sizes, read_adapter
-from stagemesh.services.engines.adapters.manager import AdapterManager, Entry, check_rank
+from stagemesh.services.engines.adapter_files import AdapterFiles, Sizes, read_adapter
+from stagemesh.services.engines.adapters import AdapterManager, Entry, check_rank
 from stagemesh.services.engines.controls import Profiles, SleepManager
-from stagemesh.services.engines.vllm.core_calls import CoreRefusalError, core_call, worker_call
+from stagemesh.services.engines.vllm.engine_core import CoreRefusalError, core_call, worker_call
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

@@ -4,88 +4,37 @@ engine starts.
 
 import asyncio
 import itertools
-import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
-from stagemesh.common.extras import needs_extra
-from stagemesh.common.settings import set_library_variables
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError, needs_extra
+from stagemesh.common.process.settings import set_library_variables
+from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.services.engines.abilities import EngineAbilities, HandsOver, PartitionsArena
 from stagemesh.services.engines.base import EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.engines.vllm.control import Control
-from stagemesh.services.engines.vllm.core_calls import shut_down
-from stagemesh.services.engines.vllm.core_process import forked_core
+from stagemesh.services.engines.vllm.engine_core import LoadFailure, forked_core, prepare_environment, shut_down
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, RequestPrompt
-from stagemesh.services.engines.vllm.load_failure import LoadFailure
 from stagemesh.services.engines.vllm.options import KV_CACHE_KIND, StageOptions, engine_options, own_options
+from stagemesh.services.engines.vllm.telemetry import LoadMeter, vllm_metrics
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.output_processor import RequestOutputCollector
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+
 _HEALTH_POLL_S = 0.2
 _ARENA_DIVISOR = 4
 """The arena's size divided by this number is the default size of the partitions for hidden states."""
-_LOAD_SMOOTHING = 0.1
 _PROGRESS_TOKENS = 64
 """The number of tokens between two progress events of a request.
 
 Callers that need more frequent progress can stream the text or the tokens.
 """
-
-
-def _vllm_metrics() -> "Iterator[Metric]":
-    """Yields vLLM's own metrics, which it adds to the process's default registry."""
-    from prometheus_client import REGISTRY
-
-    return (metric for metric in REGISTRY.collect() if metric.name.startswith("vllm:"))
-
-
-class LoadMeter:
-    """Measures the load of an engine: the numbers of running and queued requests, and the estimated remaining work.
-
-    The estimate is based on the number of tokens that the requests may still sample and on the measured time per token.
-    """
-
-    def __init__(self) -> None:
-        self._tokens_left: dict[str, int] = {}
-        self._token_s = 0.0
-        self._last_token_s = time.monotonic()
-
-    def begin(self, name: str, max_tokens: int) -> None:
-        """Adds the request `name`, which may sample at most `max_tokens` tokens."""
-        self._tokens_left[name] = max_tokens
-
-    def count(self, name: str, new_tokens: int) -> None:
-        """Records that the request `name` has sampled `new_tokens` more tokens.
-
-        Updates the estimated time per token and the number of tokens that the request may still sample.
-        """
-        if not new_tokens:
-            return
-        now_s, tokens_left = time.monotonic(), self._tokens_left
-        sample_s = min(1.0, now_s - self._last_token_s) * len(tokens_left)
-        self._token_s += _LOAD_SMOOTHING * (sample_s - self._token_s)
-        self._last_token_s = now_s
-        tokens_left[name] = max(0, tokens_left[name] - new_tokens)
-
-    def end(self, name: str) -> None:
-        """Removes the request `name`, which has finished or was aborted."""
-        del self._tokens_left[name]
-
-    def load(self, *, max_running: int) -> EngineLoad:
-        """Returns the load. `max_running` is the number of requests that the engine can run at the same time."""
-        held = len(self._tokens_left)
-        running = min(held, max_running)
-        rounds = sum(self._tokens_left.values()) / max(1, running)
-        return EngineLoad(running, held - running, work_s=rounds * self._token_s)
 
 
 class VllmEngine:
@@ -143,7 +92,7 @@ class VllmEngine:
             sleep=control,
             profiles=control.profiles if control else None,
             caches=control,
-            metrics=_vllm_metrics,
+            metrics=vllm_metrics,
         )
 
     async def start(self, report: Callable[[str], None]) -> None:
@@ -164,16 +113,16 @@ class VllmEngine:
         # Imported here and not in the loop, because even an import of a known module costs half a microsecond.
         from vllm.outputs import RequestOutput
 
-        from stagemesh.services.engines.vllm.conversion import (
+        from stagemesh.services.engines.vllm.outputs import (
             TOKEN_IDS,
             emission_of,
             emission_of_prompt,
             end_error,
-            engine_failed,
             finish_of,
             is_wanted,
             media_tokens,
         )
+        from stagemesh.services.engines.vllm.requests import engine_failed
 
         if task.max_steps is not None:
             raise UnsupportedError(f"stage {self._config.stage}: the vllm engine cannot pause")
@@ -313,13 +262,13 @@ class VllmEngine:
     def _make_features(self) -> list[RequestFeature]:
         """Returns the features that the stage's options enable, in the order in which the engine calls them."""
         from stagemesh.services.engines.vllm.codec.feature import CodecFrames, CodecRows
-        from stagemesh.services.engines.vllm.embeddings.feature import Embeddings
-        from stagemesh.services.engines.vllm.hidden_states.feature import HiddenStates
         from stagemesh.services.engines.vllm.kv_handover.feature import handover_feature
-        from stagemesh.services.engines.vllm.media.feature import Media
+        from stagemesh.services.engines.vllm.media import Media
         from stagemesh.services.engines.vllm.resume import Resume
+        from stagemesh.services.engines.vllm.rows.embeddings import Embeddings
+        from stagemesh.services.engines.vllm.rows.hidden_states import HiddenStates
         from stagemesh.services.engines.vllm.run_ahead import RunAhead
-        from stagemesh.services.engines.vllm.step_spans import StepSpans
+        from stagemesh.services.engines.vllm.telemetry import StepSpans
 
         options, stage = self._options, self._config.stage
         features: list[RequestFeature] = [
@@ -352,7 +301,7 @@ class VllmEngine:
 
         When `held` exits, the request is aborted unless it has ended, and its resources are released.
         """
-        from stagemesh.services.engines.vllm.conversion import start_request
+        from stagemesh.services.engines.vllm.requests import start_request
 
         request = await self._read_request(task, held)
         for feature in self._features:
@@ -385,8 +334,8 @@ class VllmEngine:
 
         `prompt` is the prompt that a feature has read. If `prompt` is None, converts the task's prompt to tokens.
         """
-        from stagemesh.services.engines.vllm.conversion import prompt_tokens, sampling_params
-        from stagemesh.services.engines.vllm.logprobs import LogprobsReader
+        from stagemesh.services.engines.vllm.outputs import LogprobsReader
+        from stagemesh.services.engines.vllm.requests import prompt_tokens, sampling_params
 
         llm = self.control.llm
         if prompt is None:
@@ -413,22 +362,3 @@ def _hands_over(options: StageOptions) -> HandsOver | None:
         return None
     kinds = frozenset({KV_CACHE_KIND})
     return HandsOver(offers=kinds) if options.kv_handover.role == "prefill" else HandsOver(accepts=kinds)
-
-
-def prepare_environment() -> None:
-    """Sets the environment variables that vLLM reads when it is imported.
-
-    Does not change variables that are already set.
-    """
-    set_library_variables(
-        {
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            # On a CPU, oneDNN prepares a kernel for each number of tokens. It would retain 1,024 of up to 100 kB.
-            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        }
-    )

@@ -9,8 +9,8 @@ import sys
 from threading import Thread
 
 from stagemesh.common.errors import UnavailableError
-from stagemesh.common.process_config import run_configured
-from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.process.lifecycle import run_configured
+from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.services.engines.vllm.engine import VllmEngine
 
 _END_S = 20.0

@@ -10,10 +10,10 @@ from vllm import ModelRegistry
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-from stagemesh.common.descriptors import codec_model_descriptors
-from stagemesh.common.process_lifecycle import die_with_parent
+from stagemesh.common.plugins.entry_points import codec_model_descriptors
+from stagemesh.common.process.lifecycle import die_with_parent
 
-_PUNICA = "stagemesh.services.engines.vllm.cpu_lora.SelectiveLoraKernels"
+_PUNICA = "stagemesh.services.engines.vllm.worker.SelectiveLoraKernels"
 
 _T = TypeVar("_T")
 

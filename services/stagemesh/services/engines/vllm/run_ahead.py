@@ -20,15 +20,9 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.services.engines.vllm.core_calls import core_call
-from stagemesh.services.engines.vllm.features import (
-    UNLIMITED,
-    EngineRequest,
-    RequestFeature,
-    RequestLimit,
-    get_argument,
-    set_argument,
-)
+from stagemesh.services.engines.vllm.engine_core import core_call
+from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, get_argument, set_argument
+from stagemesh.services.engines.vllm.run_ahead_limit import UNLIMITED, RequestLimit
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

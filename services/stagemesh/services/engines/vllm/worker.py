@@ -1,23 +1,31 @@
 """The worker class of the vllm engine, which adds the features' mixins to vLLM's model runner.
 
-vLLM receives the name of this class in the engine argument `worker_cls`.
+vLLM receives the name of this class in the engine argument `worker_cls`. The module also checks that vLLM loads
+all parts of combined weights, and fixes errors of vLLM on a CPU.
 """
 
 import atexit
 import gc
 import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
+from vllm.config import ModelConfig
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 
+from stagemesh.services.engines.vllm.engine_core import record_failure
 from stagemesh.services.engines.vllm.features import RUNNER_MODULES
-from stagemesh.services.engines.vllm.load_failure import record_failure
-from stagemesh.services.engines.vllm.weight_check import checked_weights
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -25,6 +33,52 @@ elif current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
     from vllm.v1.worker.gpu_worker import Worker
+
+
+_EXPERTS = ("w13_weight", "w2_weight")
+_MAX_LISTED_NAMES = 10
+
+
+@contextmanager
+def checked_weights() -> Generator[None]:
+    """Lets vLLM raise ValueError, which names the weights, if it loads a model whose weights are incomplete.
+
+    Quantized models and draft models are not checked: their loaders leave some weights to later phases.
+    """
+    load_weights = DefaultModelLoader.load_weights
+
+    def load_and_check(self: DefaultModelLoader, model: nn.Module, model_config: ModelConfig) -> None:
+        is_checked = model_config.quantization is None and model_config.runner_type != "draft"
+        weights = _combined_weights(model) if is_checked else {}
+        with torch.no_grad():
+            for weight in weights.values():
+                weight.fill_(torch.nan)
+        load_weights(self, model, model_config)
+        if missing := [name for name, weight in weights.items() if weight.isnan().any()]:
+            further = f" and {len(missing) - _MAX_LISTED_NAMES} more" if len(missing) > _MAX_LISTED_NAMES else ""
+            raise ValueError(
+                f"the checkpoint lacks parts of weights, or has NaN in them: {', '.join(missing[:_MAX_LISTED_NAMES])}"
+                f"{further}; check that the checkpoint is complete, and copy it again"
+            )
+
+    DefaultModelLoader.load_weights = load_and_check  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DefaultModelLoader.load_weights = load_weights  # type: ignore[method-assign]
+
+
+def _combined_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the floating-point weights of linear layers, embeddings and experts, by vLLM's name."""
+    weights = dict[str, nn.Parameter]()
+    modules = cast("Iterator[tuple[str, Any]]", model.named_modules())
+    for name, module in modules:
+        parameters: Iterator[tuple[str, nn.Parameter]] = module.named_parameters(recurse=False)
+        for kind, weight in parameters:
+            is_combined = kind == "weight" and isinstance(module, (LinearBase, VocabParallelEmbedding))
+            if weight.is_floating_point() and (is_combined or kind in _EXPERTS):
+                weights[f"{name}.{kind}"] = weight
+    return weights
 
 
 _NICENESS = 5
@@ -155,3 +209,36 @@ def _layer_outputs(layer: Any, parts: int) -> list[int]:
     else:
         outputs = list(getattr(layer, "output_sizes", []))
     return outputs if len(outputs) == parts else []
+
+
+class SelectiveLoraKernels(PunicaWrapperCPU):
+    """vLLM's LoRA kernels for a CPU, restricted to the rows of requests that name an adapter.
+
+    vLLM marks a row without an adapter with slot index -1. On a CPU, this index selects the last slot. If the last slot
+    contains an adapter, vLLM would therefore apply that adapter to the row. The module `plugin` tells vLLM to use this
+    class.
+    """
+
+    def add_expand(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        with _restored(y, self.token_lora_indices < 0):
+            super().add_expand(y, *args, **kwargs)
+
+    def add_lora_embedding(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        with _restored(y, self.token_lora_indices < 0):
+            super().add_lora_embedding(y, *args, **kwargs)
+
+    def add_lora_logits(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        with _restored(y, self.sampler_indices < 0):
+            super().add_lora_logits(y, *args, **kwargs)
+
+
+@contextmanager
+def _restored(y: torch.Tensor, rows: torch.Tensor) -> Generator[None]:
+    """Returns a context that restores some rows of `y` to their original values when the context exits.
+
+    `y` has the shape [..., width]. `rows` is a mask of the rows to restore.
+    """
+    flat = y.view(-1, y.shape[-1])
+    before = flat[rows]
+    yield
+    flat[rows] = before

@@ -12,12 +12,11 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.tensors import Tensors
-from stagemesh.common.typed_values import Value
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.wire.tensors import Tensors, Value
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call, Saves
 from stagemesh.services.engines.options import parse_options
-from stagemesh.services.engines.torch_device import choose_device, set_up_torch
+from stagemesh.services.engines.torch_setup import choose_device, set_up_torch
 from stagemesh.services.models.codec_speech.streaming import BatchState, StreamState
 
 _MAX_BATCH_FRAMES = {"cpu": 256, "cuda": 1024}

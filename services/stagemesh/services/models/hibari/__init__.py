@@ -5,8 +5,8 @@ bins: log magnitude and phase of the harmonic branch, log magnitude of the noise
 the residual.
 """
 
-from stagemesh.common.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
-from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
+from stagemesh.common.wire.tensors import TensorSpec
 
 SAMPLE_RATE_HZ = 24_000
 PARTS = 5

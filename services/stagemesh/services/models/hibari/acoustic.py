@@ -7,9 +7,8 @@ import numpy as np
 from hibari import Hibari
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.tensors import Tensors
-from stagemesh.common.typed_values import Value
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.wire.tensors import Tensors, Value
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call, Saves
 
 MODEL_FILE = "hibari.onnx"

@@ -16,9 +16,8 @@ import numpy.typing as npt
 from hibari import dsp
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.tensors import Array, Tensors
-from stagemesh.common.typed_values import Value
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.wire.tensors import Array, Tensors, Value
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call, Saves
 from stagemesh.services.models.hibari import BINS
 

@@ -1,6 +1,6 @@
 """Qwen2.5-Omni in three stages: thinker, talker and token2wav. This module contains the descriptors."""
 
-from stagemesh.common.descriptors import (
+from stagemesh.common.plugins.descriptors import (
     CodecModelDescriptor,
     Emitted,
     FunctionDescriptor,
@@ -8,7 +8,7 @@ from stagemesh.common.descriptors import (
     Signature,
     TransformDescriptor,
 )
-from stagemesh.common.tensors import FLOAT, TensorSpec
+from stagemesh.common.wire.tensors import FLOAT, TensorSpec
 
 MODEL_TYPE = "qwen2_5_omni"
 SAMPLE_RATE_HZ = 24_000
@@ -37,11 +37,11 @@ THINKER2TALKER = TransformDescriptor(
         "positions": TensorSpec("int32", ("tokens", 3)),
     },
     gives={**_ROWS, "states": TensorSpec(FLOAT, ("tokens", "hidden"))},
-    factory="stagemesh.services.models.qwen2_5_omni.thinker2talker:Thinker2Talker",
+    factory="stagemesh.services.models.qwen2_5_omni.transforms:Thinker2Talker",
 )
 
 TALKER2TOKEN2WAV = TransformDescriptor(
-    takes=_CODES, gives=_CODES, factory="stagemesh.services.models.qwen2_5_omni.talker2token2wav:make_talker2token2wav"
+    takes=_CODES, gives=_CODES, factory="stagemesh.services.models.qwen2_5_omni.transforms:make_talker2token2wav"
 )
 
 TOKEN2WAV = FunctionDescriptor(

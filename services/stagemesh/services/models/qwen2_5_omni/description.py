@@ -1,19 +1,60 @@
-"""The facts about a Qwen2.5-Omni checkpoint that the talker's stage and the transforms need."""
+"""The facts about a Qwen2.5-Omni checkpoint that the talker's stage and the transforms need, including its speakers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from stagemesh.common.typed_values import Value
+from stagemesh.common.wire.tensors import Value
 from stagemesh.services.models import checkpoint
-from stagemesh.services.models.codec_speech.speakers import choose_speaker
+from stagemesh.services.models.checkpoint import load_error
+from stagemesh.services.models.codec_speech.description import choose_speaker
 from stagemesh.services.models.qwen2_5_omni import MODEL_TYPE
-from stagemesh.services.models.qwen2_5_omni.speakers import load_speakers
+
+SPEAKERS_FILE = "spk_dict.pt"
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """The properties of a speaker."""
+
+    begin_token: int
+    """The text token before the answer, which selects the speaker in the talker."""
+    vector: Tensor
+    """Represents the voice, float32[size]."""
+    reference: Tensor
+    """A mel spectrogram of the voice, float32[frames, mel size]."""
+
+
+def load_speakers(folder: Path) -> dict[str, Speaker]:
+    """Returns the speakers in the checkpoint's spk_dict.pt by name.
+
+    Reads only tensors and plain values from the file, no other objects. Raises NotReadyError (LOAD_FAILED) if the file
+    is missing or has other content.
+    """
+    try:
+        content: Any = torch.load(folder / SPEAKERS_FILE, map_location="cpu", weights_only=True)
+        speakers = {str(name): _read_speaker(entry) for name, entry in content.items()}
+    except OSError as exc:
+        raise load_error(folder, f"its {SPEAKERS_FILE} cannot be read: {exc.strerror or exc}") from exc
+    except (UnpicklingError, RuntimeError, EOFError, AttributeError, LookupError, TypeError, ValueError) as exc:
+        raise load_error(folder, f"its {SPEAKERS_FILE} does not contain speakers ({exc}); copy it again") from exc
+    if not speakers:
+        raise load_error(folder, f"its {SPEAKERS_FILE} contains no speakers")
+    return speakers
+
+
+def _read_speaker(entry: Any) -> Speaker:
+    reference: Tensor = entry["ref_mel"].float()
+    return Speaker(int(entry["bos_token"]), entry["cond"].float().flatten(), reference.flatten(0, -2))
+
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 _SAMPLING = {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "repetition_penalty": 1.05, "max_new_tokens": 4096}

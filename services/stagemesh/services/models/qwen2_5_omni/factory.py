@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
-from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.extras import needs_extra
-from stagemesh.services.engines.torchvision_operators import declare_operators
+from stagemesh.common.errors import InvalidRequestError, needs_extra
+from stagemesh.services.engines.torch_setup import declare_operators
 
 if TYPE_CHECKING:
     from stagemesh.services.models.qwen2_5_omni.token2wav import Token2Wav

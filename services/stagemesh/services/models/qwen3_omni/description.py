@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.common.typed_values import Value
+from stagemesh.common.wire.tensors import Value
 from stagemesh.services.models import checkpoint
-from stagemesh.services.models.codec_speech.speakers import choose_speaker
+from stagemesh.services.models.codec_speech.description import choose_speaker
 from stagemesh.services.models.qwen3_omni import MODEL_TYPE
 
 _PREFIX = "talker."

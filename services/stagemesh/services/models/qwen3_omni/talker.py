@@ -12,8 +12,7 @@ from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
-from stagemesh.services.models.codec_speech.code_predictor import CodePredictor
-from stagemesh.services.models.codec_speech.draws import Draws, ResidualSampling
+from stagemesh.services.models.codec_speech.code_predictor import CodePredictor, Draws, ResidualSampling
 
 _OTHERS = ("thinker.", "code2wav.")
 _TEXT_EMBEDDING = "thinker.model.embed_tokens."

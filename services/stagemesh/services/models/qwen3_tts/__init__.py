@@ -1,6 +1,6 @@
 """Qwen3-TTS: a prompt stage, a talker and a codec decoder. This module contains the descriptors."""
 
-from stagemesh.common.descriptors import (
+from stagemesh.common.plugins.descriptors import (
     CodecModelDescriptor,
     Emitted,
     FunctionDescriptor,
@@ -8,7 +8,7 @@ from stagemesh.common.descriptors import (
     Signature,
     TransformDescriptor,
 )
-from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.wire.tensors import TensorSpec
 
 MODEL_TYPE = "qwen3_tts"
 CODEC_TYPE = "qwen3_tts_tokenizer_12hz"
@@ -71,7 +71,7 @@ TALKER = CodecModelDescriptor(
 TALKER2CODEC_DECODER = TransformDescriptor(
     takes=_CODES,
     gives=_CODES,
-    factory="stagemesh.services.models.qwen3_tts.talker2codec_decoder:make_talker2codec_decoder",
+    factory="stagemesh.services.models.qwen3_tts.description:make_talker2codec_decoder",
 )
 
 CODEC_DECODER = FunctionDescriptor(
@@ -80,6 +80,6 @@ CODEC_DECODER = FunctionDescriptor(
         emits={"audio": Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)},
         optional=frozenset(_CODES | _REFERENCE),
     ),
-    factory="stagemesh.services.models.qwen3_tts.clone_vocoder:make_clone_vocoder",
+    factory="stagemesh.services.models.qwen3_tts.codec_decoder:make_clone_vocoder",
     stage_options={"device": _DEVICE, "dtype": OptionSpec("auto", allowed_texts=("auto", "float32", "bfloat16"))},
 )

@@ -1,4 +1,6 @@
-"""The facts about a Qwen3-TTS checkpoint that the stages of the prompt and the talker need. Does not import torch."""
+"""The facts about a Qwen3-TTS checkpoint that the stages of the prompt and the talker need, and the transform
+between talker and codec_decoder. Does not import torch.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,8 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.vllm.codec.base import CodecModel
 from stagemesh.services.models import checkpoint
+from stagemesh.services.models.codec_speech.description import SpokenFrames
 from stagemesh.services.models.qwen3_tts import MODEL_TYPE
 
 ARCHITECTURE = "Qwen3TTSTalker"
@@ -112,3 +116,17 @@ def _layers(model: str, count: int) -> Sequence[str]:
     parts += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     parts += ["input_layernorm", "post_attention_layernorm"]
     return [f"{model}.layers.{layer}.{part}.weight" for layer in range(count) for part in parts]
+
+
+def make_talker2codec_decoder(model: Path | None) -> SpokenFrames:
+    """Returns the transform that removes frames that are not audio.
+
+    `model` is the folder of the stage that applies it. Raises InvalidRequestError if it is None.
+    """
+    if model is None:
+        raise InvalidRequestError(
+            "the transform qwen3_tts.talker2codec_decoder needs a checkpoint folder; set `model` of the edge's stages",
+            reason="INVALID_CONFIG",
+        )
+    predictor = read_config(model)["talker_config"]["code_predictor_config"]
+    return SpokenFrames(codebook_size=predictor["vocab_size"])

@@ -12,8 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
-from stagemesh.services.models.codec_speech.code_predictor import CodePredictor
-from stagemesh.services.models.codec_speech.draws import Draws, ResidualSampling
+from stagemesh.services.models.codec_speech.code_predictor import CodePredictor, Draws, ResidualSampling
 from stagemesh.services.models.qwen3_tts.description import read_generation_config
 
 _SPECIAL_CODES = 1024

@@ -1,12 +1,25 @@
-"""The voices and languages that a Qwen3-TTS checkpoint has, and the choice of a request among them."""
+"""The voices and languages of a Qwen3-TTS checkpoint, a request's choice among them, and the analysis of a voice to
+clone. Importing this module does not import transformers.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.typed_values import Value
-from stagemesh.services.models.codec_speech.speakers import choose_speaker
+from stagemesh.common.wire.tensors import Value
+from stagemesh.services.engines.torch_setup import declare_operators
+from stagemesh.services.models.codec_speech.description import choose_speaker
+
+if TYPE_CHECKING:
+    import torch
+
+    from stagemesh.services.models.qwen3_tts.voice_encoders import CodecEncoder, SpeakerEncoder
+
 
 AUTO = "auto"
 _CLONING, _NAMED = "base", "custom_voice"
@@ -80,3 +93,34 @@ class Voices:
 
 def _invalid(option: str, problem: str) -> InvalidRequestError:
     return InvalidRequestError(problem, reason="INVALID_OPTION", metadata={"option": option})
+
+
+Samples = npt.NDArray[np.float32]
+
+
+class ReferenceEncoder:
+    """Converts a reference voice to the inputs of the talker. Its audio is float32[samples] at 24 kHz."""
+
+    def __init__(self, speaker: "SpeakerEncoder", codec: "CodecEncoder") -> None:
+        self._speaker, self._codec = speaker, codec
+        self.width, self.groups = speaker.width, codec.groups
+
+    def embed(self, audio: Samples) -> npt.NDArray[np.float32]:
+        """Returns the vector that represents the speaker, float32[width]. The audio is at least 0.1 s long."""
+        return self._speaker.embed(audio)
+
+    def encode(self, audio: Samples) -> npt.NDArray[np.int32]:
+        """Returns the codec frames of the audio, int32[frames, groups]. The last frame may contain a part of it."""
+        return self._codec.encode(audio)
+
+
+def load_reference_voice(model: Path, *, device: "torch.device") -> ReferenceEncoder:
+    """Loads the speaker encoder and the codec's encoder of the checkpoint folder `model`.
+
+    Raises NotReadyError (LOAD_FAILED) if the checkpoint is of another model, lacks a speaker encoder, or is incomplete.
+    """
+    # transformers imports torchvision if it is installed.
+    declare_operators()
+    from stagemesh.services.models.qwen3_tts.voice_encoders import load_codec_encoder, load_speaker_encoder
+
+    return ReferenceEncoder(load_speaker_encoder(model, device=device), load_codec_encoder(model, device=device))

@@ -1,35 +1,24 @@
-"""The edges of a step: their flows, their peer replicas, and the packets that the engine receives over them."""
+"""The edges of a step: their flows and their peer replicas."""
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stagemesh.common.connector_descriptors import number_of
-from stagemesh.common.descriptors import import_factory, load_transform_descriptor
-from stagemesh.common.errors import (
-    InternalError,
-    InvalidChunkError,
-    InvalidRequestError,
-    NotFoundError,
-    StagemeshError,
-    StaleAttemptError,
-)
-from stagemesh.common.tensors import TensorSpec
-from stagemesh.common.user_errors import UserErrors
+from stagemesh.common.errors import InvalidRequestError, NotFoundError, StagemeshError, StaleAttemptError
+from stagemesh.common.plugins.connectors import number_of
+from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import REBIND_S, EdgeKey, FlowStatus, Packet, is_recoverable, packets_problem
-from stagemesh.connectors.flow.inlet import Inlet
-from stagemesh.connectors.flow.merging import merge
+from stagemesh.connectors.flow.inlet import Inlet, merge
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
-from stagemesh.connectors.tickets import Ticket
-from stagemesh.services.engines.base import Transform
-from stagemesh.services.stage.step.results import ResultCheck, check_lengths
+from stagemesh.connectors.lost_peers import REBIND_S, is_recoverable
+from stagemesh.connectors.packets import EdgeKey, FlowStatus, FlowUsage
+from stagemesh.services.engines.user_errors import UserErrors
+from stagemesh.services.stage.step.inputs import EdgeInput, EdgeTransform
 from stagemesh.services.stage.step.spec import STATE_EDGE, InputBinding, OutputBinding, Rebinding, StepSpec
-from stagemesh.v1 import control_pb2
+from stagemesh.v1 import control_pb2, request_pb2
 
 
 class StepEdges:
@@ -190,8 +179,8 @@ class StepEdges:
 
     # -- internal
 
-    def _transform(self, name: str, edge: str) -> "_EdgeTransform":
-        return _EdgeTransform(name, edge=edge, model=self._model, user_errors=self._user_errors)
+    def _transform(self, name: str, edge: str) -> "EdgeTransform":
+        return EdgeTransform(name, edge=edge, model=self._model, user_errors=self._user_errors)
 
     def _all_inlets(self) -> dict[str, Inlet]:
         return self._inlets if self.state_inlet is None else {**self._inlets, STATE_EDGE: self.state_inlet}
@@ -227,147 +216,6 @@ class StepEdges:
         return wanted > attempt or flow.is_lost or binding.peer != current.peer
 
 
-class EdgeInput:
-    """The engine's input from one incoming edge. Iterates over the inlet's packets, transformed and validated."""
-
-    def __init__(
-        self,
-        inlet: Inlet,
-        *,
-        edge: str,
-        transform: "_EdgeTransform | None",
-        accepts: Mapping[str, TensorSpec],
-        on_packet: Callable[[], None],
-    ) -> None:
-        self._packets = aiter(inlet)
-        self._edge, self._accepts, self._on_packet, self._transform = edge, accepts, on_packet, transform
-        self._pending: deque[Packet] = deque()
-        self.waits = False
-        """Whether the engine is waiting for a packet that has not arrived."""
-        self._ended = False
-
-    def __aiter__(self) -> AsyncIterator[Packet]:
-        """Returns this object itself, because an input can be read only once."""
-        return self
-
-    async def __anext__(self) -> Packet:
-        """Returns the next packet. Raises StopAsyncIteration after the last packet.
-
-        This method is used instead of an async generator, because a generator's frame would retain the last packet and
-        the packet's lease.
-        """
-        while not self._pending:
-            if self._ended:
-                raise StopAsyncIteration
-            await self._pull()
-        self._on_packet()
-        return self._pending.popleft()
-
-    async def _pull(self) -> None:
-        self.waits = True
-        try:
-            packet = await anext(self._packets, None)
-        finally:
-            self.waits = False
-        self._ended = packet is None
-        if self._transform is not None:
-            made = self._transform.finish() if packet is None else self._transform.push(packet)
-        else:
-            made = [] if packet is None else [packet]
-        self._pending.extend(accepted_part(each, self._accepts, edge=self._edge) for each in made)
-
-
-def accepted_part(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: str) -> Packet:
-    """Returns a packet that contains only the tensors and tickets that the stage accepts.
-
-    `edge` is the edge's name in errors. Raises InvalidChunkError if the packet contains none of them, or if a dtype, a
-    shape or the kind of a ticket does not match. A symbol in the accepted shapes represents the same length in all
-    tensors of the packet.
-    """
-    taken = {name: tensor for name, tensor in packet.tensors.items() if name in accepts}
-    tickets = _accepted_tickets(packet, accepts, edge=edge) if packet.tickets else packet.tickets
-    if not taken and not tickets:
-        names = ", ".join((*packet.tensors, *packet.tickets)) or "no tensor"
-        raise InvalidChunkError(
-            f"edge {edge} carries {names}; this stage accepts {', '.join(accepts)}", metadata={"edge": edge}
-        )
-    lengths: dict[str, int] = {}
-    for name, tensor in taken.items():
-        try:
-            accepts[name].check(name, tensor)
-            check_lengths(name, tensor, accepts[name], lengths=lengths)
-        except InvalidChunkError as exc:
-            raise InvalidChunkError(f"edge {edge}: {exc.message}", metadata={"edge": edge}) from exc
-    return Packet(taken, packet.metadata, tickets)
-
-
-def _accepted_tickets(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: str) -> Mapping[str, Ticket]:
-    tickets = {name: ticket for name, ticket in packet.tickets.items() if name in accepts}
-    for name, ticket in tickets.items():
-        if accepts[name].ticket_kind != ticket.kind:
-            raise InvalidChunkError(
-                f"edge {edge}: {name!r} is {TensorSpec.ticket(ticket.kind)}; expected {accepts[name]}",
-                metadata={"edge": edge},
-            )
-    return tickets
-
-
-class _EdgeTransform:
-    """The transform of one flow, which passes tickets. Its results are checked by its descriptor.
-
-    An error of the transform names the transform and the edge. The constructor raises NotFoundError if the name is
-    unknown.
-    """
-
-    def __init__(self, name: str, *, edge: str, model: Path | None, user_errors: UserErrors) -> None:
-        descriptor = load_transform_descriptor(name)
-        self._name = f"transform {name} of edge {edge}"
-        self._module, self._edge, self._user_errors = descriptor.factory, edge, user_errors
-        self._results = ResultCheck(descriptor.gives, maker=self._name, metadata={"edge": edge})
-        with self._named_errors():
-            self._transform: Transform = import_factory(descriptor.factory)(model)
-
-    def push(self, packet: Packet) -> Sequence[Packet]:
-        with self._named_errors():
-            made = self._transform.push(packet)
-        self._check(made)
-        return _with_tickets(packet, made) if packet.tickets else made
-
-    def finish(self) -> Sequence[Packet]:
-        with self._named_errors():
-            made = self._transform.finish()
-        self._check(made)
-        return made
-
-    def _check(self, made: Sequence[Packet]) -> None:
-        if problem := packets_problem(made):
-            raise InternalError(
-                f"{self._name} returned {problem}; return a list of Packets",
-                reason="INVALID_RESULT",
-                metadata={"edge": self._edge},
-            )
-        for packet in made:
-            self._results.check(packet)
-
-    @contextmanager
-    def _named_errors(self) -> Generator[None]:
-        try:
-            yield
-        except StagemeshError:
-            raise
-        except (Exception, SystemExit) as exc:
-            message = self._user_errors.describe(self._name, exc, module=self._module)
-            raise InternalError(message, reason="ENGINE_ERROR", metadata={"edge": self._edge}) from exc
-
-
-def _with_tickets(packet: Packet, made: Sequence[Packet]) -> Sequence[Packet]:
-    """Returns the packets that a transform made of `packet`, the first of which has the tickets of `packet`."""
-    if any(each.tickets for each in made):
-        return made
-    first, *rest = made or [Packet({}, packet.metadata)]
-    return [Packet(first.tensors, first.metadata, packet.tickets), *rest]
-
-
 def _rebind_s(edge: str) -> float:
     return 0.0 if edge == STATE_EDGE else REBIND_S
 
@@ -375,3 +223,14 @@ def _rebind_s(edge: str) -> float:
 def _report(peer: str, status: FlowStatus) -> control_pb2.FlowReport:
     fields: dict[str, Any] = asdict(status) | {"connector": number_of(status.connector)}
     return control_pb2.FlowReport(**fields, peer=peer)
+
+
+def usage_to_wire(usage: FlowUsage) -> request_pb2.EdgeUsage:
+    """Returns the message with the usage of a flow."""
+    return request_pb2.EdgeUsage(
+        edge=usage.edge,
+        connector=number_of(usage.connector),
+        chunks=usage.chunks,
+        size_bytes=usage.size_bytes,
+        handed_over_bytes=usage.handed_over_bytes,
+    )

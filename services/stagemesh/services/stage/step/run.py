@@ -3,39 +3,35 @@
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 
-from stagemesh.common.connector_descriptors import number_of
-from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,
     InternalError,
     InvalidRequestError,
     StagemeshError,
-    UnavailableError,
 )
-from stagemesh.common.logs import bind_log_context
+from stagemesh.common.media.store import MediaStore
 from stagemesh.common.notification import Journal, Notifier
-from stagemesh.common.stage_config import StageConfig
-from stagemesh.common.user_errors import UserErrors
+from stagemesh.common.plugins.descriptors import Signature
+from stagemesh.common.process.logs import bind_log_context
+from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import FlowUsage, Packet
 from stagemesh.connectors.flow.outlet import FanOut
-from stagemesh.connectors.flow.packet_queue import add_rows
+from stagemesh.connectors.flow.received_rows import add_rows
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
-from stagemesh.services.media.store import MediaStore
-from stagemesh.services.stage.replica.paused_states import PausedStates, without_large_state, without_state
-from stagemesh.services.stage.step.edges import EdgeInput, StepEdges
-from stagemesh.services.stage.step.file_outputs import FileOutputs
-from stagemesh.services.stage.step.frame_intervals import FrameIntervals, RowTimer
-from stagemesh.services.stage.step.outputs import ProgressThrottle, StreamedOutputs, finish_to_wire
-from stagemesh.services.stage.step.results import FiniteCheck, ResultCheck
+from stagemesh.services.engines.user_errors import UserErrors
+from stagemesh.services.stage.step.checks import FiniteCheck, ResultCheck
+from stagemesh.services.stage.step.edges import StepEdges, usage_to_wire
+from stagemesh.services.stage.step.inputs import EdgeInput, opened_media
+from stagemesh.services.stage.step.outputs import FileOutputs, ProgressThrottle, StreamedOutputs, finish_to_wire
+from stagemesh.services.stage.step.paused_states import PausedStates, drained_error, without_large_state, without_state
 from stagemesh.services.stage.step.spec import STATE_EDGE, StepSpec, checkpoint_to_wire
-from stagemesh.services.stage.step.stored_media import opened_media
+from stagemesh.services.stage.step.timings import FrameIntervals, RowTimer, Stopwatch
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)
@@ -50,47 +46,6 @@ _SPANS = 64
 """The number of new spans at which a traced step reports them, so that most are known if the replica is lost."""
 
 _numbers = itertools.count(1)
-
-
-def drained_error(where: Mapping[str, str]) -> UnavailableError:
-    """Returns the error for a step that must continue on another replica, because this replica is being drained.
-    `where` contains the names of this stage and replica.
-    """
-    return UnavailableError(
-        f"replica {where['replica']} of stage {where['stage']} is drained and hands its steps over to other replicas",
-        reason="DRAINED",
-        metadata=where,
-    )
-
-
-class Stopwatch:
-    """Measures the timings of a step on the monotonic clock. All times are in seconds since construction."""
-
-    def __init__(self) -> None:
-        self._accepted_s = time.monotonic()
-        self.started_s: float | None = None
-        """The time at which the engine received its first input, in seconds since construction. None if the engine has
-        not received any input."""
-        self._first_output_s: float | None = None
-
-    @property
-    def age_s(self) -> float:
-        """The time since construction, in seconds. The step is accepted at construction."""
-        return time.monotonic() - self._accepted_s
-
-    def start(self) -> None:
-        """Records the time at which the engine received its first input. Ignores later calls."""
-        if self.started_s is None:
-            self.started_s = self.age_s
-
-    def first_output(self) -> None:
-        """Records the time at which the engine emitted its first output. Ignores later calls."""
-        if self._first_output_s is None:
-            self._first_output_s = self.age_s
-
-    def timings(self) -> request_pb2.Timings:
-        """Returns the step's timings. Call at the end of the step, because the current time is recorded as the end."""
-        return request_pb2.Timings(started_s=self.started_s, first_output_s=self._first_output_s, finished_s=self.age_s)
 
 
 class StepRun:
@@ -509,7 +464,7 @@ class StepRun:
         finished = stage_pb2.StepFinished(
             usage=self.usage(),
             timings=self._stopwatch.timings(),
-            edges=list(map(_usage_to_wire, outlets.usages if outlets else ())),
+            edges=list(map(usage_to_wire, outlets.usages if outlets else ())),
             finish=finish_to_wire(finish),
             warnings=self._finite.warnings,
         )
@@ -560,13 +515,3 @@ class StepRun:
 
 def _checkpoint_event(state: Checkpoint) -> stage_pb2.ExecuteStepResponse:
     return stage_pb2.ExecuteStepResponse(checkpoint=checkpoint_to_wire(state))
-
-
-def _usage_to_wire(usage: FlowUsage) -> request_pb2.EdgeUsage:
-    return request_pb2.EdgeUsage(
-        edge=usage.edge,
-        connector=number_of(usage.connector),
-        chunks=usage.chunks,
-        size_bytes=usage.size_bytes,
-        handed_over_bytes=usage.handed_over_bytes,
-    )

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stagemesh.common.connector_descriptors import ConnectorName, name_of
-from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.request_checks import (
+from stagemesh.common.plugins.connectors import ConnectorName, name_of
+from stagemesh.common.plugins.descriptors import Signature
+from stagemesh.common.requests.request_checks import (
     check_input,
     check_known,
     check_sampling,
@@ -18,15 +18,14 @@ from stagemesh.common.request_checks import (
     read_samples,
     read_tensors,
 )
-from stagemesh.common.tensors import inline_tensor
-from stagemesh.common.tracing import StepTrace
-from stagemesh.common.unknown_kinds import refuse_unknown
-from stagemesh.connectors.edge import Packet
-from stagemesh.connectors.flow.chunk_sizes import PlayoutPace
-from stagemesh.connectors.flow.chunking import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
-from stagemesh.services.engines.base import (
+from stagemesh.common.wire.chunk_policies import ChunkPolicy, FramesPolicy, PlayoutPace, StepPolicy, WholePolicy
+from stagemesh.common.wire.telemetry import StepTrace
+from stagemesh.common.wire.tensors import inline_tensor
+from stagemesh.common.wire.versions import refuse_unknown
+from stagemesh.connectors.packets import Packet
+from stagemesh.services.engines.base import Checkpoint, SamplingOptions, Structure, Task, TokenSelection
+from stagemesh.services.engines.prompts import (
     ChatMessage,
-    Checkpoint,
     Conversation,
     MediaFile,
     MediaKind,
@@ -36,10 +35,6 @@ from stagemesh.services.engines.base import (
     RawPrompt,
     Role,
     Samples,
-    SamplingOptions,
-    Structure,
-    Task,
-    TokenSelection,
     Tool,
     ToolCall,
 )

@@ -1,1 +1,3 @@
-"""Diffusion models: loading, supported model families, LoRA adapters, memory estimates and the phases of a pipeline."""
+"""Diffusion models: loading, supported families, LoRA adapters, memory estimates, and the transformer calls that
+several requests share.
+"""

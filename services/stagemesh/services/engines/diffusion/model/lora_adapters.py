@@ -16,7 +16,7 @@ from peft import LoraConfig
 from safetensors.torch import load
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError
-from stagemesh.services.engines.adapters.files import (
+from stagemesh.services.engines.adapter_files import (
     CONFIG,
     WEIGHTS,
     AdapterFiles,
@@ -26,7 +26,7 @@ from stagemesh.services.engines.adapters.files import (
     read_adapter,
     read_head,
 )
-from stagemesh.services.engines.adapters.manager import check_rank
+from stagemesh.services.engines.adapters import check_rank
 
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 _METADATA = "lora_adapter_metadata"

@@ -22,15 +22,10 @@ from diffusers.modular_pipelines.modular_pipeline import (
 from PIL import Image, UnidentifiedImageError
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.services.engines.diffusion.batching.shared_forwards import (
-    Call,
-    CallRecorder,
-    SharedForwards,
-    replay,
-)
-from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
+from stagemesh.services.engines.diffusion.caches import PromptCache
 from stagemesh.services.engines.diffusion.model.families import FAMILIES, Family
 from stagemesh.services.engines.diffusion.model.loading import Loader, load_image_processor
+from stagemesh.services.engines.diffusion.model.shared_forwards import Call, CallRecorder, SharedForwards, replay
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 

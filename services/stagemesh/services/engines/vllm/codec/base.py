@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.common.typed_values import Value
+from stagemesh.common.wire.tensors import Value
 
 if TYPE_CHECKING:
     import torch

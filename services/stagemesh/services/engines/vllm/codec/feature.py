@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from stagemesh.common.descriptors import import_factory, load_codec_model_descriptor
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
-from stagemesh.common.tensors import Array, Tensors, TensorSpec
-from stagemesh.common.typed_values import Value
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.plugins.entry_points import import_factory, load_codec_model_descriptor
+from stagemesh.common.wire.tensors import Array, Tensors, TensorSpec, Value
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.abilities import PartitionsArena
 from stagemesh.services.engines.base import Checkpoint, Task
 from stagemesh.services.engines.options import request_options

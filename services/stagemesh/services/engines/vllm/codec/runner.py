@@ -18,7 +18,7 @@ from stagemesh.services.engines.vllm.codec.base import CodecModule
 from stagemesh.services.engines.vllm.codec.feature import CODE_OFFSET, RESIDUALS, TEXT_OFFSET, Drawing
 from stagemesh.services.engines.vllm.features import track_arguments
 from stagemesh.services.engines.vllm.options import CODES, STATES
-from stagemesh.services.engines.vllm.rows.input_runner import TakesRows, TakesRowsV1, as_tensor
+from stagemesh.services.engines.vllm.rows.input_memory import TakesRows, TakesRowsV1, as_tensor
 from stagemesh.services.engines.vllm.rows.row_writer import Attachment, RequestedRows, RowWriter, Slice
 
 if TYPE_CHECKING:

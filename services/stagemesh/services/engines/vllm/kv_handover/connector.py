@@ -1,32 +1,35 @@
-"""vLLM's NIXL connector, changed so that a hand-over ticket alone decides when a prompt's KV cache is freed.
+"""vLLM's NIXL connector, changed so that a hand-over ticket alone decides when a prompt's KV cache is freed, and the
+mixins for vLLM's model runners through which the replica reaches it.
 
-vLLM itself frees the blocks of a prompt when one consumer reports that it has read them, or when a lease of vLLM's own
-expires. A consumer that dies after its report could then not be replaced, and the blocks of a cancelled request would
-be kept until the lease expires. A ticket is released exactly once, even if either end dies. Therefore the workers free
-blocks when the replica tells them to, and ignore the reports.
+vLLM itself frees the blocks of a prompt when one consumer reports that it has read them, or when a lease of
+vLLM's own expires. A consumer that dies after its report could then not be replaced, and the blocks of a
+cancelled request would be kept until the lease expires. A ticket is released exactly once, even if either end
+dies. Therefore the workers free blocks when the replica tells them to, and ignore the reports.
 
-vLLM creates `NixlConnector` by its name. Some of vLLM's checks compare this name, so that it must remain.
+vLLM creates `NixlConnector` by its name. Some of vLLM's checks compare this name. Do not rename it.
 """
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from stagemesh.services.engines.vllm.kv_handover.nixl_package import provide_nixl
-
-provide_nixl()
-
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (  # noqa: E402  # imports nixl
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlPullConnector,
     NixlPullConnectorScheduler,
     NixlPullConnectorWorker,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
+
+from stagemesh.connectors.nixl.environment import provide_nixl
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+
+provide_nixl()
 
 
 class NixlConnector(NixlPullConnector):
@@ -94,3 +97,27 @@ class _Worker(NixlPullConnectorWorker):
             self._reqs_to_process.discard(request_id)
             self._released.discard(get_base_request_id(request_id))
         return freed
+
+
+class _HandsOver:
+    def release_prompts(self, names: list[str]) -> None:
+        """Frees the KV cache of prompts. `names` are the requests' names in the replica."""
+        self._connector_worker.release(names)
+
+    def block_bytes(self) -> int:
+        """Returns the number of bytes that a block of the KV cache occupies in this worker."""
+        size_bytes: int = self._connector_worker.block_bytes()
+        return size_bytes
+
+    @property
+    def _connector_worker(self) -> Any:
+        connector: Any = get_kv_transfer_group()
+        return connector.connector_worker
+
+
+class RunnerV1(_HandsOver):
+    """A mixin for the model runner in `vllm.v1.worker.gpu_model_runner`."""
+
+
+class RunnerV2(_HandsOver):
+    """A mixin for the model runner in `vllm.v1.worker.gpu.model_runner`."""

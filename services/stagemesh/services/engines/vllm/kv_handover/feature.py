@@ -7,6 +7,7 @@ cache. It computes the prompt itself if no ticket arrives, or if the ticket cann
 
 import asyncio
 import logging
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, TypeAlias
@@ -15,24 +16,89 @@ import msgspec
 from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
 
-from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, StagemeshError, UnavailableError
-from stagemesh.common.extras import needs_extra
-from stagemesh.common.settings import set_library_variables
-from stagemesh.common.stage_config import StageConfig
-from stagemesh.connectors.edge import Packet, is_recoverable
-from stagemesh.connectors.nixl.environment import set_variables
-from stagemesh.connectors.tickets import OfferedTicket, Ticket
+from stagemesh.common.errors import (
+    InvalidChunkError,
+    InvalidRequestError,
+    NotReadyError,
+    StagemeshError,
+    UnavailableError,
+    needs_extra,
+)
+from stagemesh.common.process.settings import library_variable, set_library_variables
+from stagemesh.common.process.stage_process import StageConfig
+from stagemesh.connectors.lost_peers import is_recoverable
+from stagemesh.connectors.nixl.environment import provide_nixl, set_variables
+from stagemesh.connectors.packets import OfferedTicket, Packet, Ticket
 from stagemesh.services.engines.base import Emission, Task
-from stagemesh.services.engines.vllm.conversion import CheckedParams
-from stagemesh.services.engines.vllm.core_calls import runner_call
+from stagemesh.services.engines.vllm.engine_core import runner_call
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook
-from stagemesh.services.engines.vllm.kv_handover.nixl_package import provide_nixl
-from stagemesh.services.engines.vllm.kv_handover.side_channel import SideChannel
 from stagemesh.services.engines.vllm.options import KV_CACHE, KV_CACHE_KIND, KvHandoverOptions
+from stagemesh.services.engines.vllm.requests import CheckedParams
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+_PORT_RANGE = "UCX_TCP_PORT_RANGE"
+"""UCX's variable for its ports, such as "18600-18663". Where it is set, firewalls open no other ports."""
+_ANY_HOST = frozenset({"0.0.0.0", "[::]", ""})  # noqa: S104  # compared, not bound
+
+
+class SideChannel:
+    """Chooses a free port and keeps other processes from taking it until vLLM listens there.
+
+    vLLM cannot choose a port itself, and would wait forever if the port was taken. A socket that is bound but does not
+    listen reserves the port: the kernel gives it to no other program, but lets vLLM listen on it.
+    """
+
+    def __init__(self, address: str) -> None:
+        """`address` is the replica's address, "host:port", whose host its peers can reach."""
+        host = address.rpartition(":")[0]
+        self.host = socket.gethostname() if host in _ANY_HOST else host.strip("[]")
+        """The host at which vLLM listens, and at which its peers reach it."""
+        self._reserved: socket.socket | None = None
+
+    def reserve(self) -> int:
+        """Returns the reserved port. Raises NotReadyError (LOAD_FAILED) if there is none."""
+        self.close()
+        cause: OSError | None = None
+        for port in _candidate_ports():
+            try:
+                self._reserved = self._bind(port)
+            except OSError as exc:
+                cause = exc
+            else:
+                number: int = self._reserved.getsockname()[1]
+                return number
+        raise NotReadyError(
+            f"no port of {self.host} is free for the hand-over of KV caches: {cause}", reason="LOAD_FAILED"
+        )
+
+    def close(self) -> None:
+        """Ends the reservation. Idempotent."""
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            reserved.close()
+
+    def _bind(self, port: int) -> socket.socket:
+        family, _, _, _, address = socket.getaddrinfo(self.host, port, type=socket.SOCK_STREAM)[0]
+        reserved = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(address)
+        except OSError:
+            reserved.close()
+            raise
+        return reserved
+
+
+def _candidate_ports() -> list[int]:
+    first, _, last = library_variable(_PORT_RANGE).partition("-")
+    if first.isdecimal() and last.isdecimal():
+        return list(range(int(last), int(first) - 1, -1))
+    return [0]
+
 
 TIME_LIMIT_S = 30.0
 """The time for which the KV cache of a prompt is kept after its offer, and after each acceptance."""
@@ -69,7 +135,7 @@ class KvDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _KvHandover(RequestFeature):
     """The part of the feature that both stages have: vLLM's connector."""
 
-    runner_module = "stagemesh.services.engines.vllm.kv_handover.runner"
+    runner_module = "stagemesh.services.engines.vllm.kv_handover.connector"
 
     def __init__(self, options: KvHandoverOptions, *, config: StageConfig) -> None:
         self._options, self._stage = options, config.stage

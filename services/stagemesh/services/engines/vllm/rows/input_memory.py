@@ -1,4 +1,5 @@
-"""The memory that the replica and vLLM's workers share for the input rows of requests.
+"""The memory that the replica and vLLM's workers share for the input rows of requests, and the base classes of the
+mixins for vLLM's model runners that read it.
 
 A row belongs to one token position of a request. It has one or more columns, for example the row's embedding. The
 memory has one slot for each running request. It is a sparse file: the pages of a slot are allocated when data is
@@ -7,13 +8,22 @@ written, and freed when the slot is released.
 
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.common.tensors import DTYPES, Array
+from stagemesh.common.wire.tensors import DTYPES, Array
+from stagemesh.services.engines.vllm.features import track_arguments
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 @dataclass(frozen=True)
@@ -92,3 +102,104 @@ class InputMemory:
         """Frees the memory pages of a slot. The slot contains zeros afterwards."""
         size_bytes = self.ticket.slot_bytes
         self._mapping.madvise(mmap.MADV_REMOVE, slot * size_bytes, size_bytes)
+
+
+class InputSlot(msgspec.Struct, frozen=True):
+    """The location of a request's input rows in the shared memory, and the length of the request's prompt.
+
+    The replica sends this object to vLLM's workers with the request (`features.set_argument`).
+    """
+
+    slot: int
+    prompt_tokens: int
+    """The number of prompt tokens. Rows at positions below this number are the prompt."""
+
+
+class TakesRows:
+    """A mixin for model runners. Leaves the inputs unchanged until `attach_inputs` is called.
+
+    A subclass implements `embed`, and calls it when vLLM has prepared the input embeddings of a step.
+    """
+
+    _inputs: InputMemory | None = None
+    _slots: dict[str, InputSlot]
+
+    def attach_inputs(self, ticket: bytes) -> None:
+        """Opens the shared memory for input rows. `ticket` is a serialized InputTicket."""
+        self._inputs = InputMemory(msgspec.msgpack.decode(ticket, type=InputTicket))
+        self._slots = {}
+
+    def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
+        """Records which of the step's new requests have input rows, then runs the step's forward pass."""
+        if self._inputs is not None:
+            track_arguments(self._slots, scheduler_output, InputSlot)
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def embed(
+        self,
+        inputs_embeds: torch.Tensor,
+        request_ids: Sequence[str],
+        starts: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+    ) -> None:
+        """Writes the requests' rows into the input embeddings of a step, `inputs_embeds` [tokens, width].
+
+        For the request `request_ids[i]`, `starts[i]` is the index of the first row in the step, and `positions[i]` is
+        the token position of this row in the request.
+        """
+        raise NotImplementedError
+
+
+class TakesRowsV1(TakesRows):
+    """A mixin that writes rows into the inputs of the model runner in `vllm.v1.worker.gpu_model_runner`.
+
+    Also works with the runner's subclasses, such as the CPU runner.
+    """
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        made = cast("Any", super())._preprocess(*args, **kwargs)  # noqa: SLF001  # our own class
+        inputs_embeds: torch.Tensor | None = made[1]
+        if self._inputs is not None and self._slots and inputs_embeds is not None:
+            runner = cast("Any", self)
+            batch = runner.input_batch
+            count = batch.num_reqs
+            starts, positions = runner.query_start_loc.np[: count + 1], batch.num_computed_tokens_cpu[:count]
+            self.embed(inputs_embeds, batch.req_ids, starts, positions)
+            self._hide_placeholders(batch)
+        return made
+
+    def _hide_placeholders(self, batch: Any) -> None:
+        """Removes the placeholder tokens from the prompts that the sampler uses for repetition penalties."""
+        prompts = batch.sampling_metadata.prompt_token_ids
+        if prompts is not None:
+            for i, request_id in enumerate(batch.req_ids):
+                if request_id in self._slots:
+                    prompts[i] = batch.vocab_size
+
+
+class TakesRowsV2(TakesRows):
+    """A mixin that writes rows into the inputs of the model runner in `vllm.v1.worker.gpu.model_runner`."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Loads the model, and wraps vLLM's function that prepares the input embeddings of a step.
+
+        After vLLM's function, the wrapper writes the rows from the shared memory.
+        """
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        state = cast("Any", self).model_state
+        prepare = state.prepare_inputs_embeds
+
+        def prepare_and_embed(scheduled: Any, batch: Any, request_states: Any) -> torch.Tensor | None:
+            inputs_embeds: torch.Tensor | None = prepare(scheduled, batch, request_states)
+            if inputs_embeds is not None:
+                starts, positions = batch.query_start_loc_np, batch.num_computed_tokens_np
+                self.embed(inputs_embeds, batch.req_ids, starts, positions)
+            return inputs_embeds
+
+        state.prepare_inputs_embeds = prepare_and_embed
+
+
+def as_tensor(rows: npt.NDArray[np.generic], dtype: str) -> torch.Tensor:
+    """Returns a view of rows of the shared memory as a tensor. `dtype` is the name of the column's dtype."""
+    # numpy has no bfloat16. The API represents its bits as uint16.
+    return torch.from_numpy(rows).view(getattr(torch, dtype)) if rows.dtype == np.uint16 else torch.from_numpy(rows)

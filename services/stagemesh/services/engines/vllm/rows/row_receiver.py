@@ -19,12 +19,12 @@ import numpy as np
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
-from stagemesh.common.tensors import Tensors
-from stagemesh.connectors.arena.worker_writer import PartitionTicket
-from stagemesh.connectors.edge import Packet
+from stagemesh.common.wire.tensors import Tensors
+from stagemesh.connectors.arena.worker_writer import PartitionAddress
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.abilities import PartitionsArena
 from stagemesh.services.engines.base import Emission
-from stagemesh.services.engines.vllm.core_calls import runner_call
+from stagemesh.services.engines.vllm.engine_core import runner_call
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestHook, set_argument
 from stagemesh.services.engines.vllm.rows.row_writer import (
     OVERFLOW_DIVISOR,
@@ -146,7 +146,7 @@ class RowReceiver:
     def __init__(self, arena: PartitionsArena | None, *, share_bytes: int) -> None:
         """`share_bytes` is the total size of the worker's partitions of the arena, in bytes."""
         self._arena, self._share_bytes = arena, share_bytes
-        self._tickets: list[PartitionTicket] = []
+        self._tickets: list[PartitionAddress] = []
         self._requests: dict[str, EmittedRows] = {}
         self._connection: socket.socket | None = None
 

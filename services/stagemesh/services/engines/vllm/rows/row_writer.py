@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import torch
 
-from stagemesh.connectors.arena.memory_file import ALIGNMENT_BYTES
-from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, PartitionTicket, Reserved, without_content
+from stagemesh.connectors.arena.memory import ALIGNMENT_BYTES
+from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, PartitionAddress, Reserved, without_content
 
 OVERFLOW_DIVISOR = 4
 """The worker's total memory in the arena divided by this number is the size of the overflow memory.
@@ -64,11 +64,11 @@ class Attachment:
     The first message is `token`. Each later message is a `StepRows`.
     """
     token: bytes
-    rows: PartitionTicket
+    rows: PartitionAddress
     """The ticket of the arena's partition for rows. Rows remain in this partition until the consumer has
     read them.
     """
-    overflow: PartitionTicket
+    overflow: PartitionAddress
     """The ticket of the arena's partition for rows that do not fit into the partition `rows`.
 
     The replica copies rows out of this partition immediately.

@@ -1,0 +1,1 @@
+"""The `stagemesh` command. Each room contains a group of subcommands."""

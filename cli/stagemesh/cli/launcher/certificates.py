@@ -1,0 +1,135 @@
+"""An authority for certificates: a folder whose key signs the certificates of replicas, orchestrators and users.
+
+It serves deployments by `stagemesh up` or by hand. A cluster has an authority of its own, for example cert-manager.
+"""
+
+import ipaddress
+import secrets
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.rpc.callers import ROLE_NAMES, SCHEME
+from stagemesh.rpc.credentials import CA, CERTIFICATE, KEY, write_private
+
+_CA_KEY = "ca.key"
+_CA_DAYS = 3650
+_CLOCK_SKEW = timedelta(minutes=5)
+"""Certificates are valid from before now, for hosts whose clocks are late."""
+
+
+class Authority:
+    """The authority in a folder with `ca.crt` and `ca.key`. Who can read `ca.key` can issue any certificate."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the authority, or creates one if the folder has none.
+
+        Raises InvalidRequestError (INVALID_TLS) if the folder cannot be used or has only one of the two files.
+        """
+        certificate, key = folder / CA, folder / _CA_KEY
+        try:
+            if not certificate.exists() and not key.exists():
+                _create_authority(certificate, key)
+            self._pem = certificate.read_bytes()
+            loaded = serialization.load_pem_private_key(key.read_bytes(), password=None)
+            self._certificate = x509.load_pem_x509_certificate(self._pem)
+        except OSError as exc:
+            raise InvalidRequestError(
+                f"{exc.filename} cannot be used: {exc.strerror}; an authority's folder contains {CA} and {_CA_KEY}",
+                reason="INVALID_TLS",
+            ) from exc
+        except (ValueError, TypeError) as exc:
+            raise InvalidRequestError(f"the authority in {folder} is damaged: {exc}", reason="INVALID_TLS") from exc
+        if loaded.public_key() != self._certificate.public_key() or not isinstance(loaded, ec.EllipticCurvePrivateKey):
+            raise InvalidRequestError(f"{certificate} and {key} do not belong together", reason="INVALID_TLS")
+        self._key = loaded
+
+    def issue(self, folder: Path, names: Sequence[str], *, hosts: Sequence[str] = (), days: float = 90) -> Path:
+        """Writes a new certificate with its key and the authority's certificate to `folder`, and returns the folder.
+
+        - `names` are the roles and names of its owner, for example "stage/thinker-0". Empty only with `hosts`.
+        - `hosts` are the DNS names and IP addresses at which the owner listens.
+        - `days` is the number of days until it expires.
+
+        Raises InvalidRequestError (INVALID_TLS) if a name is not valid or the folder cannot be written.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        now = datetime.now(UTC)
+        alternatives = [*(_uri(name) for name in names), *(_host(host) for host in hosts)]
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(_subject((*names, *hosts)[0]))
+            .issuer_name(self._certificate.subject)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - _CLOCK_SKEW)
+            .not_valid_after(now + timedelta(days=days))
+            .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+                critical=False,
+            )
+        )
+        try:
+            write_private(folder / CA, self._pem)
+            write_private(folder / KEY, _private(key))
+            write_private(folder / CERTIFICATE, builder.sign(self._key, hashes.SHA256()).public_bytes(_PEM))
+        except OSError as exc:
+            raise InvalidRequestError(
+                f"{exc.filename} cannot be written: {exc.strerror}", reason="INVALID_TLS"
+            ) from exc
+        return folder
+
+
+_PEM = serialization.Encoding.PEM
+
+
+def _create_authority(certificate: Path, key: Path) -> None:
+    own = ec.generate_private_key(ec.SECP256R1())
+    # OpenSSL finds an authority by its name, so that each has its own.
+    name, now = _subject(f"Stagemesh authority {secrets.token_hex(4)}"), datetime.now(UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(own.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_after(now + timedelta(days=_CA_DAYS))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    )
+    write_private(key, _private(own))
+    write_private(certificate, builder.sign(own, hashes.SHA256()).public_bytes(_PEM))
+
+
+def _uri(name: str) -> x509.UniformResourceIdentifier:
+    word, slash, rest = name.partition("/")
+    if word not in ROLE_NAMES or not slash or not rest or not rest.isascii() or not rest.isprintable() or " " in rest:
+        raise InvalidRequestError(
+            f"{name!r} is not a name for a certificate; write {', '.join(f'{each}/NAME' for each in ROLE_NAMES)}",
+            reason="INVALID_TLS",
+        )
+    return x509.UniformResourceIdentifier(f"{SCHEME}{name}")
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _subject(name: str) -> x509.Name:
+    # A common name has at most 64 characters. The names that count are the alternative ones.
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())

@@ -1,0 +1,59 @@
+"""Derives the configs of a pipeline's stages, of its media service and of its job server from the pipeline file."""
+
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.process.media_config import MediaServiceConfig
+from stagemesh.common.process.stage_process import StageConfig
+from stagemesh.jobs.config import JobServerConfig
+from stagemesh.pipeline import Pipeline, Stage
+
+MEDIA = "media"
+JOBS = "jobs"
+
+
+def stage_config(pipeline: Pipeline, stage: Stage, *, replica: str, listen: str) -> StageConfig:
+    """Returns the config of a replica of a stage. `replica` is the replica's name, and `listen` is its "host:port"."""
+    return StageConfig(
+        pipeline=pipeline.name,
+        generation=pipeline.generation,
+        stage=stage.name,
+        replica=replica,
+        engine=stage.engine,
+        function=stage.function,
+        model=None if stage.model_path is None else str(stage.model_path),
+        options=stage.options,
+        listen=listen,
+        data_plane=stage.data_plane,
+        stall_s=stage.stall_s,
+        media=pipeline.media,
+        non_finite=stage.non_finite,
+        error_details=bool(stage.error_details),
+    )
+
+
+def media_service_config(pipeline: Pipeline, *, listen: str, name: str = MEDIA) -> MediaServiceConfig:
+    """Returns the config of a media service of the pipeline, which listens at `listen` ("host:port").
+
+    Raises InvalidRequestError (INVALID_CONFIG) if the pipeline has no store.
+    """
+    if pipeline.media is None or not pipeline.media.store:
+        raise InvalidRequestError(
+            f"pipeline {pipeline.name!r} has no object store, so that it needs no media service; add `media: {{store: "
+            "FOLDER OR URL}` to its file, or start no media service",
+            reason="INVALID_CONFIG",
+        )
+    return MediaServiceConfig(pipeline.name, listen, pipeline.media, name=name)
+
+
+def job_server_config(pipeline: Pipeline, *, listen: str, server: str) -> JobServerConfig:
+    """Returns the config of a job server of the pipeline, which listens at `listen` ("host:port").
+
+    `server` is the address of the orchestrator. Raises InvalidRequestError (INVALID_CONFIG) if the pipeline has no
+    store.
+    """
+    if pipeline.media is None or not pipeline.media.store:
+        raise InvalidRequestError(
+            f"pipeline {pipeline.name!r} has no object store for the results of jobs; add `media: {{store: FOLDER OR "
+            "URL}` to its file, or start no job server",
+            reason="INVALID_CONFIG",
+        )
+    return JobServerConfig(pipeline.name, listen, [server], pipeline.media)

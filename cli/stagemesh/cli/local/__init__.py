@@ -1,0 +1,1 @@
+"""Commands that start processes on this machine, or write what such processes need."""

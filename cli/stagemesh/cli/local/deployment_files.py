@@ -1,0 +1,217 @@
+"""`stagemesh config`, `certificate` and `token`: write the files that a deployment's processes need."""
+
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stagemesh.cli.terminal.contexts import DEFAULT_ADMIN_SERVER, DEFAULT_SERVER
+from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.options import PipelineName, read_pairs
+from stagemesh.cli.terminal.output import print_json
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.process import settings
+
+if TYPE_CHECKING:
+    from stagemesh.orchestrator.config import ReplicaAddress
+
+
+app = typer.Typer(
+    help="Write a complete config file with comments, for `stagemesh serve`.",
+    no_args_is_help=True,
+)
+
+_Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Write to this file.", show_default="standard output"),
+]
+_LEASE_S = 30.0
+
+
+@app.command()
+def orchestrator(
+    pipeline: PipelineName,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Serve clients at this address.")] = DEFAULT_SERVER,
+    admin_listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Serve operators and registering replicas at this address.")
+    ] = DEFAULT_ADMIN_SERVER,
+    replica: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=HOST:PORT",
+            help="List this replica, whose name begins with its stage's name, for example thinker-0. Repeatable. "
+            "Without this option, replicas register themselves.",
+        ),
+    ] = None,
+    output: _Output = None,
+) -> None:
+    """Write the config file of an orchestrator."""
+    from stagemesh.orchestrator.config import OrchestratorConfig, Registration
+    from stagemesh.pipeline import load_pipeline
+
+    loaded = load_pipeline(pipeline, check_models=False)
+    config = OrchestratorConfig(
+        pipeline=pipeline,
+        replicas=_replicas(loaded.stages, replica or ()),
+        listen=listen,
+        admin_listen=admin_listen,
+        registration=None if replica else Registration(_LEASE_S),
+    )
+    _write(config, output)
+
+
+@app.command()
+def stage(
+    pipeline: PipelineName,
+    name: Annotated[str, typer.Argument(metavar="STAGE", help="Write the config of a replica of this stage.")],
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Listen on this address. Other hosts must reach it.")
+    ],
+    replica: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name the replica. Names are unique.", show_default="STAGE-0"),
+    ] = None,
+    orchestrators: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--orchestrator",
+            metavar="HOST:PORT",
+            help="Register with the orchestrator that serves operators at this address. Repeatable.",
+        ),
+    ] = None,
+    output: _Output = None,
+) -> None:
+    """Write the config file of a replica of a stage."""
+    from stagemesh.cli.launcher.process_configs import stage_config
+    from stagemesh.common.process.stage_process import OrchestratorAddress
+    from stagemesh.pipeline import load_pipeline
+
+    loaded = load_pipeline(pipeline, check_models=False)
+    if name not in loaded.stages:
+        raise InvalidRequestError(
+            f"pipeline {loaded.name!r} has no stage {name!r}; its stages are {', '.join(loaded.stages)}",
+            reason="INVALID_CONFIG",
+        )
+    if loaded.stages[name].is_external:
+        raise InvalidRequestError(
+            f"stage {name} is external, so that it has no config of Stagemesh; start the stage's own program",
+            reason="INVALID_CONFIG",
+        )
+    derived = stage_config(loaded, loaded.stages[name], replica=replica or f"{name}-0", listen=listen)
+    model = loaded.stages[name].model
+    # The model may be on another machine.
+    path = model if model is None else str(settings.find_model(model) or model)
+    addresses = tuple(OrchestratorAddress(each) for each in orchestrators or ())
+    _write(replace(derived, orchestrators=addresses, model=path), output)
+
+
+def _replicas(stages: Collection[str], given: Sequence[str]) -> Mapping[str, "tuple[ReplicaAddress, ...]"]:
+    """Returns the listed replicas by stage. The name of a replica begins with the name of its stage."""
+    from stagemesh.orchestrator.config import ReplicaAddress
+
+    found: dict[str, tuple[ReplicaAddress, ...]] = dict.fromkeys(stages, ())
+    for name, endpoint in read_pairs(given, option="--replica", convert=str).items():
+        owners = [stage for stage in stages if name.startswith(f"{stage}-")]
+        if not owners:
+            raise typer.BadParameter(
+                f"{name!r} does not begin with a stage's name and '-'; the stages are {', '.join(stages)}",
+                param_hint="--replica",
+            )
+        owner = max(owners, key=len)
+        found[owner] += (ReplicaAddress(name, endpoint),)
+    return found
+
+
+def _write(config: object, output: Path | None) -> None:
+    from stagemesh.common.process.config import config_text
+
+    text = config_text(config)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise InvalidRequestError(f"{output} cannot be written: {exc.strerror}", reason="CANNOT_WRITE") from exc
+
+
+certificates = typer.Typer(
+    help="Create certificates for TLS, signed by an authority of your own. A cluster can use cert-manager instead.",
+    no_args_is_help=True,
+)
+tokens = typer.Typer(help="Create tokens by which clients identify themselves.", no_args_is_help=True)
+
+_TOKEN_BYTES = 32
+
+
+@certificates.command("new")
+def new_certificate(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Write ca.crt, tls.crt and tls.key to this folder.")],
+    authority: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER",
+            help="Sign with the authority in this folder, which contains ca.crt and ca.key. It is created if it does "
+            "not exist.",
+        ),
+    ],
+    names: Annotated[
+        list[str],
+        typer.Option(
+            "--name",
+            metavar="ROLE/NAME",
+            help="Set what the owner is: stage/REPLICA, orchestrator/NAME, operator/NAME or client/NAME. In the name "
+            "of a replica, * stands for any text. Repeatable.",
+        ),
+    ],
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--host",
+            metavar="HOST",
+            help="Set a DNS name or an IP address at which the owner listens. Repeatable. Users need none.",
+        ),
+    ] = None,
+    days: Annotated[float, typer.Option(min=0.001, help="Set the number of days until the certificate expires.")] = 90,
+    as_json: AsJson = False,
+) -> None:
+    """Create a certificate, or renew it. Services that use the folder read it again without a restart."""
+    from stagemesh.cli.launcher.certificates import Authority
+
+    Authority(authority).issue(folder, names, hosts=hosts or (), days=days)
+    if as_json:
+        print_json({"folder": str(folder), "names": names, "hosts": hosts or [], "days": days})
+    else:
+        typer.echo(f"wrote the certificate of {', '.join(names)} to {folder}; it expires in {days:g} days")
+
+
+@tokens.command("new")
+def new_token(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Add the digest of the token to this file, which a server's config names."),
+    ],
+    caller: Annotated[str, typer.Option(metavar="NAME", help="Set the name of the caller that the token identifies.")],
+    days: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Set the number of days until the token expires. It does not expire if omitted."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create a token and print it. It cannot be shown again. To revoke a token, remove its entry from the file."""
+    from stagemesh.rpc.authentication import TokenEntry, add_token
+
+    token = secrets.token_urlsafe(_TOKEN_BYTES)
+    expires = None if days is None else datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
+    try:
+        add_token(file, token, TokenEntry(caller, expires))
+    except OSError as exc:
+        raise InvalidRequestError(f"{file} cannot be written: {exc.strerror}", reason="CANNOT_WRITE") from exc
+    if as_json:
+        print_json({"token": token, "caller": caller, "expires": expires.isoformat() if expires else None})
+    else:
+        typer.echo(token)

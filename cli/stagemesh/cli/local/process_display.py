@@ -1,0 +1,138 @@
+"""Displays of the processes that `up` and `demo` run: lines of text, a live table, or lines of JSON."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from stagemesh.cli.launcher import ProcessState, ProcessStatus
+from stagemesh.cli.terminal.contexts import DEFAULT_ADMIN_SERVER
+from stagemesh.cli.terminal.output import (
+    Cell,
+    Column,
+    fields,
+    links_table,
+    make_table,
+    print_json,
+    state_cell,
+    to_json,
+    to_text,
+)
+from stagemesh.v1.orchestrator_pb2 import EdgeDescription
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A pipeline whose processes are ready."""
+
+    endpoint: str
+    """The address for clients."""
+    edges: Sequence[EdgeDescription]
+    """The edges whose connectors are displayed."""
+    hint: str
+    """The next command, as a suggestion to the user."""
+    logs: Path
+    """The folder with the logs."""
+    admin_endpoint: str = ""
+    """The address for operators, or "" to display neither this address nor the logs."""
+    admin_options: str = ""
+    """The options with which commands for operators connect, or "" if they need none."""
+    metrics_endpoints: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The addresses at which processes serve metrics, by the names of the processes."""
+    gateway_url: str = ""
+    """The base URL of OpenAI's API, or "" if no gateway runs."""
+
+
+def make_display(*, as_json: bool) -> "Display":
+    """Returns a display of JSON lines if `as_json` is True, and otherwise a display of text."""
+    return JsonDisplay(live=False) if as_json else Display(live=True)
+
+
+class Display:
+    """Displays each change of a process's status on stderr.
+
+    If `live` is True and stderr is a terminal, updates a table in place until all processes are ready. Without the
+    table, prints one line for each change, which suits logs and pipes.
+    """
+
+    def __init__(self, *, live: bool) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._statuses: dict[str, ProcessStatus] = {}
+        self._live = Live(console=self._console, refresh_per_second=8, transient=False)
+        if live and self._console.is_terminal:
+            self._live.start()
+        self.restarts = 0
+        """The total number of restarts of all processes so far."""
+
+    def show(self, status: ProcessStatus) -> None:
+        """Displays the new status of a process. Increments `restarts` if the process is restarting."""
+        self.restarts += status.state is ProcessState.RESTARTING
+        self._show(status)
+
+    def ready(self, serving: Serving) -> None:
+        """Displays that all processes are ready."""
+        self._live.stop()
+        if serving.edges:
+            self._console.print(links_table(serving.edges), soft_wrap=True)
+        self._print(Text.assemble(("ready", "bold green"), f" at {serving.endpoint}; {serving.hint}"))
+        if admin_endpoint := serving.admin_endpoint:
+            server = "" if admin_endpoint == DEFAULT_ADMIN_SERVER else f" --server {admin_endpoint}"
+            server += serving.admin_options
+            self._print(Text(f"operators at {admin_endpoint}; try: stagemesh top{server}"))
+        if serving.gateway_url:
+            self._print(Text(f"OpenAI's API at {serving.gateway_url}"))
+        for name, endpoint in serving.metrics_endpoints.items():
+            self._print(Text(f"metrics of {name} at http://{endpoint}/metrics"))
+        if serving.admin_endpoint:
+            self._print(Text(f"logs in {serving.logs}; try: stagemesh logs -f"))
+
+    def close(self, message: str = "") -> None:
+        """Stops updating the display. Prints `message` unless it is empty. May be called more than once."""
+        self._live.stop()
+        if message:
+            self._print(Text(message))
+
+    def _show(self, status: ProcessStatus) -> None:
+        if self._live.is_started:
+            self._statuses[status.name] = status
+            self._live.update(make_table(_PROCESSES, self._statuses.values()))
+        else:
+            self._print(Text.assemble(f"{status.name}: ", to_text(_state(status))))
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+
+
+class JsonDisplay(Display):
+    """Prints one JSON document per line to stdout: the events "process", "ready" and "stopped"."""
+
+    def ready(self, serving: Serving) -> None:
+        print_json(
+            {
+                "event": "ready",
+                "endpoint": serving.endpoint,
+                "admin_endpoint": serving.admin_endpoint,
+                "metrics_endpoints": dict(serving.metrics_endpoints),
+                "gateway_url": serving.gateway_url,
+                "logs": str(serving.logs),
+                "edges": [to_json(edge) for edge in serving.edges],
+                "hint": serving.hint,
+            }
+        )
+
+    def close(self, message: str = "") -> None:
+        if message:
+            print_json({"event": "stopped", "message": message})
+
+    def _show(self, status: ProcessStatus) -> None:
+        print_json({"event": "process", **asdict(status), "state": status.state.value})
+
+
+def _state(status: ProcessStatus) -> Cell:
+    return state_cell(status.state.value, status.detail)
+
+
+_PROCESSES = (Column("process", lambda status: status.name), *fields("endpoint"), Column("state", _state))

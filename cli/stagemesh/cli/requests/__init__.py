@@ -1,0 +1,1 @@
+"""Commands that send requests to a pipeline, and show what it returns."""

@@ -1,0 +1,222 @@
+"""`stagemesh job`: submits jobs to the job server of a running pipeline, and follows them."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from stagemesh.cli.requests.generate import GENERATE, read_prompt
+from stagemesh.cli.requests.request_options import client_arguments
+from stagemesh.cli.terminal.connection_options import SERVER
+from stagemesh.cli.terminal.contexts import split_addresses
+from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.options import Parameter, argument, option, read_pairs, with_parameters
+from stagemesh.cli.terminal.output import Column, duration, make_table, number, print_all, print_json, size, state_cell
+from stagemesh.common.errors import CancelledRequestError, NotReadyError
+
+if TYPE_CHECKING:
+    from stagemesh.client import Client, GenerateArguments, Job
+
+app = typer.Typer(
+    help="Run requests as jobs, which survive restarts of every process, and whose results are stored.",
+    no_args_is_help=True,
+)
+
+_OF_GENERATE_ALONE = ("output", "audio", "image", "timeout", "wait")
+_JOB = argument(str, "Name the job by its id.", metavar="ID")
+_CALLER = option(
+    str, "Set the name of the caller whose jobs are meant. Credentials determine it.", default="", metavar="NAME"
+)
+_COMMON: Mapping[str, Parameter] = {**SERVER, "caller": _CALLER, "as_json": Parameter(AsJson, False)}
+_SUBMIT: Mapping[str, Parameter] = {
+    **{name: each for name, each in GENERATE.items() if name not in _OF_GENERATE_ALONE},
+    "request_id": option(
+        str,
+        "Set the id of the job. A repeated submission with the same id returns the existing job. Random if omitted.",
+        "--id",
+        metavar="ID",
+    ),
+    "labels": option(
+        list[str], "Store this text with the job, under a name. Repeatable.", "--label", metavar="NAME=TEXT"
+    ),
+}
+_LIST: Mapping[str, Parameter] = {
+    "states": option(
+        list[str],
+        "List only jobs in this state: queued, running, succeeded, failed or cancelled. Repeatable.",
+        "--state",
+        metavar="STATE",
+    ),
+    "limit": option(int, "List at most this number of jobs. 0 lists all.", default=20, min=0),
+    **_COMMON,
+}
+_DOWNLOAD: Mapping[str, Parameter] = {
+    "job_id": _JOB,
+    "output": option(Path, "Write the files to this folder.", default=Path(), metavar="FOLDER"),
+    **_COMMON,
+}
+
+
+def submit(**values: Any) -> None:
+    """Submit a request as a job, and print its id."""
+    content, prompt_arguments = read_prompt(values)
+    arguments: GenerateArguments = {**client_arguments(values), **prompt_arguments}
+    labels = read_pairs(values["labels"], option="--label", convert=str)
+    with _client(values) as client:
+        job = client.jobs.submit(content, labels=labels, **arguments)
+    if values["as_json"]:
+        print_json(_document(job))
+    else:
+        typer.echo(job.job_id)
+
+
+def get(**values: Any) -> None:
+    """Show a job, with its text and the addresses of its files."""
+    with _client(values) as client:
+        _show(client.jobs.get(values["job_id"], caller=values["caller"]), as_json=values["as_json"])
+
+
+def list_jobs(**values: Any) -> None:
+    """List the caller's jobs, the newest first."""
+    jobs: list[Job] = []
+    with _client(values) as client:
+        for job in client.jobs.list(states=values["states"] or (), caller=values["caller"]):
+            jobs.append(job)
+            if len(jobs) == values["limit"]:
+                break
+    if values["as_json"]:
+        for job in jobs:
+            print_json(_document(job))
+    else:
+        print_all(_table(jobs))
+
+
+def watch(**values: Any) -> None:
+    """Show the progress of a job until it has ended. Fail if the job fails or is cancelled."""
+    with _client(values) as client:
+        job = _follow(client, values)
+    if values["as_json"]:
+        print_json(_document(job))
+    if job.error is not None:
+        raise job.error
+    if job.state == "cancelled":
+        raise CancelledRequestError(f"job {job.job_id} was cancelled")
+    if not values["as_json"]:
+        _show(job, as_json=False)
+
+
+def cancel(**values: Any) -> None:
+    """Cancel a job. A running job stops some seconds later."""
+    with _client(values) as client:
+        _show(client.jobs.cancel(values["job_id"], caller=values["caller"]), as_json=values["as_json"])
+
+
+def delete(**values: Any) -> None:
+    """Stop a job if it runs, and delete the job and its files."""
+    with _client(values) as client:
+        client.jobs.delete(values["job_id"], caller=values["caller"])
+    if values["as_json"]:
+        print_json({"job_id": values["job_id"], "deleted": True})
+    else:
+        typer.echo(f"deleted {values['job_id']}")
+
+
+def download(**values: Any) -> None:
+    """Download the files of a job that has succeeded, named after its outputs."""
+    with _client(values) as client:
+        job = client.jobs.get(values["job_id"], caller=values["caller"])
+        if job.state != "succeeded":
+            raise NotReadyError(
+                f"job {job.job_id} is {job.state} and has no files; wait for it (`stagemesh job watch`)"
+            )
+        paths = client.jobs.download(job, values["output"])
+    if values["as_json"]:
+        print_json({"job_id": job.job_id, "files": [str(path) for path in paths]})
+    for path in () if values["as_json"] else paths:
+        typer.echo(f"wrote {path}")
+
+
+def _client(values: Mapping[str, Any]) -> "Client":
+    from stagemesh.client import Client
+
+    return Client(*split_addresses(values["server"]))
+
+
+def _follow(client: "Client", values: Mapping[str, Any]) -> "Job":
+    """Shows the progress of a job on stderr. Returns the job when it has ended."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    job: Job | None = None
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as shown:
+        task = shown.add_task(values["job_id"], total=None)
+        for job in client.jobs.watch(values["job_id"], caller=values["caller"]):
+            waits = f", position {job.queue_position}" if job.queue_position else ""
+            total = None if job.fraction is None else 1.0
+            shown.update(task, description=f"{job.job_id}: {job.state}{waits}", total=total, completed=job.fraction)
+    assert job is not None, "the server reports the job at once"
+    return job
+
+
+def _show(job: "Job", *, as_json: bool) -> None:
+    if as_json:
+        print_json(_document(job))
+        return
+    print_all(_table([job]))
+    if job.error is not None:
+        typer.echo(f"{job.error.reason}: {job.error.message}")
+    for output in job.outputs:
+        if output.text:
+            typer.echo(output.text)
+        for file in output.files:
+            typer.echo(f"{output.name}: {file.uri} ({file.media_type}, {size(file.size_bytes)})")
+
+
+def _table(jobs: "Sequence[Job]") -> Any:
+    now_s = time.time()
+    columns = (
+        Column("job", lambda job: job.job_id),
+        Column("state", lambda job: state_cell(job.state)),
+        Column("progress", lambda job: "" if job.fraction is None else f"{job.fraction:.0%}"),
+        number("attempts", lambda job: job.attempts),
+        number("age", lambda job: duration(max(0.0, now_s - job.created_s))),
+        number("expires in", lambda job: "" if job.expires_s is None else duration(max(0.0, job.expires_s - now_s))),
+        Column("labels", lambda job: ", ".join(f"{name}={text}" for name, text in sorted(job.labels.items()))),
+    )
+    return make_table(columns, jobs)
+
+
+def _document(job: "Job") -> dict[str, Any]:
+    """Returns a job as a JSON object."""
+    document = {
+        name: value for name, value in vars(job).items() if name not in {"error", "outputs", "progress", "usage"}
+    }
+    error = job.error
+    return {
+        **document,
+        "fraction": job.fraction,
+        "error": None if error is None else {"reason": error.reason, "message": error.message},
+        "progress": [asdict(each) for each in job.progress],
+        "usage": {name: asdict(usage) for name, usage in job.usage.items()},
+        "outputs": [
+            {
+                **vars(output),
+                "files": [{**vars(file), "sha256": file.sha256.hex()} for file in output.files],
+            }
+            for output in job.outputs
+        ],
+    }
+
+
+app.command("submit")(with_parameters(submit, _SUBMIT))
+app.command("get")(with_parameters(get, {"job_id": _JOB, **_COMMON}))
+app.command("list")(with_parameters(list_jobs, _LIST))
+app.command("watch")(with_parameters(watch, {"job_id": _JOB, **_COMMON}))
+app.command("cancel")(with_parameters(cancel, {"job_id": _JOB, **_COMMON}))
+app.command("delete")(with_parameters(delete, {"job_id": _JOB, **_COMMON}))
+app.command("download")(with_parameters(download, _DOWNLOAD))

@@ -1,0 +1,1 @@
+"""What all commands share: options, connections and contexts, output and errors."""

@@ -1,0 +1,178 @@
+"""Named contexts and their addresses. The user's file of contexts stores them."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import typer
+
+from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError
+from stagemesh.rpc.credentials import write_private
+
+DEFAULT_PORT = 7780
+DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
+DEFAULT_ADMIN_SERVER = f"127.0.0.1:{DEFAULT_PORT + 1}"
+
+_LAST_PORT = 65535
+
+
+def split_addresses(text: str) -> list[str]:
+    """Returns the addresses in a text in which commas separate them.
+
+    Raises ValueError if the text contains no address, or an address that is not of the form HOST:PORT.
+    """
+    addresses = [address.strip() for address in text.split(",") if address.strip()]
+    if not addresses:
+        raise ValueError("it does not contain an address HOST:PORT")
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= _LAST_PORT:
+            raise ValueError(f"{address!r} is not of the form HOST:PORT, for example {DEFAULT_SERVER}")
+    return addresses
+
+
+def check_admin_address(text: str) -> None:
+    """Checks the address of AdminService. Raises ValueError if `text` is not one address of the form HOST:PORT."""
+    if len(split_addresses(text)) > 1:
+        raise ValueError(f"{text!r} contains several addresses; commands for operators connect to one")
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+@dataclass(frozen=True)
+class Context:
+    """The addresses of one deployment.
+
+    - `server` is the address for clients, "host:port". Several addresses are separated by commas.
+    - `admin` is the address for operators, "host:port", or "" if the context has none.
+    - `tls` is the folder with the user's certificates, or "" if the deployment does not use TLS.
+    - `token_file` is the file with the user's token, or "" if the user has a certificate.
+    """
+
+    server: str
+    admin: str = ""
+    tls: str = ""
+    token_file: str = ""
+
+    def __post_init__(self) -> None:
+        split_addresses(self.server)
+        if self.admin:
+            check_admin_address(self.admin)
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """All contexts by name, and the name of the current one. `current` is empty if no context is current."""
+
+    contexts: Mapping[str, Context] = field(default_factory=dict[str, Context])
+    current: str = ""
+
+    def __post_init__(self) -> None:
+        if self.current and self.current not in self.contexts:
+            raise ValueError(f"the current context {self.current!r} does not exist")
+
+    def get(self, name: str) -> Context:
+        """Returns the context `name`. Raises NotFoundError (UNKNOWN_CONTEXT) if there is none."""
+        if name not in self.contexts:
+            known = ", ".join(self.contexts) or "none"
+            raise NotFoundError(f"unknown context {name!r}; contexts: {known}", reason="UNKNOWN_CONTEXT")
+        return self.contexts[name]
+
+    def with_context(self, name: str, context: Context) -> "Contexts":
+        """Returns these contexts and the new context `name`.
+
+        Raises ExistsError (CONTEXT_EXISTS) if the name is in use, and InvalidRequestError if the name is not valid.
+        """
+        if not _NAME.fullmatch(name):
+            raise InvalidRequestError(
+                f"{name!r} is not a name for a context; use up to 63 letters, digits and '._-', the first of them a "
+                "letter or digit"
+            )
+        if name in self.contexts:
+            raise ExistsError(f"context {name!r} exists", reason="CONTEXT_EXISTS")
+        return replace(self, contexts={**self.contexts, name: context})
+
+    def with_current(self, name: str) -> "Contexts":
+        """Returns these contexts with `name` as the current context.
+
+        Raises NotFoundError (UNKNOWN_CONTEXT) if no context has this name.
+        """
+        self.get(name)
+        return replace(self, current=name)
+
+    def without(self, name: str) -> "Contexts":
+        """Returns all contexts except the context `name`.
+
+        Raises NotFoundError (UNKNOWN_CONTEXT) if no context has this name.
+        """
+        self.get(name)
+        others = {each: context for each, context in self.contexts.items() if each != name}
+        return Contexts(others, "" if self.current == name else self.current)
+
+
+def contexts_path() -> Path:
+    """Returns the path of the file, in the user's folder for configuration. The file may not exist."""
+    return Path(typer.get_app_dir("stagemesh")) / "contexts.json"
+
+
+def load_contexts() -> Contexts:
+    """Returns the contexts of the file, or no contexts if the file does not exist.
+
+    Raises InvalidRequestError (INVALID_CONTEXTS) if the file cannot be read or is damaged. The message names the file.
+    """
+    path = contexts_path()
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return Contexts()
+    except OSError as exc:
+        raise InvalidRequestError(f"{path} cannot be read: {exc.strerror}", reason="INVALID_CONTEXTS") from exc
+    try:
+        return _read_contexts(json.loads(content))
+    except ValueError as exc:
+        raise InvalidRequestError(f"{path} is damaged: {exc}", reason="INVALID_CONTEXTS") from exc
+
+
+def save_contexts(contexts: Contexts) -> None:
+    """Replaces the file atomically. Only the user can read the new file.
+
+    Raises InvalidRequestError (CANNOT_WRITE) if the file cannot be written. The earlier file then remains.
+    """
+    path = contexts_path()
+    try:
+        write_private(path, f"{json.dumps(asdict(contexts), indent=2)}\n".encode())
+    except OSError as exc:
+        raise InvalidRequestError(f"{path} cannot be written: {exc.strerror}", reason="CANNOT_WRITE") from exc
+
+
+def _read_contexts(document: Any) -> Contexts:
+    """Returns the contexts in a JSON document. Raises ValueError if the document is not valid."""
+    values = _members(document, "the file", contexts=dict, current=str)
+    contexts = {name: _read_context(name, each) for name, each in values["contexts"].items()}
+    return Contexts(contexts, values["current"])
+
+
+def _read_context(name: str, document: Any) -> Context:
+    place = f"context {name!r}"
+    # Files of earlier versions lack the credentials.
+    complete: Any = document
+    if isinstance(document, dict):
+        complete = {"tls": "", "token_file": "", **cast("dict[str, Any]", document)}
+    values = _members(complete, place, server=str, admin=str, tls=str, token_file=str)
+    try:
+        return Context(**values)
+    except ValueError as exc:
+        raise ValueError(f"{place}: {exc}") from exc
+
+
+def _members(document: Any, place: str, **kinds: type) -> dict[str, Any]:
+    """Returns the members of a JSON object. Raises ValueError if they are not those of `kinds`."""
+    members = cast("dict[str, Any]", document) if isinstance(document, dict) else {}
+    if {key: type(value) for key, value in members.items()} != kinds:
+        expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in kinds.items())
+        raise ValueError(f"{place} must be an object with these members: {expected}")
+    return members

@@ -1,0 +1,240 @@
+"""The output of commands: tables, JSON, and views that are refreshed until Ctrl-C."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import typer
+
+from stagemesh.cli.terminal.options import Parameter, flag, option
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import EnumDescriptor
+    from google.protobuf.message import Message
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+    from stagemesh.v1 import orchestrator_pb2
+
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+_PIPE_COLUMNS = 240
+_MINUTE_S = 60
+_STATES_BY_STYLE = {
+    "green": ("ready", "running", "succeeded"),
+    "cyan": ("starting", "loading", "queued"),
+    "yellow": ("waiting", "draining", "asleep", "restarting", "cancelled"),
+    "red": ("failed", "unreachable"),
+    "dim": ("stopped", "finished"),
+}
+_STYLES = {state: style for style, states in _STATES_BY_STYLE.items() for state in states}
+
+Cell: TypeAlias = "str | int | list[tuple[str, str]]"
+"""The content of a table cell: plain text, a count, or a list of segments (text, style)."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table. `cell` takes a row and returns the content of the cell in this column.
+
+    If `right` is True, the cells are aligned to the right.
+    """
+
+    title: str
+    cell: Callable[[Any], Cell]
+    right: bool = False
+
+
+def number(title: str, cell: Callable[[Any], Cell]) -> Column:
+    """Returns a right-aligned table column for numbers. `cell` takes a row and returns the number."""
+    return Column(title, cell, right=True)
+
+
+def fields(*names: str) -> list[Column]:
+    """Returns a table column for each of these attributes of a row. The title is the name of the attribute."""
+    return [Column(name, attrgetter(name)) for name in names]
+
+
+def numbers(*names: str) -> list[Column]:
+    """Returns a right-aligned table column for each of these numeric attributes of a row.
+
+    The title is the name of the attribute.
+    """
+    return [number(name, attrgetter(name)) for name in names]
+
+
+def make_table(columns: Sequence[Column], rows: Iterable[object], *, title: str | None = None) -> "Table":
+    """Returns a table with one row for each element of `rows`. The table has no title if `title` is None."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column.title, justify="right" if column.right else "left")
+    for row in rows:
+        table.add_row(*(to_text(column.cell(row)) for column in columns))
+    return table
+
+
+def to_text(cell: Cell) -> "Text":
+    """Returns the content of a table cell as rich text. Brackets are printed literally, not interpreted as markup."""
+    from rich.text import Text
+
+    if isinstance(cell, list):
+        return Text.assemble(*cell)
+    return Text(f"{cell:,}" if isinstance(cell, int) else cell)
+
+
+def print_all(output: "RenderableType") -> None:
+    """Prints text or tables to stdout.
+
+    The output is as wide as the terminal, or 240 columns wide if stdout is not a terminal.
+    """
+    from rich.console import Console
+
+    Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(output)
+
+
+def to_json(message: "Message") -> dict[str, Any]:
+    """Converts a protobuf message to a JSON object with the field names of the .proto files.
+
+    Scalars and lists that are not set are included with their defaults. Messages and optional fields that are not set
+    are omitted.
+    """
+    from google.protobuf.json_format import MessageToDict
+
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def print_json(document: object) -> None:
+    """Prints a value as one line of JSON, and flushes stdout."""
+    typer.echo(json.dumps(document, ensure_ascii=False))
+    sys.stdout.flush()
+
+
+def enum_word(enum: "EnumDescriptor", value: int) -> str:
+    """Returns the name of a protobuf enum value in lower case, without the prefix that all names of the enum share.
+
+    Returns the number as text if this version does not know the value.
+    """
+    named = enum.values_by_number.get(value)
+    prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
+    return str(value) if named is None else named.name.removeprefix(prefix).lower()
+
+
+def state_cell(state: str, detail: str = "") -> Cell:
+    """Returns a table cell with a state in the color of this state, followed by `detail` in dimmed text."""
+    return [(state, _STYLES.get(state, "")), (f"  {detail}" if detail else "", "dim")]
+
+
+def size(size_bytes: float) -> str:
+    """Formats a number of bytes in decimal units, for example "17 bytes" or "1.5 MB"."""
+    from rich.filesize import decimal
+
+    return decimal(int(size_bytes))
+
+
+def duration(seconds: float) -> str:
+    """Formats a number of seconds as text, for example "12 ms", "3.20 s", "0:04:05" or "3 days, 4:00:00"."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < _MINUTE_S else str(timedelta(seconds=round(seconds)))
+
+
+def connector_name(connector: int) -> str:
+    """Returns the name of the connector with this number in the protobuf enum `Connector`.
+
+    Returns "not known" for 0, which means that no replica has reported a connector. If this version does not know the
+    number, returns a text that contains the number.
+    """
+    from stagemesh.common.errors import InvalidRequestError
+    from stagemesh.common.plugins.connectors import name_of
+
+    try:
+        return name_of(connector) if connector else "not known"
+    except InvalidRequestError:
+        return f"connector {connector}"
+
+
+def links_table(edges: "Iterable[orchestrator_pb2.EdgeDescription]") -> "Table":
+    """Returns a table of the connectors that edges use, with the reasons why preferred connectors cannot be used.
+
+    Pairs of replicas with the same connector and the same reasons share a row.
+    """
+    columns = (
+        Column("edge", lambda row: row[0]),
+        Column("replicas", lambda row: row[1]),
+        Column("connector", lambda row: row[2]),
+    )
+    return make_table(columns, [row for edge in edges for row in _link_rows(edge)])
+
+
+def _link_rows(edge: "orchestrator_pb2.EdgeDescription") -> list[tuple[str, str, Cell]]:
+    from stagemesh.common.plugins.descriptors import INPUT
+
+    if edge.from_stage == INPUT:
+        return [(edge.name, "from the orchestrator", connector_name(edge.connector))]
+    pairs: dict[tuple[str, str], list[str]] = {}
+    for link in edge.links:
+        key = (connector_name(link.connector), _link_reasons(link))
+        pairs.setdefault(key, []).append(f"{link.producer} to {link.consumer}")
+    rows: list[tuple[str, str, Cell]] = []
+    for (connector, reasons), names in pairs.items():
+        replicas = "all" if len(pairs) == 1 and len(names) > 1 else ", ".join(names)
+        rows.append((edge.name, replicas, [(connector, ""), (reasons, "dim")]))
+    return rows or [(edge.name, "none are ready", f"the pipeline file sets {connector_name(edge.connector)}")]
+
+
+def _link_reasons(link: "orchestrator_pb2.EdgeLink") -> str:
+    reasons = [f"{connector_name(each.connector)}: {each.error.message}" for each in link.refusals]
+    reasons = reasons or [link.error.message] * link.HasField("error")
+    return f"  ({'; '.join(reasons)})" if reasons else ""
+
+
+INTERVAL = option(
+    float,
+    "Set the number of seconds between two updates.",
+    "--interval",
+    "-n",
+    default=1.0,
+    min=0.2,
+    metavar="SECONDS",
+)
+WATCH: Mapping[str, Parameter] = {
+    "watch": flag("Refresh the list until Ctrl-C. With --json, print one document per update.", "--watch"),
+    "interval": INTERVAL,
+}
+
+
+def ticks(*, interval_s: float, watch: bool) -> Iterator[None]:
+    """Yields at once, and then every `interval_s` seconds if `watch` is True."""
+    yield
+    while watch:
+        time.sleep(interval_s)
+        yield
+
+
+def show_views(views: "Iterable[RenderableType]") -> None:
+    """Displays each view in the place of the previous one.
+
+    If stdout is not a terminal, prints the views one after the other.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        for view in views:
+            print_all(view)
+        return
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        for view in views:
+            live.update(view, refresh=True)

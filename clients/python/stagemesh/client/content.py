@@ -1,0 +1,221 @@
+"""The content of prompts and messages: text and media, messages, tools, and their conversion to protobuf messages."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.wire.tensors import inline_tensor
+from stagemesh.v1 import request_pb2
+
+
+@dataclass(frozen=True)
+class _MediaFile:
+    data: bytes
+    media_type: str
+    """The data's media type, for example "image/png", "audio/wav" or "video/mp4"."""
+
+
+class ImageFile(_MediaFile):
+    """An encoded image, for example the content of a PNG file."""
+
+
+class AudioFile(_MediaFile):
+    """Encoded audio, for example the content of a WAV file."""
+
+
+@dataclass(frozen=True)
+class VideoFile(_MediaFile):
+    """An encoded video, for example the content of an MP4 file."""
+
+    use_audio_in_video: bool = False
+    """Whether the video's audio track belongs to the input. If false, the track is ignored."""
+
+
+@dataclass(frozen=True, eq=False)
+class AudioSamples:
+    """Unencoded audio: float32 samples in [-1, 1], with shape [samples] or [samples, channels]."""
+
+    samples: npt.NDArray[np.float32]
+    sample_rate_hz: int
+
+
+@dataclass(frozen=True)
+class MediaFile:
+    """An image, audio or video file in an object store: one that `upload` or an output returned, or another one to
+    which the pipeline lets requests refer.
+    """
+
+    uri: str
+    media_type: str
+    """The file's media type, for example "image/png". It determines the kind of medium; "image/gif" is an image."""
+    size_bytes: int = 0
+    """The size of the file in bytes, or 0 if it is not known. The stage compares it with the file."""
+    sha256: bytes = b""
+    """The SHA-256 digest of the file, or empty if it is not known. The stage compares it with the file."""
+    use_audio_in_video: bool = False
+    """Whether the audio track of a video belongs to the input. If false, the track is ignored."""
+
+
+Medium: TypeAlias = ImageFile | AudioFile | VideoFile | AudioSamples | MediaFile
+"""An image, audio or a video."""
+Part: TypeAlias = str | Medium
+"""One part of a prompt or of a message: text, or an image, audio or video."""
+Content: TypeAlias = str | Sequence[Part]
+"""The content of a prompt or of a message: text, or a sequence of text and media in the model's reading order."""
+
+JsonObject: TypeAlias = Mapping[str, object] | str
+"""A JSON object: a mapping, or its JSON text."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call, with the JSON schema of its arguments."""
+
+    name: str
+    description: str = ""
+    parameters: JsonObject = ""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """The model's call of a tool. The result of the call refers to its id."""
+
+    id: str
+    name: str
+    arguments: JsonObject = ""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message of a conversation. `role` is "system", "developer", "user", "assistant" or "tool"."""
+
+    role: str
+    content: Content = ""
+    tool_calls: Sequence[ToolCall] = ()
+    """The tool calls of an assistant's message."""
+    tool_call_id: str = ""
+    """The id of the tool call of which a tool's message is the result."""
+
+
+Conversation: TypeAlias = Sequence[Message | tuple[str, Content]]
+"""A conversation: a sequence of messages, oldest first. A pair of a role and its content stands for a `Message`."""
+
+
+_SUFFIXES: Mapping[str, tuple[type[ImageFile | AudioFile | VideoFile], str]] = {
+    ".png": (ImageFile, "image/png"),
+    ".jpg": (ImageFile, "image/jpeg"),
+    ".jpeg": (ImageFile, "image/jpeg"),
+    ".webp": (ImageFile, "image/webp"),
+    ".gif": (ImageFile, "image/gif"),
+    ".bmp": (ImageFile, "image/bmp"),
+    ".wav": (AudioFile, "audio/wav"),
+    ".mp3": (AudioFile, "audio/mpeg"),
+    ".flac": (AudioFile, "audio/flac"),
+    ".ogg": (AudioFile, "audio/ogg"),
+    ".aac": (AudioFile, "audio/aac"),
+    ".m4a": (AudioFile, "audio/mp4"),
+    ".mp4": (VideoFile, "video/mp4"),
+    ".mov": (VideoFile, "video/quicktime"),
+    ".webm": (VideoFile, "video/webm"),
+    ".mkv": (VideoFile, "video/x-matroska"),
+    ".avi": (VideoFile, "video/x-msvideo"),
+}
+
+
+def read_media(path: Path | str) -> ImageFile | AudioFile | VideoFile:
+    """Returns the image, audio or video in a file. The suffix of the file name determines the kind and the media type.
+
+    Raises InvalidRequestError (INVALID_MEDIA) if the suffix is unknown or the file cannot be read.
+    """
+    path = Path(path)
+    media_type = media_type_of(path)
+    kind = _SUFFIXES[path.suffix.lower()][0]
+    try:
+        return kind(path.read_bytes(), media_type)
+    except OSError as exc:
+        raise InvalidRequestError(f"cannot read {path}: {exc.strerror}", reason="INVALID_MEDIA") from exc
+
+
+def media_type_of(path: PurePath) -> str:
+    """Returns the media type of an image, audio or video file. The suffix of its name determines it.
+
+    Raises InvalidRequestError (INVALID_MEDIA) if the suffix is unknown.
+    """
+    if path.suffix.lower() not in _SUFFIXES:
+        raise InvalidRequestError(
+            f"{path} has none of the suffixes of images, audio and video: {', '.join(_SUFFIXES)}",
+            reason="INVALID_MEDIA",
+        )
+    return _SUFFIXES[path.suffix.lower()][1]
+
+
+def to_message(message: Message) -> request_pb2.Message:
+    """Converts a message to its protobuf message.
+
+    Raises InvalidRequestError (INVALID_PROMPT) if its role is unknown, and (INVALID_MEDIA) if a medium is.
+    """
+    role = f"ROLE_{message.role.upper()}"
+    if role not in request_pb2.Role.keys()[1:]:
+        roles = ", ".join(name.removeprefix("ROLE_").lower() for name in request_pb2.Role.keys()[1:])
+        raise InvalidRequestError(f"a message's role is {message.role!r}; use one of {roles}", reason="INVALID_PROMPT")
+    return request_pb2.Message(
+        role=request_pb2.Role.Value(role),
+        content=message.content if isinstance(message.content, str) else "",
+        parts=() if isinstance(message.content, str) else [to_part(part) for part in message.content],
+        tool_calls=[
+            request_pb2.ToolCall(id=call.id, name=call.name, arguments=to_json(call.arguments))
+            for call in message.tool_calls
+        ],
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def to_json(value: JsonObject) -> str:
+    """Returns the JSON text of a JSON object."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def to_part(part: Part) -> request_pb2.Part:
+    """Converts a part of a message to its protobuf message.
+
+    Raises InvalidRequestError (INVALID_MEDIA) if it is a stored file that is not an image, audio or a video.
+    """
+    match part:
+        case str():
+            return request_pb2.Part(text=part)
+        case ImageFile():
+            return request_pb2.Part(image=request_pb2.MediaFile(data=part.data, media_type=part.media_type))
+        case AudioFile():
+            return request_pb2.Part(audio_file=request_pb2.MediaFile(data=part.data, media_type=part.media_type))
+        case VideoFile():
+            video = request_pb2.MediaFile(data=part.data, media_type=part.media_type)
+            return request_pb2.Part(video_file=video, use_audio_in_video=part.use_audio_in_video)
+        case MediaFile():
+            return _stored_part(part)
+        case AudioSamples():
+            samples = inline_tensor("samples", np.asarray(part.samples, np.float32))
+            return request_pb2.Part(audio=request_pb2.Audio(samples=samples, sample_rate_hz=part.sample_rate_hz))
+
+
+def _stored_part(file: MediaFile) -> request_pb2.Part:
+    message = request_pb2.MediaFile(
+        uri=file.uri, media_type=file.media_type, size_bytes=file.size_bytes, sha256=file.sha256
+    )
+    match file.media_type.partition("/")[0]:
+        case "image":
+            return request_pb2.Part(image=message)
+        case "audio":
+            return request_pb2.Part(audio_file=message)
+        case "video":
+            return request_pb2.Part(video_file=message, use_audio_in_video=file.use_audio_in_video)
+        case _:
+            raise InvalidRequestError(
+                f"the media type of {file.uri} is {file.media_type!r}; a prompt accepts images, audio and video",
+                reason="INVALID_MEDIA",
+            )

@@ -1,0 +1,147 @@
+"""Uploads and downloads of media files: the messages of an upload, and the local file of a download."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self, TypeAlias
+from uuid import uuid4
+
+from stagemesh.client.content import MediaFile, media_type_of
+from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.media.files import MEDIA_PART_BYTES, check_content
+from stagemesh.v1 import media_pb2, orchestrator_pb2, request_pb2
+
+OnBytes: TypeAlias = Callable[[int], None]
+"""A function that is called during a transfer with the number of bytes transferred so far."""
+
+
+class MediaAddress(NamedTuple):
+    """The address of a media service ("host:port"), and the name in its TLS certificate, or empty if it is the host."""
+
+    endpoint: str
+    server_name: str
+
+
+def media_address(pipeline: orchestrator_pb2.DescribePipelineResponse) -> MediaAddress:
+    """Returns the address of a pipeline's media service. Raises UnsupportedError if the pipeline has none."""
+    if not pipeline.media_endpoint:
+        raise UnsupportedError(
+            f"pipeline {pipeline.pipeline!r} has no media service; send the file in the request, or ask the operator "
+            "to add `media:` with a store to the pipeline file"
+        )
+    return MediaAddress(pipeline.media_endpoint, pipeline.media_server_name)
+
+
+class UploadMessages:
+    """The messages that upload a file, in order. Iterate once.
+
+    Raises InvalidRequestError (INVALID_MEDIA) if the file cannot be read or is empty, or if `media_type` is None and
+    the suffix of its name is unknown.
+    """
+
+    def __init__(self, path: Path | str, *, media_type: str | None, on_bytes: OnBytes | None) -> None:
+        self._path, self._on_bytes = Path(path), on_bytes
+        self._media_type = media_type or media_type_of(self._path)
+        self.error: InvalidRequestError | None = None
+        """The error that ended the iteration. gRPC does not pass it on."""
+        try:
+            self._size_bytes = self._path.stat().st_size
+        except OSError as exc:
+            raise self._unreadable(exc) from exc
+        if not self._size_bytes:
+            raise InvalidRequestError(f"{path} is empty; name a file with content", reason="INVALID_MEDIA")
+
+    def __iter__(self) -> Iterator[media_pb2.UploadMediaRequest]:
+        try:
+            yield from self._messages()
+        except OSError as exc:
+            self.error = self._unreadable(exc)
+            raise self.error from exc
+
+    def _messages(self) -> Iterator[media_pb2.UploadMediaRequest]:
+        digest, offset, last = hashlib.sha256(), 0, False
+        with self._path.open("rb", buffering=0) as file:
+            while not last:
+                data = file.read(MEDIA_PART_BYTES)
+                digest.update(data)
+                last = not data or offset + len(data) >= self._size_bytes
+                media = request_pb2.Media(media_type=self._media_type, data=data, offset=offset, last=last)
+                yield media_pb2.UploadMediaRequest(
+                    media=media, size_bytes=self._size_bytes, sha256=digest.digest() if last else b""
+                )
+                offset += len(data)
+                if self._on_bytes is not None:
+                    self._on_bytes(offset)
+
+    def _unreadable(self, exc: OSError) -> InvalidRequestError:
+        return InvalidRequestError(f"cannot read {self._path}: {exc.strerror}", reason="INVALID_MEDIA")
+
+
+class Download:
+    """The local file of a download. Use it within `with`: without `finish`, nothing remains.
+
+    Raises InvalidRequestError (CANNOT_WRITE) if the file cannot be written.
+    """
+
+    def __init__(self, file: MediaFile | str, path: Path | str, *, on_bytes: OnBytes | None) -> None:
+        self._stated = MediaFile(file, "") if isinstance(file, str) else file
+        self._path, self._on_bytes = Path(path), on_bytes
+        self._temporary = self._path.with_name(f".{self._path.name}.{uuid4().hex}.part")
+        self._digest, self._size_bytes, self._is_complete = hashlib.sha256(), 0, False
+        try:
+            self._file = self._temporary.open("xb", buffering=0)
+        except OSError as exc:
+            raise self._unwritable(exc) from exc
+
+    @property
+    def request(self) -> media_pb2.DownloadMediaRequest:
+        """The request that starts the download."""
+        return media_pb2.DownloadMediaRequest(uri=self._stated.uri)
+
+    def add(self, response: media_pb2.DownloadMediaResponse) -> None:
+        """Writes the next part of the file."""
+        data = response.media.data
+        try:
+            self._file.write(data)
+        except OSError as exc:
+            raise self._unwritable(exc) from exc
+        self._digest.update(data)
+        self._size_bytes += len(data)
+        self._is_complete = response.media.last
+        if self._on_bytes is not None:
+            self._on_bytes(self._size_bytes)
+
+    def finish(self) -> None:
+        """Gives the file its name.
+
+        Raises InvalidRequestError (MEDIA_MISMATCH) if it is incomplete, or differs from its description.
+        """
+        if not self._is_complete:
+            raise InvalidRequestError(
+                f"the download of {self._stated.uri} ended early; try again", reason="MEDIA_MISMATCH"
+            )
+        check_content(self._stated, size_bytes=self._size_bytes, sha256=self._digest.digest())
+        self._file.close()
+        try:
+            os.replace(self._temporary, self._path)  # noqa: PTH105 - the same on all systems
+        except OSError as exc:
+            raise self._unwritable(exc) from exc
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def _unwritable(self, exc: OSError) -> InvalidRequestError:
+        return InvalidRequestError(f"cannot write {self._path}: {exc.strerror}", reason="CANNOT_WRITE")
+
+
+def stored_file(message: request_pb2.MediaFile) -> MediaFile:
+    """Returns the client's description of a stored file."""
+    return MediaFile(message.uri, message.media_type, size_bytes=message.size_bytes, sha256=message.sha256)

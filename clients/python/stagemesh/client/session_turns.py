@@ -1,0 +1,132 @@
+"""The turns of a session at its client: answers as far as received, and the transcript of ended turns."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from stagemesh.client.received_events import ClientPosition
+from stagemesh.client.requests import check_size
+from stagemesh.client.responses import AudioChunk, Event, Text
+from stagemesh.client.retries import RetryPolicy
+from stagemesh.common.requests.output_position import length_of
+from stagemesh.common.requests.turn_content import PromptInput, shorten
+from stagemesh.v1 import request_pb2
+from stagemesh.v1.orchestrator_pb2 import ConverseRequest, GenerateRequest, GenerateResponse, InputAppend, TurnRestore
+
+
+class Received(NamedTuple):
+    """A new event, the response that contains it, and the end of the response's output in the unit of its position.
+
+    `event` is None if the client has only a part of it. `response` is None if an earlier event has it, too.
+    """
+
+    response: GenerateResponse | None
+    event: Event | None
+    output: str
+    end: int
+
+
+class ReceivedTurn:
+    """The answer to a turn. Drops the events that arrive again."""
+
+    def __init__(self, number: int, policy: RetryPolicy) -> None:
+        self.number = number
+        self.last_event = 0
+        """The number of the client's event that ended the input of the turn. 0 if it is open, or was detected."""
+        self.audio_end_s: float | None = None
+        """The time in the audio of the session at which the turn ends, if it was detected."""
+        self.is_stopped = False
+        """Whether the answer was interrupted."""
+        self.heard: dict[str, int] = {}
+        """How much of each output the program has read, by name."""
+        self.audio: tuple[str, int] | None = None
+        """The name and the sample rate of the first audio output. None if none has arrived."""
+        self._texts: dict[str, str] = {}
+        self._position = ClientPosition(GenerateRequest(), policy)
+
+    @property
+    def received(self) -> Mapping[str, int]:
+        """How much of each output has arrived, by name."""
+        return {each.name: each.position for each in self.request().next_positions}
+
+    def request(self) -> GenerateRequest:
+        """Returns a request whose next_positions and generation say what has arrived."""
+        return self._position.request()
+
+    def text(self, output: str) -> str:
+        """Returns the text of an output that has arrived."""
+        return self._texts.get(output, "")
+
+    def note_lost(self) -> None:
+        """Records that a call ended in which the turn may have been answered."""
+        self._position.note_lost()
+
+    def take(self, response: GenerateResponse) -> Iterator[Received]:
+        """Yields the events in `response` that have not arrived before."""
+        rest = self._position.remainder(response)
+        if rest is None:
+            return
+        events = self._position.events(rest)
+        if not events and not rest.HasField("output"):
+            return
+        output, end = rest.output.name, rest.output.position + length_of(rest.output)
+        for index, event in enumerate(events or (None,)):
+            yield Received(None if index else rest, self._noted(event), output, end)
+
+    def _noted(self, event: Event | None) -> Event | None:
+        match event:
+            case Text():
+                self._texts[event.output] = self.text(event.output) + event.delta
+            case AudioChunk() if self.audio is None:
+                self.audio = event.output, event.sample_rate_hz
+            case _:
+                pass
+        return None if event is None else replace(event, turn=self.number)
+
+
+class ClientTranscript:
+    """The turns that have ended: the messages of the input of each, then the answer.
+
+    `has_prompts` is whether the pieces become messages. Streamed input does not.
+    """
+
+    def __init__(self, *, has_prompts: bool) -> None:
+        self._has_prompts = has_prompts
+        self._turns: list[TurnRestore] = []
+
+    @property
+    def answer(self) -> str:
+        """The answer to the newest turn. Empty if no turn has ended."""
+        return self._turns[-1].messages[-1].content if self._turns else ""
+
+    @answer.setter
+    def answer(self, text: str) -> None:
+        self._turns[-1].messages[-1].content = text
+
+    def add(self, turn: int, pieces: Sequence[InputAppend], *, answer: str) -> None:
+        """Adds the newest turn."""
+        restore = TurnRestore(turn=turn)
+        if self._has_prompts:
+            prompt = PromptInput()
+            for piece in pieces:
+                prompt.append(piece)
+            restore.messages.extend(prompt.messages())
+        restore.messages.add(role=request_pb2.ROLE_ASSISTANT, content=answer)
+        self._turns.append(restore)
+
+    def shortened(self, positions: Mapping[str, int], *, output: str, sent: Mapping[str, int]) -> str:
+        """Returns the newest answer up to the first position in `positions`, as an orchestrator shortens it.
+
+        `output` is the output whose text is the answer. `sent` is how much of each output was sent.
+        """
+        if output in positions:
+            return self.answer[: positions[output]]
+        shares = (position / sent[name] for name, position in positions.items() if sent.get(name))
+        return shorten(self.answer, length=round(len(self.answer) * min(1.0, next(shares, 1.0))))
+
+    def events(self) -> Iterator[ConverseRequest]:
+        """Yields the events that restore all turns. Raises InvalidRequestError if a turn is too large for a message."""
+        for turn in self._turns:
+            event = ConverseRequest(restore=turn)
+            check_size(event, what="turn to restore")
+            yield event

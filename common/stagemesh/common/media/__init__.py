@@ -1,0 +1,1 @@
+"""Media files: their types, suffixes and checks, and the encoders that make them."""

@@ -1,0 +1,291 @@
+"""The object store for media: a folder, or a remote store that fsspec supports."""
+
+import errno
+import glob
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Collection
+from contextlib import aclosing, closing, suppress
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from urllib.parse import quote
+
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, PermissionDeniedError
+from stagemesh.common.media.files import MEDIA_PART_BYTES, check_content
+from stagemesh.common.media.stored_file import (
+    LocalTarget,
+    RemoteTarget,
+    StoredFileWriter,
+    Target,
+    call_store,
+    write_all,
+)
+from stagemesh.common.process.media_config import LOCAL, Location, MediaConfig, parse_root
+from stagemesh.v1 import request_pb2
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_PARTIAL = ".partial"
+_READ_BLOCK_BYTES = 4 << 20
+
+_Result = TypeVar("_Result")
+
+
+class MediaStore:
+    """Reads the media files that requests may refer to, and writes files to the store.
+
+    - `writer` is a name that no other running process has, such as a replica's name. Unfinished files of the writer are
+      in a folder of their own below the store's root.
+    - `spool` is a folder for copies of remote files. It should be on a disk rather than in memory.
+
+    A store that is slow or unreachable delays only the caller that waits for it. A caller can be cancelled at any time.
+    """
+
+    def __init__(self, config: MediaConfig, *, writer: str, spool: Path) -> None:
+        self.config = config
+        self._writer, self._spool = writer, spool
+
+    def sweep(self) -> None:
+        """Deletes the unfinished files that an earlier process with the same writer's name left in a folder.
+
+        Does nothing for a remote store, which does not show unfinished uploads.
+        """
+        if self.config.store and parse_root(self.config.store).protocol == LOCAL:
+            shutil.rmtree(self._partial_folder, ignore_errors=True)
+
+    def check_packages(self) -> None:
+        """Raises NotReadyError (MISSING_MODULE) if a Python package that a root needs is not installed."""
+        for root in map(parse_root, self.config.roots):
+            if root.protocol != LOCAL:
+                self._file_system(root)
+
+    async def fetch(self, reference: request_pb2.MediaFile) -> "FetchedFile":
+        """Opens the file at `reference.uri`, and compares its size and its digest with `reference` if they are set.
+
+        A remote file is copied to the spool folder first, so that its reader never waits for the store. The caller
+        closes the result. Raises:
+
+        - PermissionDeniedError (REFERENCE_NOT_ALLOWED) if the file is outside the allowed roots.
+        - NotFoundError (UNKNOWN_MEDIA) if it does not exist.
+        - InvalidRequestError if it is too large (FILE_TOO_LARGE), or differs from the reference (MEDIA_MISMATCH).
+        - NotReadyError if the store is unreachable (STORE_UNREACHABLE) or denies the access (STORE_DENIED).
+        - OverloadedError (STORAGE_FULL) if the spool folder's disk is full.
+        """
+        location = self.config.located(reference.uri)
+        if location.protocol == LOCAL:
+            file = await call_store(
+                lambda: FetchedFile(self._open_local(location)),
+                what=location.uri,
+                is_read=True,
+                release=FetchedFile.close,
+            )
+        else:
+            file = await call_store(self._make_copy, what=f"a copy in {self._spool}", release=FetchedFile.close)
+        try:
+            if location.protocol != LOCAL:
+                await self._copy(location, file)
+            self._check_size(location, file.size_bytes)
+            await _check_content(reference, file)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    async def read(self, uri: str) -> AsyncGenerator[bytes]:
+        """Yields the content of a file in blocks of at most 1 MiB. Iterate within `contextlib.aclosing`.
+
+        Raises the errors of `fetch` about the location and the store.
+        """
+        location = self.config.located(uri)
+        file = await call_store(lambda: self._open(location), what=uri, is_read=True, release=_close)
+        try:
+            while block := await call_store(lambda: file.read(MEDIA_PART_BYTES), what=uri, is_read=True):
+                yield block
+        finally:
+            _close(file)
+
+    async def create(self, uri: str, media_type: str) -> StoredFileWriter:
+        """Begins a file in the store. It becomes visible at `uri` when it is committed.
+
+        Raises PermissionDeniedError (REFERENCE_NOT_ALLOWED) if `uri` is outside the store, OverloadedError
+        (STORAGE_FULL) if the store is full, and NotReadyError if it is unreachable (STORE_UNREACHABLE) or does not
+        permit to write (STORE_DENIED).
+        """
+        location = self.config.located(uri)
+        if not self.config.store or not parse_root(self.config.store).contains(location):
+            raise PermissionDeniedError(
+                f"{uri[:200]} is not in the store; write below {self.config.store or 'media.store, which is not set'}",
+                reason="REFERENCE_NOT_ALLOWED",
+            )
+        target = await call_store(lambda: self._make_target(location), what=uri, release=lambda each: each.discard())
+        return StoredFileWriter(target, uri=uri, media_type=media_type)
+
+    async def remove_folders(self, parent: str, *, prefix: str, keep: Collection[str] = ()) -> None:
+        """Deletes the folders in the store's folder `parent` whose names begin with `prefix`, except those in `keep`.
+
+        Idempotent. Raises the errors of `create` about the store.
+        """
+        root = parse_root(self.config.store)
+        await call_store(lambda: self._remove_folders(root, parent, prefix, keep), what=f"{root.uri}/{parent}")
+
+    # -- internals, which block
+
+    def _remove_folders(self, root: Location, parent: str, prefix: str, keep: Collection[str]) -> None:
+        if root.protocol == LOCAL:
+            folder = Path(root.path, parent)
+            for each in folder.glob(f"{glob.escape(prefix)}*"):
+                if each.name not in keep:
+                    shutil.rmtree(each)
+            return
+        file_system = self._file_system(root)
+        # Another process may have changed the store since this one has listed it.
+        file_system.invalidate_cache()
+        for path in file_system.glob(f"{root.uri}/{parent}/{glob.escape(prefix)}*"):
+            if path.rpartition("/")[2] not in keep:
+                file_system.rm(path, recursive=True)
+
+    @property
+    def _partial_folder(self) -> Path:
+        return Path(parse_root(self.config.store).path, _PARTIAL, quote(self._writer, safe=""))
+
+    def _make_target(self, location: Location) -> Target:
+        if location.protocol == LOCAL:
+            return LocalTarget(Path(location.path), temporary=self._partial_folder)
+        return RemoteTarget(self._file_system(location), location.uri)
+
+    def _make_copy(self) -> "FetchedFile":
+        self._spool.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._spool) as file:
+            return FetchedFile(os.dup(file.fileno()))
+
+    def _open(self, location: Location) -> BinaryIO:
+        if location.protocol == LOCAL:
+            return os.fdopen(self._open_local(location), "rb", buffering=0)
+        # Files are read from start to end, for which a cache of one block is enough.
+        return self._file_system(location).open(
+            location.uri, "rb", block_size=_READ_BLOCK_BYTES, cache_type="readahead"
+        )
+
+    def _open_local(self, location: Location) -> int:
+        """Opens a local file and returns its descriptor.
+
+        Raises PermissionDeniedError (REFERENCE_NOT_ALLOWED) if a symbolic link leads out of the allowed roots.
+        """
+        # O_NONBLOCK: opening a named pipe does not wait for its writer.
+        descriptor = os.open(location.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._check_open_file(descriptor, location)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _check_open_file(self, descriptor: int, location: Location) -> None:
+        # The path of the open file cannot change between the check and the use.
+        actual = Location(LOCAL, str(Path(_by_descriptor(descriptor)).readlink()))
+        roots = map(parse_root, self.config.roots)
+        real = [root._replace(path=os.path.realpath(root.path)) for root in roots if root.protocol == LOCAL]
+        if not any(root.contains(actual) for root in real):
+            raise PermissionDeniedError(
+                f"{location.uri} leads to a file outside the allowed roots; refer to a file below one of them",
+                reason="REFERENCE_NOT_ALLOWED",
+            )
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise IsADirectoryError(errno.EISDIR, "not a regular file")
+
+    def _file_system(self, location: Location) -> "AbstractFileSystem":
+        try:
+            import fsspec
+
+            return fsspec.filesystem(location.protocol, **self.config.storage_options.get(location.protocol, {}))
+        except ImportError as exc:
+            raise NotReadyError(
+                f"{location.protocol}:// needs a Python package that is not installed: {exc}", reason="MISSING_MODULE"
+            ) from exc
+
+    async def _copy(self, location: Location, copy: "FetchedFile") -> None:
+        async with aclosing(self.read(location.uri)) as blocks:
+            async for block in blocks:
+                self._check_size(location, copy.size_bytes + len(block))
+                append = _with_duplicate(copy, partial(FetchedFile.append, block=block))
+                await call_store(append, what=f"a copy in {self._spool}")
+
+    def _check_size(self, location: Location, size_bytes: int) -> None:
+        limit_bytes = self.config.max_file_bytes
+        if size_bytes > limit_bytes:
+            raise InvalidRequestError(
+                f"{location.uri} has more than {limit_bytes} bytes, the pipeline's media.max_file_bytes; refer to a "
+                "smaller file",
+                reason="FILE_TOO_LARGE",
+                metadata={"limit_bytes": str(limit_bytes)},
+            )
+
+
+class FetchedFile:
+    """An open local file with the content of a media file. Deleting or replacing its name does not affect it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the file in bytes."""
+        return os.fstat(self._descriptor).st_size
+
+    def open(self) -> BufferedReader:
+        """Returns a new reader, at the start of the file. Readers are independent, and remain usable after `close`."""
+        return Path(_by_descriptor(self._descriptor)).open("rb")
+
+    def duplicate(self) -> "FetchedFile":
+        """Returns the same open file with a descriptor of its own. The caller closes it."""
+        return FetchedFile(os.dup(self._descriptor))
+
+    def append(self, block: bytes) -> None:
+        """Appends bytes to a copy. Raises OSError if the disk is full."""
+        write_all(self._descriptor, block)
+
+    def close(self) -> None:
+        """Closes the file. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+async def _check_content(reference: request_pb2.MediaFile, file: FetchedFile) -> None:
+    sha256 = b""
+    if reference.sha256:
+        sha256 = await call_store(_with_duplicate(file, _digest), what=reference.uri, timeout_s=None)
+    check_content(reference, size_bytes=file.size_bytes, sha256=sha256)
+
+
+def _digest(file: FetchedFile) -> bytes:
+    with file.open() as content:
+        return hashlib.file_digest(content, "sha256").digest()
+
+
+def _with_duplicate(file: FetchedFile, function: Callable[[FetchedFile], _Result]) -> Callable[[], _Result]:
+    """Returns a call of `function` with a duplicate of `file`, to be made once. `file` may be closed during the call,
+    as it is when the caller of `call_store` is cancelled.
+    """
+    duplicate = file.duplicate()
+
+    def call() -> _Result:
+        with closing(duplicate):
+            return function(duplicate)
+
+    return call
+
+
+def _by_descriptor(descriptor: int) -> str:
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _close(file: BinaryIO) -> None:
+    with suppress(Exception):
+        file.close()

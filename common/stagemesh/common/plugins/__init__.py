@@ -1,0 +1,1 @@
+"""Descriptors of plug-ins (engines, functions, transforms, codec models, connectors), and their entry points."""

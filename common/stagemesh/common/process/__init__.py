@@ -1,0 +1,1 @@
+"""The shell of a service process: its config, settings, logs, lifecycle and host."""

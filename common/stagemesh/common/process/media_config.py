@@ -1,0 +1,136 @@
+"""The roots of stored media: the locations that services may read and write, and the URIs of the objects in them.
+
+A URI is a protocol of fsspec and a path, for example "s3://bucket/key" or "file:///folder/file". Nothing in it is
+percent-encoded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import JsonValue
+
+from stagemesh.common.errors import PermissionDeniedError
+from stagemesh.common.process.config import TokenConfig, check_tokens
+
+LOCAL = "file"
+"""The protocol of files in folders."""
+_MAX_URI_LENGTH = 2048
+
+
+class Location(NamedTuple):
+    """A URI in two parts. The path of a local file is absolute. Other paths begin with the bucket or the host."""
+
+    protocol: str
+    path: str
+
+    @property
+    def uri(self) -> str:
+        return f"{self.protocol}://{self.path}"
+
+    def contains(self, other: "Location") -> bool:
+        """Returns whether `other` is an object below this root."""
+        return self.protocol == other.protocol and other.path.startswith(f"{self.path.rstrip('/')}/")
+
+
+@dataclass(frozen=True)
+class MediaConfig:
+    """The object store of a pipeline and the other locations to which requests may refer."""
+
+    store: str = ""
+    """The root below which outputs and uploads are stored. Requests may refer to it, too. Empty if there is none."""
+    allowed: tuple[str, ...] = ()
+    """Further roots to which requests may refer. Nothing is written there."""
+    storage_options: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict[str, Mapping[str, JsonValue]])
+    """The arguments of fsspec's file systems, by protocol."""
+    max_file_bytes: int = 1 << 30
+    """The maximum size in bytes of a file that is uploaded, or to which a request refers."""
+
+    def __post_init__(self) -> None:
+        for root in self.roots:
+            parse_root(root)
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """The roots to which requests may refer."""
+        return (self.store, *self.allowed) if self.store else self.allowed
+
+    def uri_of(self, *names: str) -> str:
+        """Returns the URI of an object in the store. `names` are the names of its folders, and its own name.
+
+        Raises PermissionDeniedError (REFERENCE_NOT_ALLOWED) if the object would be outside the store.
+        """
+        return self.located(f"{parse_root(self.store).uri.rstrip('/')}/{'/'.join(names)}").uri
+
+    def located(self, uri: str) -> Location:
+        """Returns the location of an object to which a request refers.
+
+        Raises PermissionDeniedError (REFERENCE_NOT_ALLOWED) if no root contains it, or if the URI is malformed. Does
+        not follow symbolic links, which the store does when it opens the object.
+        """
+        protocol, separator, path = uri.partition("://")
+        problem = ""
+        if len(uri) > _MAX_URI_LENGTH or not uri.isprintable():
+            problem = f"is longer than {_MAX_URI_LENGTH} characters, or contains unprintable ones"
+        elif not separator or {"", ".", ".."}.intersection(path.removeprefix("/").split("/")):
+            problem = "is not of the form protocol://path without empty names, '.' and '..'"
+        elif not any(parse_root(root).contains(Location(protocol, path)) for root in self.roots):
+            problem = (
+                f"is outside the allowed roots: {', '.join(parse_root(root).uri for root in self.roots) or 'none'}"
+            )
+        if problem:
+            raise PermissionDeniedError(
+                f"the reference {uri[:200]!r} {problem}; upload the file, or refer to an object below an allowed root",
+                reason="REFERENCE_NOT_ALLOWED",
+            )
+        return Location(protocol, path)
+
+
+@dataclass(frozen=True)
+class MediaServiceConfig:
+    """The configuration of a process that serves MediaService for one pipeline."""
+
+    pipeline: str
+    listen: str
+    """The address on which the process listens, as "host:port"."""
+    media: MediaConfig
+    name: str = "media"
+    """The name of the process. Processes with the same store need different names."""
+    tls: str | None = None
+    """The folder with the certificates of this process: `ca.crt`, `tls.crt` and `tls.key` in PEM. None for no TLS.
+
+    The service then serves TLS alone. The files are read again when they have changed.
+    """
+    health_listen: str | None = None
+    """The address of a further port for health checks without TLS, "host:port", or None for no such port.
+
+    The probes of Kubernetes need it if there is `tls`, because they have no certificate.
+    """
+    tokens: TokenConfig | None = None
+    """The tokens by which clients identify themselves, or None if they need a certificate. Needs `tls`."""
+    parent_pid: int | None = None
+    """The id of the parent process. If the parent terminates, this process terminates too.
+
+    None if this process may outlive its parent.
+    """
+
+    def __post_init__(self) -> None:
+        check_tokens(self.tokens, tls=self.tls)
+        if not self.media.store:
+            raise ValueError("media.store is not set; name the folder or the URL in which uploads are stored")
+
+
+def parse_root(root: str) -> Location:
+    """Returns the location of a root that an operator wrote: an absolute folder, or a URL of fsspec.
+
+    Raises ValueError if it is neither.
+    """
+    protocol, separator, path = root.partition("://")
+    if not separator:
+        protocol, path = LOCAL, str(Path(root).expanduser())
+    stripped = path.rstrip("/")
+    names = stripped.removeprefix("/").split("/")
+    if {"", ".", ".."}.intersection(names) or not protocol.isalnum() or (protocol == LOCAL) != path.startswith("/"):
+        raise ValueError(f"{root!r} is not a location; write an absolute folder, or a URL such as s3://bucket/prefix")
+    return Location(protocol, stripped)

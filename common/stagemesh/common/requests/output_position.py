@@ -1,0 +1,149 @@
+"""The position of a receiver: how much of each output of a request the receiver has received, for each choice.
+
+Outputs are replayed if a connection breaks, a stage restarts or a client calls another orchestrator. The parts of the
+replay may have other boundaries. A position therefore counts units: code points of text, tokens, audio samples,
+images, bytes of an encoded file, stored files, or rows of a tensor along its first axis.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from types import MappingProxyType
+from typing import TypeAlias
+
+from stagemesh.common.errors import InternalError, InvalidChunkError
+from stagemesh.common.wire.tensors import checked_layout
+from stagemesh.v1 import request_pb2, tensor_pb2
+
+OutputKey: TypeAlias = tuple[str, int]
+"""The name of an output, and the index of the choice to which the output belongs."""
+_INCOMPLETE = (request_pb2.FINISH_REASON_CANCELLED, request_pb2.FINISH_REASON_FAILED)
+_START: Mapping[OutputKey, int] = MappingProxyType({})
+
+
+class Position:
+    """The number of units of each output that a receiver has received. An output that is not in `counts` has 0 units.
+
+    `length_of` says what a unit is. Parts of an image that the receiver does not have as a whole are passed on again.
+    """
+
+    __slots__ = ("_counts", "_finished")
+
+    def __init__(self, counts: Mapping[OutputKey, int] = _START) -> None:
+        self._counts = dict(counts)
+        self._finished = set[OutputKey]()
+
+    @property
+    def counts(self) -> Mapping[OutputKey, int]:
+        """The number of received units of each output of each choice, as in `GenerateRequest.next_positions`."""
+        return self._counts
+
+    @property
+    def finished(self) -> AbstractSet[OutputKey]:
+        """The outputs that have ended, apart from those that are incomplete."""
+        return self._finished
+
+    def remainder(self, output: request_pb2.Output) -> request_pb2.Output | None:
+        """Returns the part of `output` that the receiver does not have yet, or None if it has all of `output`.
+
+        Advances to the end of `output`. Raises InternalError (OUTPUT_OUT_OF_ORDER) if an earlier part is missing, and
+        InvalidChunkError if a tensor's or the audio's number of bytes does not match its shape.
+        """
+        key = output.name, output.index
+        received, end = self._counts.get(key, 0), output.position + length_of(output)
+        if output.position > received:
+            raise InternalError(
+                f"output {output.name!r} continues at {output.position}, but only {received} were received; report "
+                "this as a defect",
+                reason="OUTPUT_OUT_OF_ORDER",
+            )
+        if key in self._finished:
+            return None
+        if end > received:
+            self._counts[key] = end
+        if output.HasField("finish"):
+            # A request that failed may be run again at another orchestrator, where its outputs continue.
+            if output.finish.reason not in _INCOMPLETE:
+                self._finished.add(key)
+        elif end <= received and output.WhichOneof("content") and not _continues_image(output, received):
+            # A receiver passes on content of an unknown kind, which has no length.
+            return None
+        return after(output, received - output.position)
+
+
+def length_of(output: request_pb2.Output) -> int:
+    """Returns the number of units in a part of an output.
+
+    A unit is a code point of text, a token, an audio sample, a whole image, a byte of an encoded file, a stored file,
+    or a row of a tensor. A part of an image has no length unless it ends the image.
+    """
+    match output.WhichOneof("content"):
+        case "text":
+            length = len(output.text)
+        case "token_ids":
+            length = len(output.token_ids.ids)
+        case "audio":
+            length = _rows(output.audio.samples)
+        case "image":
+            length = int(output.image.last)
+        case "media":
+            length = len(output.media.data)
+        case "file":
+            length = 1
+        case "tensor":
+            length = _rows(output.tensor)
+        case None:
+            length = 0
+    return length
+
+
+def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
+    """Returns an output without its first `count` units, or None if neither a unit nor `finish` remains.
+
+    A text keeps the log-probabilities of the tokens that begin in the remaining text.
+
+    `length_of` says what a unit is. Raises InvalidChunkError if a tensor's or the audio's number of bytes does not
+    match its shape.
+    """
+    if count <= 0:
+        return output
+    rest = request_pb2.Output(name=output.name, position=output.position + count, index=output.index)
+    if output.HasField("finish"):
+        rest.finish.CopyFrom(output.finish)
+    if count >= length_of(output):
+        return rest if output.HasField("finish") else None
+    # Images and stored files are single units, so one of the returns above has already handled them.
+    match output.WhichOneof("content"):
+        case "text":
+            rest.text = output.text[count:]
+            rest.logprobs.extend(each for each in output.logprobs if each.position >= rest.position)
+        case "token_ids":
+            rest.token_ids.ids.extend(output.token_ids.ids[count:])
+            rest.logprobs.extend(output.logprobs[count:])
+        case "audio":
+            rest.audio.sample_rate_hz = output.audio.sample_rate_hz
+            rest.audio.samples.CopyFrom(_rows_after(output.audio.samples, count))
+        case "media":
+            rest.media.CopyFrom(output.media)
+            rest.media.data, rest.media.offset = output.media.data[count:], rest.position
+        case _:
+            rest.tensor.CopyFrom(_rows_after(output.tensor, count))
+    return rest
+
+
+def _continues_image(output: request_pb2.Output, received: int) -> bool:
+    """Returns whether the output is a part of an image that the receiver does not have as a whole."""
+    return output.WhichOneof("content") == "image" and output.position == received
+
+
+def _rows(tensor: tensor_pb2.Tensor) -> int:
+    return max(0, tensor.shape[0]) if tensor.shape else 1
+
+
+def _rows_after(tensor: tensor_pb2.Tensor, count: int) -> tensor_pb2.Tensor:
+    if tensor.WhichOneof("location") not in ("inline", None):
+        raise InvalidChunkError(f"tensor {tensor.name!r} of an output must be inline")
+    checked_layout(tensor, size_bytes=len(tensor.inline))
+    row_bytes = len(tensor.inline) // tensor.shape[0]
+    rest = tensor_pb2.Tensor(name=tensor.name, dtype=tensor.dtype, inline=tensor.inline[count * row_bytes :])
+    rest.shape.extend([tensor.shape[0] - count, *tensor.shape[1:]])
+    return rest

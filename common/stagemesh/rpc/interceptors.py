@@ -1,0 +1,312 @@
+"""Interceptors of the gRPC server: limits of a caller's calls, malformed messages, and the roles that a port serves."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from functools import partial
+from inspect import isasyncgenfunction
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from stagemesh.common.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    PermissionDeniedError,
+    StagemeshError,
+    UnsupportedError,
+)
+from stagemesh.rpc.callers import OPERATOR, Role, roles_of
+from stagemesh.rpc.channels import MAX_HEADER_BYTES
+from stagemesh.rpc.error_mapping import to_status
+from stagemesh.v1 import roles_pb2
+
+Around: TypeAlias = Callable[[Any, Any], AbstractAsyncContextManager[Any]]
+"""A function of an RPC's argument (its message, or an iterator of them) and of its context.
+
+Returns the context manager in which the RPC is served. It yields the argument for the wrapped handler.
+"""
+
+
+def wrap_handler(handler: Any, around: Around, *, receives_stream: bool = False) -> Any:
+    """Returns a handler that serves each RPC as `handler` does, within the context manager of `around`.
+
+    With `receives_stream`, the argument of `around` is an iterator of messages, even if the RPC has only one.
+    """
+    answers = "stream" if handler.response_streaming else "unary"
+    serve = getattr(handler, f"{_kind(handler.request_streaming)}_{answers}")
+
+    async def answer(request: Any, context: Any) -> Any:
+        async with around(request, context) as given:
+            return await serve(given, context)
+
+    async def generate(request: Any, context: Any) -> AsyncGenerator[Any]:
+        async with around(request, context) as given, aclosing(serve(given, context)) as responses:
+            async for response in responses:
+                yield response
+
+    streams = receives_stream or handler.request_streaming
+    served = {f"{_kind(streams)}_{answers}": generate if isasyncgenfunction(serve) else answer}
+    return handler._replace(request_streaming=streams, **served)
+
+
+async def abort(context: Any, error: StagemeshError) -> NoReturn:
+    """Ends an RPC with the status of an error."""
+    status = to_status(error)
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("gRPC's `abort` raises")
+
+
+def _kind(is_stream: bool) -> str:
+    return "stream" if is_stream else "unary"
+
+
+_RECEIVE_S = 0.2
+"""The time for which the requests of a rejected call are received, in seconds."""
+_OPEN = ("/grpc.health.", "/grpc.reflection.")
+"""The services that any caller may use."""
+
+
+Authenticate: TypeAlias = Callable[[Any, Any], Awaitable[frozenset[Role]]]
+"""A function that returns the roles of a caller. Its arguments are the RPC's context and metadata.
+
+Raises UnauthenticatedError if the caller has no valid credentials. Stores the caller's identity for the RPC.
+"""
+
+
+class RoleFilter(grpc.aio.ServerInterceptor):
+    """Rejects every RPC that none of a port's roles may call, or whose caller has none of these roles.
+
+    A port without authentication knows only the first rule, and RPCs that are not part of the API pass. With
+    authentication, these are for operators. Health checks and reflection always pass.
+    """
+
+    def __init__(self, roles: Collection[Role], authenticate: Authenticate | None = None) -> None:
+        """`authenticate` determines the roles of callers, or is None if the port cannot authenticate them."""
+        self._roles = frozenset(roles)
+        self._authenticate = authenticate
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        method = handler_call_details.method
+        allowed = roles_of(method)
+        if allowed and not allowed & self._roles:
+            return _refusing(_other_port_error(method, allowed, self._roles))
+        handler = await continuation(handler_call_details)
+        if handler is None or self._authenticate is None or method.startswith(_OPEN):
+            return handler
+        return _guarded(handler, partial(self._authorize, self._authenticate, handler_call_details, allowed))
+
+    async def _authorize(
+        self, authenticate: Authenticate, details: grpc.HandlerCallDetails, allowed: frozenset[Role], context: Any
+    ) -> None:
+        """Raises UnauthenticatedError or PermissionDeniedError (WRONG_ROLE) if the caller may not call the RPC."""
+        roles = await authenticate(context, details.invocation_metadata)
+        needed = allowed & self._roles or frozenset({OPERATOR})
+        if not roles & needed:
+            name = details.method.rpartition("/")[2]
+            raise PermissionDeniedError(
+                f"{name} is for {_names(needed)}, and the caller's credentials are those of {_names(roles)}; use "
+                "other credentials",
+                reason="WRONG_ROLE",
+            )
+
+
+def _guarded(handler: Any, authorize: Callable[[Any], Awaitable[None]]) -> Any:
+    """Returns a handler that calls `authorize` with the context of each RPC, and then does what `handler` does."""
+
+    @asynccontextmanager
+    async def guarded(request: Any, context: Any) -> AsyncGenerator[Any]:
+        try:
+            await authorize(context)
+        except StagemeshError as exc:
+            await _refuse(exc, request if handler.request_streaming else None, context)
+        yield request
+
+    return wrap_handler(handler, guarded)
+
+
+def _refusing(error: StagemeshError) -> Any:
+    """Returns a handler that ends each RPC with `error`."""
+
+    async def refuse(requests: AsyncIterator[bytes], context: Any) -> None:
+        await _refuse(error, requests, context)
+
+    make_handler: Any = grpc.stream_stream_rpc_method_handler
+    return make_handler(refuse)
+
+
+async def _refuse(error: StagemeshError, requests: AsyncIterator[Any] | None, context: Any) -> NoReturn:
+    """Ends an RPC with `error`. `requests` are the messages of its caller, or None if there is only one."""
+    if requests is not None:
+        # If the call ends while the client sends, the client may report INTERNAL instead of the status.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RECEIVE_S):
+                async for _ in requests:
+                    pass
+    await abort(context, error)
+
+
+def _other_port_error(method: str, allowed: Collection[Role], served: Collection[Role]) -> UnsupportedError:
+    return UnsupportedError(
+        f"this port serves {_names(served)}, and {method.rpartition('/')[2]} is for {_names(allowed)}; call "
+        "the server's other port (`admin_listen`; with `stagemesh up`, the next port after the one for clients)"
+    )
+
+
+def _names(roles: Collection[Role]) -> str:
+    names = (roles_pb2.CallerRole.Name(role).removeprefix("CALLER_ROLE_").lower() for role in sorted(roles))
+    return " and ".join(f"{name}s" for name in names)
+
+
+CALLS_PER_CALLER = 4096
+_RETRY_AFTER_S = 1.0
+
+_Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
+
+
+class CallLimits(grpc.aio.ServerInterceptor):
+    """Ends each RPC with RESOURCE_EXHAUSTED whose headers are too large, or whose caller has too many running RPCs.
+
+    gRPC itself limits headers only on connections whose peer has acknowledged its settings, and it limits the calls of
+    a connection, but not those of a caller, who can open many connections.
+
+    A call counts from its headers on, although its request may never arrive. For this purpose, handlers of unary
+    requests become handlers of streams, of which they receive the first message. The caller is the first name in the
+    certificate, or else the host.
+    """
+
+    def __init__(self, calls_per_caller: int | None) -> None:
+        """`calls_per_caller` is the number of calls, or None for no limit."""
+        self._most = calls_per_caller
+        self._running = Counter[str]()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        if _size_of_headers(handler_call_details.invocation_metadata) > MAX_HEADER_BYTES:
+            return _make_rejecting_handler(_headers_error())
+        handler = await continuation(handler_call_details)
+        if handler is None or self._most is None:
+            return handler
+        return wrap_handler(handler, partial(self._counted, handler, self._most), receives_stream=True)
+
+    @asynccontextmanager
+    async def _counted(
+        self, handler: Any, most: int, requests: AsyncIterator[Any], context: Any
+    ) -> AsyncGenerator[Any]:
+        """Counts an RPC within the block, and ends it if its caller has too many. Yields the argument of `handler`."""
+        caller = _caller(context)
+        self._running[caller] += 1
+        try:
+            if self._running[caller] > most:
+                await abort(context, _calls_error(most))
+            yield requests if handler.request_streaming else await _read_message(requests, context)
+        finally:
+            self._running[caller] -= 1
+            if not self._running[caller]:
+                del self._running[caller]
+
+
+async def _read_message(requests: AsyncIterator[Any], context: Any) -> Any:
+    """Returns the only message of an RPC."""
+    first = await anext(aiter(requests), None)
+    if first is None:
+        await abort(context, InvalidRequestError("the call has no message; send one", reason="MALFORMED_MESSAGE"))
+    return first
+
+
+def _caller(context: Any) -> str:
+    for uri in context.auth_context().get("peer_uri", ()):
+        return str(uri)
+    return str(context.peer()).rpartition(":")[0]
+
+
+def _size_of_headers(metadata: _Metadata) -> int:
+    return sum(len(name) + len(value) for name, value in metadata or ())
+
+
+def _make_rejecting_handler(error: OverloadedError) -> Any:
+    """Returns a handler that ends each RPC with `error`."""
+
+    async def end(_requests: object, context: Any) -> None:
+        await abort(context, error)
+
+    make_handler: Any = grpc.stream_stream_rpc_method_handler
+    return make_handler(end)
+
+
+def _headers_error() -> OverloadedError:
+    return OverloadedError(
+        f"the headers of the call exceed {MAX_HEADER_BYTES} bytes; send fewer or shorter ones",
+        reason="HEADERS_TOO_LARGE",
+    )
+
+
+def _calls_error(most: int) -> OverloadedError:
+    return OverloadedError(
+        f"the caller has {most} running calls, which is the most that this service accepts; end some, and retry",
+        reason="CALL_LIMIT",
+        retry_after_s=_RETRY_AFTER_S,
+    )
+
+
+class Malformed:
+    """Takes the place of a message that cannot be parsed. `context.read()` may return it."""
+
+    def __init__(self, cause: DecodeError) -> None:
+        self._cause = str(cause)
+
+    def error(self) -> InvalidRequestError:
+        """Returns the error for the sender of the message."""
+        return InvalidRequestError(
+            f"a message cannot be parsed: {self._cause}; send the messages of the protos", reason="MALFORMED_MESSAGE"
+        )
+
+
+class MalformedFilter(grpc.aio.ServerInterceptor):
+    """Ends each RPC with INVALID_ARGUMENT (MALFORMED_MESSAGE) if one of its requests cannot be parsed.
+
+    RPCs whose servicers read bytes are not concerned. A servicer that calls `context.read()` receives a `Malformed`.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        return handler if handler is None or handler.request_deserializer is None else _filtered(handler)
+
+
+def _filtered(handler: Any) -> Any:
+    parse = handler.request_deserializer
+
+    def parse_if_possible(data: bytes) -> object:
+        try:
+            return parse(data)
+        except DecodeError as exc:
+            return Malformed(exc)
+
+    @asynccontextmanager
+    async def checked(request: Any, context: Any) -> AsyncGenerator[Any]:
+        if isinstance(request, Malformed):
+            await abort(context, request.error())
+        yield _checked(request) if handler.request_streaming else request
+
+    return wrap_handler(handler._replace(request_deserializer=parse_if_possible), checked)
+
+
+async def _checked(requests: AsyncIterator[object]) -> AsyncGenerator[object]:
+    """Yields the messages. Raises the error of the first that cannot be parsed."""
+    async for request in requests:
+        if isinstance(request, Malformed):
+            raise request.error()
+        yield request

@@ -1,0 +1,269 @@
+"""Fragments, in which the bytes of large chunks are sent over a stream: their messages and their assembly."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.wire.tensors import Tensors
+from stagemesh.connectors.arena.arena import Arena
+from stagemesh.connectors.base import Bytes, MemoryAccount
+from stagemesh.connectors.packets import EdgeKey
+from stagemesh.v1 import chunk_pb2, tensor_pb2
+
+FRAGMENT_BYTES = 256 << 10
+"""The number of payload bytes of each fragment of a chunk that is larger than WHOLE_CHUNK_BYTES.
+
+Larger fragments would delay the messages of other flows longer.
+"""
+WHOLE_CHUNK_BYTES = 1 << 20
+"""The maximum size, in bytes, of a chunk of which each tensor is sent as one fragment.
+
+If such a chunk has only one tensor, the consumer uses the tensor in place, without a copy.
+"""
+PAYLOAD_ALIGNMENT = 16
+"""The alignment, in bytes, of a fragment's payload within its message. The largest alignment that a dtype requires."""
+_ITEMS = b"\x12"  # PutChunkRequest.items, length-delimited
+_FRAGMENT = b"\x1a"  # PutItem.fragment, length-delimited
+_PAYLOAD = 0x2A  # ChunkFragment.payload, length-delimited
+
+
+class Fragment(NamedTuple):
+    """A part of a packet's bytes. A message contains at most one fragment."""
+
+    message: chunk_pb2.ChunkFragment
+    """The protobuf message of the fragment, without the payload."""
+    payload: memoryview
+
+
+def split_into_fragments(
+    key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, transfer_id: int
+) -> Iterator[Fragment]:
+    """Yields the fragments of a packet's tensors in order. A fragment contains bytes of only one tensor.
+
+    Every fragment contains `key`, `transfer_id`, and `total_bytes`, which is the total size of the tensors.
+    """
+    base = 0
+    max_bytes = WHOLE_CHUNK_BYTES if total_bytes <= WHOLE_CHUNK_BYTES else FRAGMENT_BYTES
+    for tensor in tensors.values():
+        payload = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data if tensor.nbytes else memoryview(b"")
+        for start in range(0, len(payload), max_bytes):
+            message = chunk_pb2.ChunkFragment(
+                transfer_id=transfer_id, total_bytes=total_bytes, offset=base + start, key=key
+            )
+            yield Fragment(message, payload[start : start + max_bytes])
+        base += len(payload)
+
+
+# -- messages with fragments
+
+
+class FragmentMessage(NamedTuple):
+    """A PutChunkRequest whose first item is a fragment."""
+
+    fragment: Fragment
+    rest: memoryview
+    """A serialized PutChunkRequest with the items that follow the fragment. Empty if no item follows."""
+
+
+def encode_fragment(fragment: Fragment, *, rest: bytes = b"") -> bytes:
+    """Returns a serialized PutChunkRequest that contains `fragment`, followed by the items in `rest`.
+
+    `rest` is a serialized PutChunkRequest, or empty bytes if no item follows the fragment.
+
+    This function encodes the message by hand, so that the producer and the consumer each copy the payload only once.
+    Protobuf would copy the payload three more times: into the message object, from this object into the serialized
+    bytes, and into the consumer's message object. Every protobuf parser accepts the result.
+
+    The fragment's padding aligns the payload, so that the consumer can use the payload in place.
+    """
+    message, payload = fragment
+    message.padding = bytes(PAYLOAD_ALIGNMENT)
+    head = _fragment_head(message, len(payload))
+    message.padding = bytes(PAYLOAD_ALIGNMENT - len(head) % PAYLOAD_ALIGNMENT)
+    return b"".join((_fragment_head(message, len(payload)), payload, rest))
+
+
+def _fragment_head(message: chunk_pb2.ChunkFragment, payload_bytes: int) -> bytes:
+    """Returns the bytes of a PutChunkRequest up to the payload of its first item, which is a fragment."""
+    fields = message.SerializeToString() + bytes((_PAYLOAD,)) + _varint(payload_bytes)
+    item = _FRAGMENT + _varint(len(fields) + payload_bytes)
+    return _ITEMS + _varint(len(item) + len(fields) + payload_bytes) + item + fields
+
+
+def decode_fragment(data: bytes) -> FragmentMessage | None:
+    """Parses a serialized PutChunkRequest whose first item is a fragment.
+
+    Returns None if the first item is not a fragment with a payload, or if the message is malformed. Such a message must
+    be parsed by protobuf.
+    """
+    view = memoryview(data)
+    try:
+        if data[:1] != _ITEMS:
+            return None
+        item_bytes, item_start = _read_varint(view, 1)
+        piece_bytes, start = _read_varint(view, item_start + 1)
+        end = start + piece_bytes
+        if view[item_start] != _FRAGMENT[0] or end != item_start + item_bytes:
+            return None
+        field_start, payload_start, payload_end = _find_payload(view, start)
+        if payload_end > end or end > len(view):
+            return None
+        fields = view[start:field_start].tobytes() + view[payload_end:end].tobytes()
+        message = chunk_pb2.ChunkFragment.FromString(fields)
+    except (IndexError, DecodeError):
+        return None
+    return FragmentMessage(Fragment(message, view[payload_start:payload_end]), view[end:])
+
+
+def _find_payload(view: memoryview, start: int) -> tuple[int, int, int]:
+    """Returns the offset of a fragment's payload field, the offset of the payload, and the offset after the payload.
+
+    `start` is the offset of the fragment's first field. Raises IndexError if the message ends before a payload field is
+    found, or DecodeError if a field is malformed.
+    """
+    while True:
+        tag = view[start]
+        number, value_start = _read_varint(view, start + 1)
+        if tag == _PAYLOAD:
+            return start, value_start, value_start + number
+        match tag & 7:
+            case 0:
+                start = value_start
+            case 2:
+                start = value_start + number
+            case _:
+                raise DecodeError("a fragment has neither numbers nor length-delimited fields only")
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
+    """Decodes the varint at the offset `at`. Returns its value and the offset after it.
+
+    Raises IndexError if the varint is truncated, or DecodeError if the varint is longer than 10 bytes.
+    """
+    number = 0
+    for shift in range(0, 70, 7):
+        byte = view[at]
+        number |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return number, at
+    raise DecodeError("a number has more than 10 bytes")
+
+
+@dataclass(eq=False, slots=True)
+class _Transfer:
+    id: int
+    total_bytes: int
+    buffer: Bytes | None = None
+    received_bytes: int = 0
+
+
+class FragmentAssembler:
+    """Assembles the fragments that arrive over one stream. Each flow has at most one transfer in progress.
+
+    A transfer consists of the fragments of one chunk. `landing` returns the arena into which fragments are copied, or
+    None if the arena is not available.
+    """
+
+    def __init__(self, landing: Callable[[], Arena | None]) -> None:
+        self._landing = landing
+        self._transfers: dict[EdgeKey, _Transfer] = {}
+        self._last_id = 0
+
+    def is_new(self, transfer_id: int) -> bool:
+        """Returns True if the transfer has not begun yet, or False if the transfer is in progress or has ended."""
+        return transfer_id > self._last_id
+
+    def begin(self, key: EdgeKey, message: chunk_pb2.ChunkFragment) -> None:
+        """Begins a new transfer. Drops the flow's previous transfer, if any. `message` is a fragment of the new one."""
+        self.drop(key)
+        self._last_id = message.transfer_id
+        self._transfers[key] = _Transfer(message.transfer_id, message.total_bytes)
+
+    def add(self, key: EdgeKey, fragment: Fragment) -> None:
+        """Adds a fragment to its transfer. Ignores repeated fragments and fragments of old transfers.
+
+        Copies the fragment into the transfer's buffer. If the fragment contains the whole chunk, is aligned, and makes
+        up at least half of the received message, uses the message's memory as the buffer instead.
+
+        Raises InvalidChunkError (FRAGMENT_GAP) if an earlier fragment is missing, or if the fragment does not fit into
+        the buffer.
+        """
+        message, payload = fragment
+        transfer = self._transfers.get(key)
+        if transfer is None or transfer.id != message.transfer_id:
+            return
+        end = message.offset + len(payload)
+        if message.offset > transfer.received_bytes or end > transfer.total_bytes:
+            raise InvalidChunkError(
+                f"a fragment of edge {key.edge} at {message.offset} does not follow the previous fragment",
+                reason="FRAGMENT_GAP",
+            )
+        if message.offset < transfer.received_bytes:
+            return
+        part = np.frombuffer(payload, np.uint8)
+        is_aligned = part.ctypes.data % PAYLOAD_ALIGNMENT == 0
+        # Credit covers only the payload, so a message with much other content must not be retained.
+        if len(part) == transfer.total_bytes and is_aligned and 2 * len(part) >= memoryview(payload.obj).nbytes:
+            transfer.buffer = part
+        else:
+            if transfer.buffer is None:
+                transfer.buffer = self._buffer(transfer.total_bytes)
+            transfer.buffer[message.offset : end] = part
+        transfer.received_bytes = end
+
+    def take(self, key: EdgeKey, data: chunk_pb2.ChunkData) -> list[Bytes]:
+        """Ends a flow's transfer. Returns the bytes of each tensor that was sent as fragments, in the tensors' order.
+
+        Returns an empty list if no tensor was sent as fragments. Raises InvalidChunkError with the reason
+        FRAGMENT_GAP if fragments are missing. Raises InvalidChunkError if a tensor is outside the transfer's buffer.
+        """
+        streamed = [message for message in data.tensors if message.HasField("streamed")]
+        if not streamed:
+            return []
+        transfer = self._transfers.get(key)
+        ids = {message.streamed.transfer_id for message in streamed}
+        complete = transfer is not None and transfer.received_bytes == transfer.total_bytes and ids == {transfer.id}
+        if transfer is None or transfer.buffer is None or not complete:
+            raise InvalidChunkError(f"fragments of a chunk of edge {key.edge} are missing", reason="FRAGMENT_GAP")
+        self.drop(key)
+        return [_part(transfer.buffer, message) for message in streamed]
+
+    def drop(self, key: EdgeKey) -> None:
+        """Drops the transfer of a flow. Does nothing if the flow has no transfer."""
+        self._transfers.pop(key, None)
+
+    def clear(self) -> None:
+        """Drops all transfers."""
+        self._transfers.clear()
+
+    def _buffer(self, size_bytes: int) -> Bytes:
+        """Returns a buffer of `size_bytes` bytes for a transfer. Uses the landing memory if it has enough free space.
+
+        Otherwise, requests new memory from the operating system, which takes longer than copying the fragments.
+        """
+        landing = self._landing()
+        if landing is None or size_bytes > landing.max_region_bytes:
+            return np.empty(size_bytes, np.uint8)
+        region = landing.try_allocate(size_bytes, MemoryAccount())
+        return np.empty(size_bytes, np.uint8) if region is None else region.as_array()[:size_bytes]
+
+
+def _part(buffer: Bytes, message: tensor_pb2.Tensor) -> Bytes:
+    place = message.streamed
+    if place.offset + place.size_bytes > len(buffer):
+        raise InvalidChunkError(f"tensor {message.name!r} is outside its transfer")
+    return buffer[place.offset : place.offset + place.size_bytes]

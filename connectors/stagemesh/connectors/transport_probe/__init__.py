@@ -1,6 +1,0 @@
-"""Measures the connectors between two hosts or within one host, with real flows but without a pipeline."""
-
-from stagemesh.connectors.transport_probe.measurement import SIZES, ConnectorFigures, TransportReport, measure_peer
-from stagemesh.connectors.transport_probe.peer import ProbePeer, second_process
-
-__all__ = ["SIZES", "ConnectorFigures", "ProbePeer", "TransportReport", "measure_peer", "second_process"]

@@ -1,0 +1,134 @@
+"""WebSockets on which both sides send events as JSON, and the limit of their number."""
+
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from uuid import uuid4
+
+import msgspec
+from pydantic import TypeAdapter, ValidationError
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from stagemesh.common.errors import InvalidRequestError, OverloadedError, StagemeshError
+from stagemesh.gateway.body import Body
+from stagemesh.gateway.catalog import offered_protocol
+from stagemesh.gateway.errors import error_body, error_response, validation_error
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope
+    from starlette.types import Send as SendMessage
+
+
+class ClientEvent(Body):
+    """An event of a client. An error that the event causes has its id."""
+
+    event_id: str | None = None
+
+
+class Send(Protocol):
+    """Sends an event of a type to the client."""
+
+    async def __call__(self, event_type: str, /, **fields: Any) -> None: ...
+
+
+E = TypeVar("E")
+T = TypeVar("T")
+
+
+async def accept(websocket: WebSocket, preparation: Awaitable[T]) -> T | None:
+    """Accepts a WebSocket after a preparation, and returns the result of the preparation.
+
+    If the preparation fails, rejects the WebSocket with an HTTP status and the error as the body, and returns None.
+    """
+    try:
+        result = await preparation
+    except ValidationError as exc:
+        await websocket.send_denial_response(error_response(validation_error(exc.errors())))
+    except StagemeshError as exc:
+        await websocket.send_denial_response(error_response(exc))
+    else:
+        await websocket.accept(subprotocol=offered_protocol(websocket))
+        return result
+    return None
+
+
+class JsonSocket:
+    """A WebSocket on which each text frame is an event. It must have been accepted."""
+
+    def __init__(self, websocket: WebSocket) -> None:
+        self._websocket = websocket
+
+    async def send(self, event_type: str, /, **fields: Any) -> None:
+        """Sends an event. Does nothing if the client has disconnected, which `events` reports by its end."""
+        event = {"type": event_type, "event_id": f"event_{uuid4().hex}", **fields}
+        with suppress(WebSocketDisconnect):
+            await self._websocket.send_text(msgspec.json.encode(event).decode())
+
+    async def send_bytes(self, data: bytes) -> None:
+        """Sends a binary frame. Does nothing if the client has disconnected."""
+        with suppress(WebSocketDisconnect):
+            await self._websocket.send_bytes(data)
+
+    async def send_error(self, error: StagemeshError, *, cause: str | None = None) -> None:
+        """Sends an error. `cause` is the id of the client's event that caused it, or None."""
+        await self.send("error", error={**error_body(error)["error"], "event_id": cause})
+
+    async def events(self, kinds: TypeAdapter[E]) -> AsyncGenerator[E]:
+        """Yields the events of the client until it disconnects. Reports those that are invalid to the client.
+
+        `kinds` is a union of events that their field `type` distinguishes.
+        """
+        while (message := await self._websocket.receive())["type"] != "websocket.disconnect":
+            cause: str | None = None
+            try:
+                data = _parse(message.get("text"))
+                given = data.get("event_id")
+                cause = given if isinstance(given, str) else None
+                event = kinds.validate_python(data)
+            except ValidationError as exc:
+                # The first part of a location is the type of the event.
+                located = [{**error, "loc": error["loc"][1:]} for error in exc.errors()]
+                await self.send_error(validation_error(located), cause=cause)
+            except StagemeshError as exc:
+                await self.send_error(exc, cause=cause)
+            else:
+                yield event
+
+
+def _parse(text: str | None) -> dict[str, Any]:
+    if text is None:
+        raise InvalidRequestError("a frame is binary; send each event as JSON in a text frame")
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as exc:
+        raise InvalidRequestError(f"the event is not a JSON object: {exc}") from exc
+
+
+_RETRY_AFTER_S = 5.0
+
+
+class WebSocketLimit:
+    """An ASGI middleware that rejects WebSockets with status 429 while `most` are open."""
+
+    def __init__(self, app: "ASGIApp", most: int) -> None:
+        self._app, self._most = app, most
+        self._open = 0
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "SendMessage") -> None:
+        if scope["type"] != "websocket":
+            await self._app(scope, receive, send)
+            return
+        if self._open >= self._most:
+            error = OverloadedError(
+                f"{self._open} WebSockets are open, which is the limit of this gateway; connect later, or use another "
+                "gateway",
+                reason="CALL_LIMIT",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+            await WebSocket(scope, receive, send).send_denial_response(error_response(error))
+            return
+        self._open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open -= 1

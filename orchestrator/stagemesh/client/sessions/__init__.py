@@ -1,1 +1,0 @@
-"""Sessions: conversations of numbered turns, which outlive broken connections and orchestrators."""

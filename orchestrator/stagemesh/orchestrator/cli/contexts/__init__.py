@@ -1,1 +1,0 @@
-"""Named contexts: the addresses of deployments, stored in a file of the user."""

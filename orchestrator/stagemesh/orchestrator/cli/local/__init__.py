@@ -1,1 +1,0 @@
-"""Commands that run pipelines or single processes on this machine, and their displays."""

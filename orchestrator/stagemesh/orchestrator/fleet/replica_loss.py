@@ -1,0 +1,93 @@
+"""The time limits after which a replica counts as lost, and the errors of calls to one replica."""
+
+import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
+from copy import copy
+
+import grpc
+
+from stagemesh.common.errors import Code, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.rpc.error_mapping import from_rpc_error
+
+REPLICA_LOST = "REPLICA_LOST"
+# The codes that gRPC itself reports if the replica or the connection fails. Errors of a service have a reason.
+_BROKEN = frozenset({Code.UNAVAILABLE, Code.CANCELLED, Code.UNKNOWN, Code.INTERNAL})
+
+
+class ReplicaErrors:
+    """Creates the errors of calls to one replica. The messages and metadata of the errors name the replica."""
+
+    def __init__(self, *, stage: str, replica: str, endpoint: str) -> None:
+        self.location = {"stage": stage, "replica": replica}
+        self.peer = f"stage {stage!r} (replica {replica} at {endpoint})"
+
+    @contextmanager
+    def mapped(self) -> Generator[None]:
+        """Converts errors of gRPC calls within the block to StagemeshErrors.
+
+        Also converts the errors of a channel that is closed before or during the call.
+        """
+        try:
+            yield
+        except grpc.aio.AioRpcError as exc:
+            raise self._after_call(exc) from exc
+        except grpc.aio.UsageError as exc:
+            raise self._lost(f"is no longer connected ({exc})") from exc
+        except asyncio.CancelledError as exc:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise self.after_stream(None, running=False) from exc
+
+    def after_stream(self, error: StagemeshError | None, *, running: bool) -> StagemeshError:
+        """Returns the error of a step whose stream has ended with `error`.
+
+        - `error` is None if the orchestrator closed the stream.
+        - `running` is True if an event of the step had arrived.
+        """
+        if error is None:
+            return self._lost("is no longer connected (this process ended its calls)")
+        if error.code not in _BROKEN:
+            return copy(error).located(**self.location)
+        return self._lost(
+            f"{'became unreachable while the request ran' if running else 'cannot be reached'} ({error.message})"
+        )
+
+    def too_large(self, size_bytes: int) -> InvalidRequestError:
+        """Returns the error of a step whose serialized request has `size_bytes` bytes, which is too large."""
+        return InvalidRequestError(
+            f"the request to {self.peer} is {size_bytes} bytes long; the limit is {MAX_MESSAGE_BYTES}; shorten the "
+            "input",
+            reason="MESSAGE_TOO_LARGE",
+            metadata=self.location,
+        )
+
+    def _after_call(self, exc: grpc.aio.AioRpcError) -> StagemeshError:
+        error = from_rpc_error(exc, peer=self.peer).located(**self.location)
+        # An error that gRPC reports contains the name of this client's peer. An error that the stage forwards does not.
+        is_broken = error.metadata.get("peer") == self.peer and exc.code().value[0] in _BROKEN
+        return self._lost(f"cannot be reached ({exc.details()})") if is_broken else error
+
+    def _lost(self, event: str) -> UnavailableError:
+        return UnavailableError(
+            f"{self.peer} {event}; a supervised replica is restarted: try again",
+            reason=REPLICA_LOST,
+            metadata=self.location,
+            retry_after_s=1.0,
+        )
+
+
+GIVE_UP_S = 15.0
+"""Time in seconds after which an unreachable replica counts as ended."""
+
+
+ACCEPT_S = 5.0
+"""Time limit for a replica to accept a step, in seconds."""
+REATTACH_S = 0.6
+"""Time limit for reconnecting to an unreachable replica, in seconds.
+
+After this time, the replica's steps are run on other replicas. A replica retains the steps of a broken connection for
+longer than this time.
+"""

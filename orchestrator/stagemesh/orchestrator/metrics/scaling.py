@@ -1,0 +1,229 @@
+"""The signals by which the number of a stage's replicas is chosen, and the warm tier that acts on them.
+
+No signal is computed until a caller asks. The warm tier wakes sleeping replicas when requests need them.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from stagemesh.common.errors import StagemeshError
+from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.orchestrator.fleet.replica import Replica, reported_load
+from stagemesh.orchestrator.orchestrator import Orchestrator
+from stagemesh.orchestrator.request.timeline import RequestState, Timeline
+from stagemesh.pipeline.conditions import Fact
+from stagemesh.v1 import control_pb2
+
+_PLAYOUT_MARGIN_S = 0.5
+"""A stream whose client has less audio left than this is about to run dry.
+
+A stream that began less than this time ago is not counted, because it starts with its first chunk alone.
+"""
+
+
+class Metric(Enum):
+    """The metrics of a stage on which autoscalers act. Each value is the name of the metric."""
+
+    QUEUED = "stagemesh_stage_queued_seconds"
+    PLAYOUT = "stagemesh_stage_playout_at_risk"
+    IN_FLIGHT = "stagemesh_stage_in_flight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSignals:
+    """The signals of one stage.
+
+    Replicas report their queues for all orchestrators. The other signals are known only to the orchestrator itself.
+    """
+
+    queued_at_replicas_s: float = 0.0
+    """The work that waits in the queues of the replicas, in seconds."""
+    own_queued_at_replicas_s: float = 0.0
+    """This orchestrator's part of `queued_at_replicas_s`."""
+    unplanned_s: float = 0.0
+    """The work of requests that this orchestrator has not planned yet, in seconds."""
+    playout_at_risk: int = 0
+    """The number of audio streams that are about to run dry."""
+    in_flight: int = 0
+    """The number of steps that run or wait at the replicas, for all orchestrators."""
+    own_in_flight: int = 0
+    """The number of steps that this orchestrator has placed on the replicas."""
+
+    @property
+    def queued_s(self) -> float:
+        """The work that waits, in seconds: in the queues of the replicas, and in this orchestrator."""
+        return self.queued_at_replicas_s + self.unplanned_s
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the stage has any work."""
+        return bool(self.in_flight or self.own_in_flight or self.unplanned_s)
+
+    def own(self, metric: Metric) -> float:
+        """Returns this orchestrator's part of a metric. The sum over all orchestrators is the metric of the stage."""
+        match metric:
+            case Metric.QUEUED:
+                return self.own_queued_at_replicas_s + self.unplanned_s
+            case Metric.PLAYOUT:
+                return self.playout_at_risk
+            case Metric.IN_FLIGHT:
+                return self.own_in_flight
+
+    def total(self, metric: Metric, *, orchestrators: int) -> float:
+        """Returns a metric of the stage, if each of `orchestrators` orchestrators has as many requests as this one."""
+        match metric:
+            case Metric.QUEUED:
+                return self.queued_at_replicas_s + orchestrators * self.unplanned_s
+            case Metric.PLAYOUT:
+                return orchestrators * self.playout_at_risk
+            case Metric.IN_FLIGHT:
+                return self.in_flight
+
+
+class ScalingSignals:
+    """Computes the signals of the stages from the requests and the replicas of an orchestrator."""
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self._orchestrator = orchestrator
+
+    def by_stage(self) -> Mapping[str, StageSignals]:
+        """Returns the current signals of every stage of the pipeline."""
+        fleet = self._orchestrator.fleet
+        unplanned, at_risk = self.unplanned(), self._at_risk()
+        signals: dict[str, StageSignals] = {}
+        for stage, replicas in fleet.replicas.items():
+            loads = [(replica, load) for replica in replicas if (load := reported_load(replica)) is not None]
+            signals[stage] = StageSignals(
+                queued_at_replicas_s=sum(replica.load.queued_s for replica, _ in loads),
+                own_queued_at_replicas_s=sum(
+                    replica.load.queued_s * _own_part(replica, load.running + load.queued) for replica, load in loads
+                ),
+                unplanned_s=unplanned[stage] * fleet.step_cost(stage).seconds,
+                playout_at_risk=at_risk[stage],
+                in_flight=sum(load.running + load.queued for _, load in loads),
+                own_in_flight=sum(replica.running for replica in replicas),
+            )
+        return signals
+
+    def unplanned(self) -> Counter[str]:
+        """Returns the number of steps of each stage in requests that are not planned yet, by stage name.
+
+        These requests wait for admission, or for a ready replica of one of their stages.
+        """
+        pipeline = self._orchestrator.pipeline
+        # Requests are counted by what their route depends on, because to compute a route takes longer than to count.
+        kinds = Counter[tuple[tuple[str, ...], frozenset[tuple[Fact, float]]]]()
+        for known in self._orchestrator.requests.running:
+            timeline = known.record.timeline
+            if timeline.state is RequestState.QUEUED:
+                kinds[timeline.outputs, frozenset(known.facts.items())] += timeline.choices
+        steps = Counter[str]()
+        for (outputs, facts), count in kinds.items():
+            for stage in pipeline.route(outputs, dict(facts)).stages:
+                steps[stage.name] += count
+        return steps
+
+    def _at_risk(self) -> Counter[str]:
+        """Returns the number of audio streams that are about to run dry, by the name of the stage that emits them."""
+        outputs, streams = self._orchestrator.pipeline.all_outputs, Counter[str]()
+        for known in self._orchestrator.requests.running:
+            record = known.record
+            now_s = record.timeline.elapsed_s()
+            for key, began_s in record.first_outputs_s.items():
+                output, played_s = outputs[key[0]], now_s - began_s
+                is_played = output.kind == "audio" and not output.file_type and key not in record.position.finished
+                if not is_played or played_s < _PLAYOUT_MARGIN_S:
+                    continue
+                left_s = record.position.counts[key] / output.sample_rate_hz - played_s
+                streams[output.stage] += left_s < _PLAYOUT_MARGIN_S
+        return streams
+
+
+def _own_part(replica: Replica, steps: int) -> float:
+    """Returns the part of a replica's steps that this orchestrator has placed there, from 0 to 1."""
+    return min(1.0, replica.running / steps) if steps else 0.0
+
+
+_log = logging.getLogger(__name__)
+
+_INTERVAL_S = 0.2
+_WAKE_S = 60.0
+_DESCRIBE_S = 5.0
+_RETRY_S = 10.0
+"""The time after which a replica that failed to wake is woken again, in seconds."""
+
+
+class WarmTier:
+    """Wakes at most one replica of a stage at a time, and only while every ready replica of the stage has work.
+
+    Each of several orchestrators chooses the same replica, so that together they do not wake more than they need. A
+    replica falls asleep again by itself.
+    """
+
+    def __init__(self, orchestrator: Orchestrator, wake_above_s: Mapping[str, float]) -> None:
+        """`wake_above_s` is the waiting work of each warm stage above which a replica is woken, in seconds."""
+        self._orchestrator, self._wake_above_s = orchestrator, wake_above_s
+        self._signals = ScalingSignals(orchestrator)
+        self._failed_at_s: dict[Replica, float] = {}
+
+    async def wake_replicas(self) -> None:
+        """Wakes replicas until the call is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for stage in self._wake_above_s:
+                group.create_task(self._watch(stage), name=f"warm tier of {stage}")
+
+    async def _watch(self, stage: str) -> None:
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            replica = self._next(stage)
+            if replica is not None and self._is_needed(stage):
+                await self._wake(replica)
+
+    def _next(self, stage: str) -> Replica | None:
+        """Returns the replica to wake next, or None if no replica of the stage sleeps."""
+        fleet, now_s = self._orchestrator.fleet, asyncio.get_running_loop().time()
+        self._failed_at_s = {each: at_s for each, at_s in self._failed_at_s.items() if at_s + _RETRY_S > now_s}
+        serving = fleet.serving_generations
+        usable = (each for each in fleet.sleeping(stage) if each.generation in serving)
+        return next((each for each in usable if each not in self._failed_at_s), None)
+
+    def _is_needed(self, stage: str) -> bool:
+        ready = [replica for replica in self._orchestrator.fleet.registry.of(stage) if _is_awake(replica)]
+        if not ready:
+            running = self._orchestrator.requests.running
+            return bool(self._signals.unplanned()[stage]) or any(
+                _has_unfinished_step(known.record.timeline, stage) for known in running
+            )
+        if not all(map(_has_work, ready)):
+            return False
+        return self._signals.by_stage()[stage].queued_s > self._wake_above_s[stage]
+
+    async def _wake(self, replica: Replica) -> None:
+        """Wakes a replica. Returns when the replica accepts steps."""
+        _log.info("waking replica %s of stage %s", replica.name, replica.stage)
+        try:
+            await replica.client.control("Wake", control_pb2.WakeRequest().SerializeToString(), timeout_s=_WAKE_S)
+            await replica.observe_again(ReplicaState.ASLEEP, timeout_s=_DESCRIBE_S)
+        except StagemeshError as exc:
+            _log.warning("replica %s of stage %s cannot be woken: %s", replica.name, replica.stage, exc.message)
+            self._failed_at_s[replica] = asyncio.get_running_loop().time()
+
+
+def _is_awake(replica: Replica) -> bool:
+    """Returns whether a replica accepts steps, or does so as soon as its connectors are probed."""
+    return replica.can_connect and replica.state is not ReplicaState.FAILED
+
+
+def _has_work(replica: Replica) -> bool:
+    load = replica.last_report
+    return bool(replica.running or (load is not None and load.running + load.queued))
+
+
+def _has_unfinished_step(timeline: Timeline, stage: str) -> bool:
+    """Returns whether a request has started a stage that has not finished, for at least one of its choices."""
+    latest = {step.index: step for step in timeline.steps if step.stage == stage}
+    return any(step.finished is None for step in latest.values())

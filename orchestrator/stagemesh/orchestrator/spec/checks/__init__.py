@@ -1,1 +1,0 @@
-"""The checks that a pipeline file must pass."""

@@ -1,1 +1,0 @@
-"""Reads the text of pipeline files: YAML with line numbers, variables and overrides."""

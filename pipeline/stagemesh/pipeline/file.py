@@ -1,0 +1,261 @@
+"""Converts a document to the typed pipeline file: checks its structure, and divides stages with `split`."""
+
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import ValidationError
+
+from stagemesh.pipeline.document import Document, KeyPath, Origin, dotted, suggest
+from stagemesh.pipeline.schema import (
+    Bounds,
+    DataPlaneEntry,
+    EdgeEntry,
+    ExternalStageEntry,
+    FramesEntry,
+    InputTerm,
+    Limits,
+    MediaEntry,
+    OptionEntry,
+    OptionTerm,
+    OutputEntry,
+    OutputTerm,
+    PipelineFile,
+    SessionsEntry,
+    SplitEntry,
+    StageEntry,
+)
+from stagemesh.pipeline.signature_schema import AcceptedEntry, EmittedEntry, SignatureEntry, StageOptionEntry
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+
+_ITEMS: Mapping[str, Any] = {
+    "edges": EdgeEntry,
+    "outputs": OutputEntry,
+    "options": OptionEntry,
+}
+"""The types of the items of the file's lists and mappings other than stages, by key."""
+_TERMS = {"(option)": OptionTerm, "(input)": InputTerm, "(output)": OutputTerm}
+_STAGE_ENTRIES: Mapping[str, Any] = {
+    "(started)": StageEntry,
+    "(started).data_plane": DataPlaneEntry,
+    "(started).split": SplitEntry,
+    "(external)": ExternalStageEntry,
+    "(external).signature": SignatureEntry,
+    "(external).signature.accepts": AcceptedEntry,
+    "(external).signature.emits": EmittedEntry,
+    "(external).signature.options": StageOptionEntry,
+}
+_TAGS = frozenset({*_TERMS, "(frames)", "(names)", "(sizes)", "(word)", "(started)", "(external)"})
+_NAME_REMEDY = "use lower-case letters, digits and '-', a letter first"
+
+
+_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+"""The types of pydantic's errors for unknown keys."""
+
+
+def check_shape(document: Document) -> PipelineFile:
+    """Validates the document against the schema, and returns the typed pipeline file.
+
+    Reports invalid values, and then continues without them, as if their keys were omitted or spelt correctly. The other
+    mistakes in the file are thus found, too. Raises InvalidPipelineError if this is not possible. The message lists all
+    problems found so far.
+    """
+    values = document.values
+    try:
+        return PipelineFile.model_validate(values, by_alias=True, by_name=False)
+    except ValidationError as exc:
+        values = deepcopy(values)
+        for error in exc.errors(include_url=False):
+            path = tuple(part for part in error["loc"] if part not in _TAGS)
+            if not document.problems.has(path):
+                document.problems.add(path, _describe(error, path))
+            known = _known_keys(error["loc"][:-1]) if error["type"] in _UNKNOWN_KEY else ()
+            _repair(values, path, known=known, origins=document.problems.origins)
+    try:
+        file = PipelineFile.model_validate(values, by_alias=True, by_name=False)
+    except ValidationError:
+        file = None
+    # A stage that is divided is read from the document.
+    if file is None or any(isinstance(stage, StageEntry) and stage.split for stage in file.stages.values()):
+        document.problems.raise_any()
+    assert file is not None, "every validation error is a problem"
+    return file
+
+
+def _repair(values: dict[str, Any], path: KeyPath, *, known: Collection[str], origins: dict[KeyPath, Origin]) -> None:
+    """Removes the invalid value at `path`, or renames its key if it resembles one of the keys in `known`.
+
+    Does nothing if `path` does not lead to the key of a mapping. Adds the origins of a renamed key to `origins`.
+    """
+    parent: Any = values
+    for part in path[:-1]:
+        try:
+            parent = parent[part]
+        except (KeyError, IndexError, TypeError):
+            return
+    if not isinstance(parent, dict) or path[-1] not in parent:
+        return
+    mapping = cast("dict[object, object]", parent)
+    value = mapping.pop(path[-1])
+    close = get_close_matches(str(path[-1]), known, n=1)
+    if close and close[0] not in mapping:
+        mapping[close[0]] = value
+        renamed = (*path[:-1], close[0])
+        origins |= {(*renamed, *at[len(path) :]): origin for at, origin in origins.items() if at[: len(path)] == path}
+
+
+def _describe(error: "ErrorDetails", path: KeyPath) -> str:
+    parent = path[:-1]
+    match error["type"]:
+        case kind if kind in _UNKNOWN_KEY:
+            return _describe_unknown_key(error["loc"], path)
+        case "missing":
+            return f"{dotted(parent) or 'the file'} has no {str(path[-1])!r}; add it"
+        case "string_pattern_mismatch" if path[-1] == "[key]":
+            return f"{dotted(parent)!r} is not a valid name; {_NAME_REMEDY}"
+        case "string_pattern_mismatch":
+            return f"{dotted(path)} is {error['input']!r}; {_NAME_REMEDY}"
+        case "too_short":
+            return f"{dotted(path)} is empty; add at least one item"
+        case _:
+            message = error["msg"].removeprefix("Value error, ")
+            return f"{dotted(path)} is {error['input']!r}; {message[:1].lower()}{message[1:]}"
+
+
+def _describe_unknown_key(loc: KeyPath, path: KeyPath) -> str:
+    """`loc` is the path with pydantic's tags, and `path` is the path without them."""
+    match loc:
+        case ("stages", _, "(external)", str() as key) if key in StageEntry.model_fields:
+            text = "has no effect, because Stagemesh does not start the replicas of an external stage"
+        case ("stages", _, "(started)", str() as key) if key in ExternalStageEntry.model_fields:
+            text = "is only for stages with `engine: external`"
+        case _:
+            return f"unknown key {dotted(path)!r}; {suggest(str(path[-1]), _known_keys(loc[:-1]))}"
+    return f"{dotted(path)} {text}; remove it"
+
+
+def _known_keys(path: KeyPath) -> set[str]:
+    entry: Any = PipelineFile
+    match path:
+        case ("stages", _, *keys) if "when" not in keys:
+            entry = _STAGE_ENTRIES[".".join(str(key) for key in keys[:3])]
+        case (str() as section, _) if section in _ITEMS:
+            entry = _ITEMS[section]
+        case ("edges", _, "chunk", "(frames)"):
+            entry = FramesEntry
+        case ("stages", _, _, "when", _, str() as tag) | ("edges", _, "when", _, str() as tag):
+            entry = _TERMS[tag]
+        case ("limits",):
+            entry = Limits
+        case ("limits", "per_caller"):
+            entry = Bounds
+        case ("sessions",):
+            entry = SessionsEntry
+        case ("media",):
+            entry = MediaEntry
+        case _:
+            pass
+    fields = entry.__pydantic_fields__
+    return {field.validation_alias or name for name, field in fields.items()}
+
+
+_ENGINE = "vllm"
+_SUFFIX = "-prefill"
+_HANDOVER = "kv_handover"
+
+
+def divide_stages(document: Document, file: PipelineFile) -> PipelineFile:
+    """Returns the pipeline file with two stages and an edge instead of each stage with `split`. Changes `document`.
+
+    Raises InvalidPipelineError if a stage cannot be divided. The message lists all problems found so far.
+    """
+    splits = {
+        name: entry.split
+        for name, entry in file.stages.items()
+        if isinstance(entry, StageEntry) and entry.split is not None
+    }
+    if not splits:
+        return file
+    for name in splits:
+        _check(document, file, name)
+    document.problems.raise_any()
+    stages = cast("dict[str, dict[str, Any]]", document.values["stages"])
+    document.values["stages"] = divided = dict[str, dict[str, Any]]()
+    for name, stage in stages.items():
+        if name in splits:
+            divided |= _divide(document, name, stage, splits[name])
+        else:
+            divided[name] = stage
+    return check_shape(document)
+
+
+def _check(document: Document, file: PipelineFile, name: str) -> None:
+    """Reports an error for each reason why the stage `name` cannot be divided."""
+    entry, path = file.stages[name], ("stages", name)
+    assert isinstance(entry, StageEntry)
+    problems = document.problems
+    if entry.engine != _ENGINE:
+        text = f"stage {name!r} cannot be split, because only engine {_ENGINE!r} can; remove split"
+        problems.add((*path, "split"), text)
+    if "replicas" in entry.model_fields_set:
+        text = f"stage {name!r} has both replicas and split, which has the numbers of replicas; remove replicas"
+        problems.add((*path, "replicas"), text)
+    if _HANDOVER in entry.options:
+        text = f"split sets the option {_HANDOVER} of stage {name!r}; remove the option, or split"
+        problems.add((*path, "options", _HANDOVER), text)
+    if f"{name}{_SUFFIX}" in file.stages:
+        text = f"the prefill stage of {name!r} would be named {name + _SUFFIX!r}, which exists; rename one of them"
+        problems.add((*path, "split"), text)
+
+
+def _divide(document: Document, name: str, stage: dict[str, Any], split: SplitEntry) -> dict[str, dict[str, Any]]:
+    """Returns the prefill stage and the decode stage by name, and adds the edge between them to the document."""
+    prefill = f"{name}{_SUFFIX}"
+    origin, edge = ("stages", name, "split"), _add_edge(document, producer=prefill, consumer=name)
+    _copy_places(document, ("stages", name), ("stages", prefill))
+    for stage_name, role in ((prefill, "prefill"), (name, "decode")):
+        _copy_place(document, (*origin, role), ("stages", stage_name, "replicas"))
+        option: KeyPath = ("stages", stage_name, "options", _HANDOVER)
+        _copy_place(document, (*origin, role), (*option, "role"))
+        _copy_places(document, origin, option)
+    for key in ((), ("from",), ("to",)):
+        _copy_place(document, origin, (*edge, *key))
+    settings = split.model_dump(include={"min_tokens", "wait_s"}, exclude_none=True)
+    common = {key: value for key, value in stage.items() if key != "split"}
+    options = cast("dict[str, Any]", common.get("options") or {})
+    divided = dict[str, dict[str, Any]]()
+    for stage_name, role, replicas in ((prefill, "prefill", split.prefill), (name, "decode", split.decode)):
+        handover = {"role": role, **settings}
+        divided[stage_name] = {**common, "replicas": replicas, "options": {**options, _HANDOVER: handover}}
+    # The prefill stage runs if its consumer does.
+    divided[prefill].pop("when", None)
+    return divided
+
+
+def _add_edge(document: Document, *, producer: str, consumer: str) -> KeyPath:
+    """Adds an edge at the end of the list, so that the indexes of the other edges remain. Returns its path."""
+    edges = cast("list[object]", document.values.setdefault("edges", []))
+    edges.append({"from": producer, "to": consumer})
+    return ("edges", len(edges) - 1)
+
+
+def _copy_places(document: Document, source: KeyPath, target: KeyPath) -> None:
+    """Gives the values below `target` the origins and references of the equal values below `source`."""
+    for recorded in (document.problems.origins, document.references):
+        places = cast("dict[KeyPath, Any]", recorded)
+        copies = {
+            (*target, *path[len(source) :]): place for path, place in places.items() if path[: len(source)] == source
+        }
+        places.update(copies)
+
+
+def _copy_place(document: Document, source: KeyPath, target: KeyPath) -> None:
+    """Gives the value at `target` the origin and the reference of the value at `source`, if they are recorded."""
+    for recorded in (document.problems.origins, document.references):
+        places = cast("dict[KeyPath, Any]", recorded)
+        if source in places:
+            places[target] = places[source]

@@ -1,1 +1,0 @@
-"""Batching: computing the transformer calls of several requests in shared forward passes."""

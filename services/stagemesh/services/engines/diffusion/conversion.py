@@ -1,0 +1,155 @@
+"""Conversion of a task to the inputs of a diffusion pipeline, and of frames to image and video files."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.wire.tensors import Array, Value
+from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.diffusion.model.families import Family
+from stagemesh.services.engines.diffusion.options import DiffusionOptions
+from stagemesh.services.engines.diffusion.state import DiffusionInputs
+from stagemesh.services.engines.prompts import Conversation, MediaFile, Prompt, RawPrompt, media_of
+
+_MAX_SEED = (1 << 63) - 1
+_MAX_IMAGE_BYTES = 64 << 20
+
+
+def build_inputs(
+    task: Task, options: Mapping[str, Value], *, stage: DiffusionOptions, family: Family
+) -> DiffusionInputs:
+    """Returns the pipeline inputs for a task. `options` contains the values of the request's options, including
+    defaults.
+
+    Raises InvalidRequestError or UnsupportedError if the task is invalid. The error names the invalid value and the
+    allowed values.
+    """
+    if not 0 <= task.seed <= _MAX_SEED:
+        raise InvalidRequestError(f"seed is {task.seed}; it must be from 0 to {_MAX_SEED}", reason="INVALID_OPTION")
+    prompt, image = _prompt_and_image(task.prompt or "", family) if _needs_prompt(task, stage) else ("", None)
+    for label, text in (("prompt", prompt), ("negative prompt", task.negative_prompt)):
+        if len(text) > stage.max_prompt_characters:
+            raise InvalidRequestError(
+                f"the {label} has {len(text)} characters; this stage allows {stage.max_prompt_characters}",
+                reason="PROMPT_TOO_LONG",
+            )
+    numbers = {name: int(options[name]) for name in _INTEGERS if name in options}
+    _check_sizes(numbers, family)
+    return DiffusionInputs(
+        seed=task.seed,
+        prompt=prompt,
+        negative_prompt=task.negative_prompt,
+        image=image,
+        guidance_scale=float(options.get("guidance_scale", stage.guidance_scale)),
+        adapter=task.adapter,
+        adapter_scale=float(options.get("adapter_scale", 1.0)),
+        **numbers,
+    )
+
+
+def _needs_prompt(task: Task, stage: DiffusionOptions) -> bool:
+    """Returns whether the stage must read the task's prompt. A task that resumes from a checkpoint may omit its
+    prompt.
+    """
+    return stage.part in {"all", "encode"} and (task.resume_from is None or task.prompt is not None)
+
+
+_INTEGERS = ("height", "width", "num_frames", "num_inference_steps")
+
+
+def _check_sizes(numbers: Mapping[str, int], family: Family) -> None:
+    for name in ("height", "width"):
+        value = numbers.get(name, family.size_multiple)
+        if value % family.size_multiple:
+            lower = value - value % family.size_multiple
+            near = f"{lower} or {lower + family.size_multiple}" if lower else str(family.size_multiple)
+            raise _invalid_option(name, value, f"it must be a multiple of {family.size_multiple}, such as {near}")
+    steps = numbers.get("num_inference_steps", family.min_steps)
+    if steps < family.min_steps:
+        raise _invalid_option("num_inference_steps", steps, f"this model's schedule needs {family.min_steps}")
+    frames = numbers.get("num_frames", 1)
+    if family.frames_multiple == 0 and frames != 1:
+        raise _invalid_option("num_frames", frames, "this model generates images, which have 1 frame")
+    if family.frames_multiple and (frames - 1) % family.frames_multiple:
+        raise _invalid_option("num_frames", frames, f"it must be one more than a multiple of {family.frames_multiple}")
+
+
+def _invalid_option(name: str, value: float, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"option {name!r} is {value}; {problem}", reason="INVALID_OPTION")
+
+
+def _text(prompt: Prompt) -> str:
+    match prompt:
+        case str():
+            return prompt
+        case RawPrompt(content=str(text)):
+            return text
+        case RawPrompt():
+            raise UnsupportedError(
+                "a diffusion stage accepts text, but not token ids", metadata={"ability": "token_ids"}
+            )
+        case Conversation() if prompt.tools or prompt.template_arguments:
+            raise UnsupportedError(
+                "a diffusion stage accepts no tools and no template arguments; omit them", metadata={"ability": "tools"}
+            )
+        case Conversation(messages=[message]):
+            return message.content or "\n".join(part for part in message.parts if isinstance(part, str))
+        case Conversation():
+            raise InvalidRequestError(
+                f"the conversation has {len(prompt.messages)} messages; a diffusion stage accepts one",
+                reason="INVALID_PROMPT",
+            )
+
+
+def _prompt_and_image(prompt: Prompt, family: Family) -> tuple[str, bytes | None]:
+    text, media = _text(prompt), media_of(prompt)
+    images = [medium for medium in media if isinstance(medium, MediaFile) and medium.kind == "image"]
+    if len(images) != len(media):
+        raise UnsupportedError("a diffusion stage accepts images, but not audio or video")
+    if len(images) != int(family.takes_image):
+        wanted = "needs one image" if family.takes_image else "accepts only text"
+        raise InvalidRequestError(f"the prompt has {len(images)} images; this model {wanted}", reason="INVALID_MEDIA")
+    if not text.strip():
+        raise InvalidRequestError("the prompt is empty; describe the image", reason="EMPTY_PROMPT")
+    return text, _read(images[0]) if images else None
+
+
+def _read(image: MediaFile) -> bytes:
+    if image.size_bytes > _MAX_IMAGE_BYTES:
+        raise InvalidRequestError(
+            f"the image file has {image.size_bytes} bytes, but a diffusion stage accepts {_MAX_IMAGE_BYTES}; send a "
+            "smaller file",
+            reason="MEDIA_TOO_LARGE",
+        )
+    with image.open() as content:
+        return content.read()
+
+
+FRAMES_PER_SECOND = 16
+
+
+def encode_file(frames: npt.NDArray[Any]) -> Array:
+    """Encodes one frame as a PNG file, or several frames as a lossless animated WebP file.
+
+    `frames` is float32[frames, 3, height, width] with values in [0, 1]. NaN becomes black. Returns the file's contents
+    as uint8[bytes].
+    """
+    pixels = (
+        (np.nan_to_num(frames, posinf=1.0, neginf=0.0).transpose(0, 2, 3, 1) * 255)
+        .round()
+        .clip(0, 255)
+        .astype(np.uint8)
+    )
+    first, *others = [Image.fromarray(each) for each in pixels]
+    file = io.BytesIO()
+    if others:
+        duration_ms = round(1000 / FRAMES_PER_SECOND)
+        first.save(file, "WEBP", save_all=True, append_images=others, duration=duration_ms, loop=0, lossless=True)
+    else:
+        first.save(file, "PNG")
+    return np.frombuffer(file.getvalue(), np.uint8)

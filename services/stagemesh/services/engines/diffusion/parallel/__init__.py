@@ -1,1 +1,0 @@
-"""Parallel execution: several worker processes compute one model together."""

@@ -1,0 +1,54 @@
+"""Errors of user code: of the functions and transforms that a package registers."""
+
+import logging
+import traceback
+from dataclasses import dataclass
+
+_log = logging.getLogger(__name__)
+_MAX_TEXT = 500
+"""The maximum length of an exception's text in an error, in characters."""
+
+
+@dataclass(frozen=True)
+class UserErrors:
+    """Describes exceptions of user code for clients, and logs their tracebacks."""
+
+    details: bool = False
+    """Whether clients receive the exception's text, and the place in the user's code that raised it."""
+    log: str = ""
+    """The path of the log, if clients may know it."""
+
+    def describe(self, what: str, exc: BaseException, *, module: str = "") -> str:
+        """Logs an exception. Returns the message for the client.
+
+        Args:
+            what: What raised the exception, for example "function upper".
+            exc: The exception.
+            module: The name of a module of the user's package. Frames of this package are the user's own.
+        """
+        _log.error("%s raised an exception", what, exc_info=exc)
+        raised = type(exc).__name__
+        if self.details:
+            raised += f": {_shortened(str(exc))}{_place(exc, package=module.partition('.')[0])}"
+        return f"{what} raised {raised}; {self.hint}"
+
+    @property
+    def hint(self) -> str:
+        """Says where the traceback is."""
+        return f"the log {self.log} has the traceback" if self.log else "the log of this replica has the traceback"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
+
+
+def _place(exc: BaseException, *, package: str) -> str:
+    """Returns the place in the user's package that raised an exception, in parentheses, or "" if there is none.
+
+    It is the last frame of the package, or the last frame at all if none is of the package.
+    """
+    frames = list(traceback.walk_tb(exc.__traceback__))
+    own = [each for each in frames if str(each[0].f_globals.get("__name__", "")).partition(".")[0] == package]
+    for frame, line in reversed(own or frames):
+        return f" ({frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name})"
+    return ""

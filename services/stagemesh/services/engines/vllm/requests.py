@@ -1,0 +1,306 @@
+"""Converts tasks to vLLM's requests, and runs the requests in vLLM."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, cast
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import EngineInput
+from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
+from vllm.renderers import BaseRenderer, ChatParams
+from vllm.renderers.chat_utils import ChatCompletionMessageParam
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from stagemesh.common.errors import InvalidRequestError, UnavailableError, UnsupportedError
+from stagemesh.services.engines.adapters import Entry
+from stagemesh.services.engines.base import SamplingOptions, Structure, StructureKind, Task
+from stagemesh.services.engines.prompts import (
+    ChatMessage,
+    Conversation,
+    MediaKind,
+    Part,
+    Prompt,
+    RawPrompt,
+    Tool,
+    media_of,
+)
+from stagemesh.services.engines.vllm.control import lora_request
+from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
+from stagemesh.services.engines.vllm.outputs import TEXT, TOKEN_IDS, is_wanted, media_tokens
+
+DEFAULT_MAX_TOKENS = 256
+# Arguments of a chat template that a request cannot set by name.
+_OWN_ARGUMENTS = frozenset(
+    {
+        "chat_template",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+# The names of vLLM's arguments that differ from the kinds of structures.
+_STRUCTURES: Mapping[StructureKind, str] = {"json_schema": "json", "allowed_texts": "choice"}
+# vLLM's message parts for media. They have no content, because vLLM receives the decoded media separately.
+_EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
+    "image": {"type": "image_pil", "image_pil": None},
+    "audio": {"type": "input_audio", "input_audio": {"data": "", "format": ""}},
+    "video": {"type": "video_url", "video_url": {"url": ""}},
+}
+
+
+def prompt_tokens(prompt: Prompt | None, llm: AsyncLLM) -> list[int]:
+    """Returns the token ids of a prompt, with placeholder tokens for media.
+
+    Applies the model's chat template to text and conversations. If the model does not have a template, encodes text
+    without one. Raises InvalidRequestError if the prompt is empty, if the template rejects the prompt, if the model
+    does not have a template for conversations, or if a token id is not in the model's vocabulary. Raises
+    UnsupportedError if the conversation has tools but the template accepts none.
+    """
+    ids = _encode(prompt, llm.renderer)
+    if not ids:
+        raise InvalidRequestError("the prompt is empty; send text, messages or token ids", reason="EMPTY_PROMPT")
+    # A tokenizer may have more tokens than the model. Placeholders for media are not in the vocabulary either.
+    if not media_of(prompt):
+        check_tokens(ids, vocabulary=llm.model_config.get_vocab_size())
+    return ids
+
+
+def check_tokens(ids: Sequence[int], *, vocabulary: int) -> None:
+    """Raises InvalidRequestError if a token id is outside the model's vocabulary of `vocabulary` tokens."""
+    outside = next((token for token in ids if not 0 <= token < vocabulary), None)
+    if outside is not None:
+        raise InvalidRequestError(
+            f"token id {outside} is outside the model's vocabulary of {vocabulary}", reason="UNKNOWN_TOKEN"
+        )
+
+
+def _chat_template(renderer: BaseRenderer) -> object | None:
+    """Returns the chat template of the model's processor or tokenizer, or None if it has none.
+
+    A template is usually text. The template of a processor, which supports media, takes precedence.
+    """
+    processor = cast("BaseMultiModalProcessor[BaseProcessingInfo] | None", renderer.mm_processor)
+    template = getattr(processor.info.get_hf_processor(), "chat_template", None) if processor is not None else None
+    return template if template is not None else getattr(renderer.get_tokenizer(), "chat_template", None)
+
+
+def _encode(prompt: Prompt | None, renderer: BaseRenderer) -> list[int]:
+    match prompt:
+        case None | "":
+            return []
+        case RawPrompt(content=str(text)):
+            return renderer.get_tokenizer().encode(text)
+        case RawPrompt(content=ids):
+            return [token for token in ids if isinstance(token, int)]
+        case str():
+            if _chat_template(renderer) is None:
+                return renderer.get_tokenizer().encode(prompt)
+            return _conversation_tokens(Conversation([ChatMessage("user", prompt)]), renderer)
+        case Conversation():
+            return _conversation_tokens(prompt, renderer)
+
+
+def _conversation_tokens(conversation: Conversation, renderer: BaseRenderer) -> list[int]:
+    template = _chat_template(renderer)
+    if template is None:
+        raise InvalidRequestError(
+            "this model has no chat template; send the prompt as text or token ids", reason="NO_CHAT_TEMPLATE"
+        )
+    if taken := _OWN_ARGUMENTS & conversation.template_arguments.keys():
+        raise InvalidRequestError(
+            f"template_arguments contain {min(taken)}, which the request or the stage sets itself; remove it",
+            reason="INVALID_PROMPT",
+        )
+    if conversation.tools and isinstance(template, str) and "tools" not in template:
+        raise UnsupportedError(
+            "the model's chat template accepts no tools; omit them, or choose a model that can call tools",
+            metadata={"ability": "tools"},
+        )
+    arguments: dict[str, object] = {"add_generation_prompt": True, **conversation.template_arguments, "tokenize": False}
+    if conversation.tools:
+        arguments["tools"] = [{"type": "function", "function": _tool(tool)} for tool in conversation.tools]
+    # A template that is not text, such as several templates by name, is left to vLLM.
+    params = ChatParams(chat_template=template if isinstance(template, str) else None, chat_template_kwargs=arguments)
+    messages = [_message(message) for message in conversation.messages]
+    try:
+        _, rendered = renderer.render_messages(cast("list[ChatCompletionMessageParam]", messages), params)
+    except (TypeError, ValueError, VLLMValidationError) as exc:
+        raise InvalidRequestError(
+            f"the model's chat template rejects the conversation: {exc}", reason="INVALID_PROMPT"
+        ) from exc
+    prompt: Mapping[str, Any] = dict(rendered)
+    if "prompt_token_ids" in prompt:
+        return list(prompt["prompt_token_ids"])
+    # The template has already added the special tokens.
+    return renderer.get_tokenizer().encode(prompt["prompt"], add_special_tokens=False)
+
+
+def _message(message: ChatMessage) -> Mapping[str, object]:
+    """Returns a message in the form that chat templates expect."""
+    content = [_part(part) for part in message.parts] or message.content
+    given: dict[str, object] = {"role": message.role, "content": content}
+    if message.tool_calls:
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in message.tool_calls
+        ]
+        given |= {"content": content or None, "tool_calls": calls}
+    if message.result_of is not None:
+        given |= {"tool_call_id": message.result_of.id, "name": message.result_of.name}
+    return given
+
+
+def _tool(tool: Tool) -> Mapping[str, object]:
+    parameters = tool.parameters or {"type": "object", "properties": {}}
+    return {"name": tool.name, "description": tool.description, "parameters": parameters}
+
+
+def _part(part: Part) -> Mapping[str, object]:
+    return {"type": "text", "text": part} if isinstance(part, str) else _EMPTY_PARTS[part.kind]
+
+
+class CheckedParams(SamplingParams):
+    """vLLM's sampling parameters, already verified by `sampling_params` on another thread.
+
+    vLLM's own verification is disabled, because it would run on the event loop.
+    """
+
+    def verify(self, *args: object, **kwargs: object) -> None:
+        """Does nothing, because `sampling_params` has already verified the parameters."""
+
+    def update_from_tokenizer(self, tokenizer: TokenizerLike) -> None:
+        """Does nothing, because `sampling_params` has already applied the tokenizer's values."""
+
+
+def sampling_params(
+    task: Task, *, prompt: RequestPrompt, defaults: Mapping[str, Any], config: VllmConfig, tokenizer: TokenizerLike
+) -> CheckedParams:
+    """Returns vLLM's sampling parameters for a task, verified and completed with the tokenizer's values.
+
+    `defaults` are the model's own defaults, by vLLM's parameter
+    names. The verification of a large JSON schema takes long, but other threads can run during it.
+
+    Raises InvalidRequestError for a value that vLLM would reject later or that would terminate vLLM's engine, or if the
+    prompt leaves too little space for the output. Raises UnsupportedError if a task with a structure resumes from a
+    checkpoint.
+    """
+    sampling, model = task.sampling, config.model_config
+    if sampling.structure is not None and task.resume_from is not None:
+        raise UnsupportedError(
+            f"a request with {sampling.structure.kind} cannot resume from a checkpoint: vLLM would restart the "
+            "structure; omit resume_from to start over"
+        )
+    values: dict[str, Any] = {**defaults, **_given(sampling)}
+    values["max_tokens"] = _max_tokens(sampling, prompt, max_model_len=model.max_model_len, usual=defaults)
+    # vLLM has no such default of a model.
+    least = int(model.override_generation_config.get("min_new_tokens", 0))
+    values["min_tokens"] = max(sampling.min_tokens, min(least, values["max_tokens"]))
+    try:
+        params = CheckedParams(
+            seed=task.seed,
+            output_kind=RequestOutputKind.DELTA,
+            # Log-probabilities are emitted only with the text and the tokens.
+            logprobs=sampling.logprobs if is_wanted(task, TEXT) or is_wanted(task, TOKEN_IDS) else None,
+            **values,
+        )
+        for token in params.stop_token_ids or ():
+            _check_token(token, model.get_vocab_size(), field="stop_token_ids")
+        SamplingParams.verify(params, model, config.speculative_config, config.structured_outputs_config, tokenizer)
+        SamplingParams.update_from_tokenizer(params, tokenizer)
+    except (ValueError, VLLMValidationError) as exc:
+        raise InvalidRequestError(f"sampling: {exc}", reason="INVALID_SAMPLING") from exc
+    # vLLM does not check that the model has these tokens.
+    for tokens in params.bad_words_token_ids or ():
+        for token in tokens:
+            _check_token(token, model.get_vocab_size(), field="bad_words")
+    return params
+
+
+def _max_tokens(
+    sampling: SamplingOptions, prompt: RequestPrompt, *, max_model_len: int, usual: Mapping[str, Any]
+) -> int:
+    """Returns the maximum length of a request's output in tokens. `usual` contains the model's own defaults.
+
+    Raises InvalidRequestError if the prompt and the output together are too long for the model.
+    """
+    wanted = sampling.max_tokens or max(1, sampling.min_tokens)
+    space = max_model_len - len(prompt.token_ids)
+    if space < wanted:
+        media = media_tokens(prompt)
+        of_media, remedy = (f" ({media} of media)", "send smaller or fewer media, ") if media else ("", "")
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt.token_ids)} tokens{of_media} and the output {wanted}, but the model accepts "
+            f"{max_model_len} in all; {remedy}shorten the prompt or lower max_tokens",
+            reason="PROMPT_TOO_LONG",
+        )
+    if sampling.max_tokens is not None:
+        return sampling.max_tokens
+    return min(space, max(sampling.min_tokens, int(usual.get("max_tokens", DEFAULT_MAX_TOKENS))))
+
+
+def _check_token(token: int, vocabulary: int, *, field: str) -> None:
+    if not 0 <= token < vocabulary:
+        raise InvalidRequestError(
+            f"{field}: token id {token} is outside the model's vocabulary of {vocabulary}", reason="UNKNOWN_TOKEN"
+        )
+
+
+def _given(sampling: SamplingOptions) -> dict[str, Any]:
+    """Returns the sampling options that a request sets, by vLLM's parameter names. Omits `max_tokens` and
+    `logprobs`.
+    """
+    values: dict[str, Any] = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    structure: Structure | None = values.pop("structure")
+    if structure is not None:
+        texts = list(structure.texts) if structure.kind == "allowed_texts" else structure.texts[0]
+        arguments: dict[str, Any] = {_STRUCTURES.get(structure.kind, structure.kind): texts}
+        values["structured_outputs"] = StructuredOutputsParams(**arguments)
+    del values["max_tokens"], values["logprobs"]
+    # vLLM expects lists.
+    values |= {name: list(values[name]) for name in ("stop", "stop_token_ids", "bad_words")}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+async def start_request(
+    llm: AsyncLLM, request: EngineRequest, adapter: Entry | None, *, stage: str
+) -> RequestOutputCollector:
+    """Passes a request to vLLM and returns the collector of its outputs. `adapter` is the adapter to apply, or None.
+
+    The collector is read directly, because a generator of vLLM's costs processor time for each token. Its reader calls
+    `AsyncLLM.abort` unless it has read the last output. Raises UnavailableError if vLLM has failed, and
+    InvalidRequestError if vLLM rejects the request.
+    """
+    tokens = [*request.prompt.token_ids, *request.sampled]
+    engine_input = cast("EngineInput", {**request.prompt.engine_input, "prompt_token_ids": tokens})
+    try:
+        return await llm.add_request(
+            request.name,
+            engine_input,
+            request.params,
+            lora_request=lora_request(adapter) if adapter is not None else None,
+            # In vLLM a lower number is a higher priority.
+            priority=-request.task.priority,
+        )
+    except (ValueError, VLLMValidationError) as exc:
+        raise InvalidRequestError(f"stage {stage}: vLLM rejects the request: {exc}") from exc
+    except EngineDeadError as exc:
+        raise engine_failed(exc, stage=stage) from exc
+
+
+def engine_failed(exc: Exception, *, stage: str) -> UnavailableError:
+    """Returns the error for requests whose engine core has failed with the error `exc`."""
+    return UnavailableError(f"stage {stage}: vLLM failed: {exc}", reason="ENGINE_FAILED")

@@ -1,1 +1,0 @@
-"""The replica of a stage: its running steps, its operator controls, its load reports, and hang detection."""

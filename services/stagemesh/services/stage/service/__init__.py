@@ -1,1 +1,0 @@
-"""The gRPC services of a stage replica, and its registration with orchestrators."""
