@@ -41,8 +41,8 @@ async def test_a_replica_drained_during_its_start_is_never_serving() -> None:
             asyncio.get_running_loop().call_soon(runtime.start_drain)
 
     class SeenServer(Server):
-        def set_health(self, service: str, *, serving: bool) -> None:
-            seen[service] = serving
+        def set_health(self, *services: str, serving: bool) -> None:
+            seen.update(dict.fromkeys(services, serving))
 
     seen, served = dict[str, bool](), list[bool]()
     engine = DrainedEngine()

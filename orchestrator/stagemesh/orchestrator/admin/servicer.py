@@ -36,7 +36,6 @@ from stagemesh.rpc.server import Server
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, membership_pb2_grpc
 
 SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
-LIVENESS = "liveness"
 REPLICA_KEY = "stagemesh-replica"
 """The metadata key for the name of the replica to which a StageControlService call is forwarded."""
 
@@ -232,20 +231,22 @@ async def serving_admin(
     """
     server = Server(listen, roles={OPERATOR, STAGE})
     directory = Directory(orchestrator.pipeline, orchestrator.fleet)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(orchestrator, directory), server.grpc)
+    server.add(SERVICE_NAME, admin_pb2_grpc.add_AdminServiceServicer_to_server, AdminServicer(orchestrator, directory))
     server.grpc.add_generic_rpc_handlers((_ControlForwarder(directory),))
-    membership_pb2_grpc.add_MembershipServiceServicer_to_server(MembershipServicer(registration), server.grpc)
-    externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(ExternalScalerServicer(orchestrator), server.grpc)
-    services = (SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME, SCALER_NAME)
-    for service in services:
-        server.reflect(service)
-    for facet in ("", *services, LIVENESS):
-        server.set_health(facet, serving=True)
-    port = await server.start()
-    try:
+    server.reflect(CONTROL_NAME)
+    server.add(
+        MEMBERSHIP_NAME,
+        membership_pb2_grpc.add_MembershipServiceServicer_to_server,
+        MembershipServicer(registration),
+    )
+    server.add(
+        SCALER_NAME,
+        externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server,
+        ExternalScalerServicer(orchestrator),
+    )
+    server.set_health("", SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME, SCALER_NAME, serving=True)
+    async with server.serving(grace_s=_GRACE_S) as port:
         yield port
-    finally:
-        await server.stop(grace_s=_GRACE_S)
 
 
 class _ControlForwarder(grpc.GenericRpcHandler):
