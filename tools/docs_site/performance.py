@@ -23,8 +23,9 @@ _HEAD = """\
 # Performance
 
 The last measured figures of the project's benchmarks, generated from the files in `benchmarks/results`, which
-`make bench` writes. Times depend on the machine. Ratios compare two ways on the same machine in the same run. Most models
-have random weights and at most 24 million parameters, so that their computation does not hide the costs of the stages.
+`make bench` writes. Times depend on the machine. Ratios compare two ways on the same machine in the same run. Most
+models have random weights and at most 24 million parameters, so that their computation does not hide the costs of the
+stages.
 [Measuring](bench.md) says how to measure your own pipeline or server under load.
 
 """
