@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.async_api import Page, async_playwright, expect
+from playwright.async_api import Page, ViewportSize, async_playwright, expect
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
 DIGIT = "the digit seven"
 _STAGEMESH = str(Path(sys.executable).with_name("stagemesh"))
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
-_SIZE = {"width": 1040, "height": 760}
+_SIZE: ViewportSize = {"width": 1040, "height": 760}
 _TIMEOUT_MS = 120_000
 
 
