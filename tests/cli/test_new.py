@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.client import read_wav
-from stagemesh.common.exit_codes import ExitCode
+from stagemesh.common.errors import ExitCode
 from tests.cli.commands import invoke
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def test_the_stage_of_the_contributors_guide_runs(tmp_path: Path) -> None:
 import numpy as np
 from descriptors import LOUDER
 from louder import Louder
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
 
 louder = Louder(None, {})

@@ -9,7 +9,7 @@ COMMAND = re.compile(r"(?:`|^ {4})make ([a-z]+)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
-@pytest.mark.parametrize("path", ["examples/speak.py", "orchestrator/stagemesh/orchestrator/pipelines/speech.yaml"])
+@pytest.mark.parametrize("path", ["examples/speak.py", "pipeline/stagemesh/pipeline/built_in/speech.yaml"])
 def test_the_quick_start_contains_files_verbatim(path: str) -> None:
     assert f"\n{(ROOT / path).read_text()}```" in (ROOT / "docs/quick-start.md").read_text()
 
