@@ -1,5 +1,5 @@
-"""What the descriptions and transforms of all codec speech models share: the choice of a speaker, and the frames
-that a vocoder decodes.
+"""Parts that the descriptions and transforms of all codec speech models share: the choice of a speaker, and the
+frames that a vocoder decodes.
 """
 
 from collections.abc import Mapping, Sequence
