@@ -8,8 +8,6 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
 from stagemesh.common.process.stage_process import ReplicaState
-from stagemesh.services.stage.control_servicer import page_of
-from stagemesh.v1 import control_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
 
@@ -122,11 +120,3 @@ async def test_running_steps_are_reported_by_request() -> None:
         assert [(report.request_id, report.attempt, report.started) for report in reports] == [("two", 1, True)]
         assert len(runtime.reports()) == 2
         await asyncio.gather(*(run.aclose() for run in runs))
-
-
-def test_pages_of_steps_join_without_gaps() -> None:
-    reports = [control_pb2.StepReport(request_id="r", step_id=name) for name in "cab"]
-    first = page_of(reports, lambda report: report.step_id, page_size=2, page_token="")
-    second = page_of(reports, lambda report: report.step_id, page_size=2, page_token=first.next_token)
-    assert [report.step_id for report in (*first.items, *second.items)] == ["a", "b", "c"]
-    assert second.next_token == ""
