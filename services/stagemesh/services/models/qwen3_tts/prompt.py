@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,7 @@ from stagemesh.services.engines.prompts import Medium
 from stagemesh.services.models.checkpoint import load_error
 from stagemesh.services.models.qwen3_tts import SAMPLE_RATE_HZ
 from stagemesh.services.models.qwen3_tts.description import read_config
-from stagemesh.services.models.qwen3_tts.voices import VoiceChoice, Voices
-
-if TYPE_CHECKING:
-    from stagemesh.services.models.qwen3_tts.voices import ReferenceEncoder
-
+from stagemesh.services.models.qwen3_tts.voices import ReferenceEncoder, VoiceChoice, Voices, load_reference_voice
 
 Codes: TypeAlias = npt.NDArray[np.int32]
 Vector: TypeAlias = npt.NDArray[np.float32]
@@ -141,7 +137,7 @@ class PromptWriter:
         self,
         config: Mapping[str, Any],
         tokenizer: _Tokenizer,
-        encoder: "ReferenceEncoder | None",
+        encoder: ReferenceEncoder | None,
         *,
         media_bytes: int,
     ) -> None:
@@ -246,10 +242,9 @@ def make_prompt_writer(model: Path | None, options: Mapping[str, JsonValue]) -> 
     return PromptWriter(config, tokenizer, encoder, media_bytes=parsed.media_bytes)
 
 
-def _load_encoder(model: Path, *, device: str) -> "ReferenceEncoder":
+def _load_encoder(model: Path, *, device: str) -> ReferenceEncoder:
     # Imported here, because a model that clones no voices needs no torch.
     from stagemesh.services.engines.torch_setup import choose_device, set_up_torch
-    from stagemesh.services.models.qwen3_tts.voices import load_reference_voice
 
     chosen = choose_device(device)
     set_up_torch(chosen)
