@@ -52,24 +52,24 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
         return control_pb2.PinAdapterResponse(adapter=control_pb2.Adapter(**asdict(adapter)))
 
     async def Sleep(self, request: control_pb2.SleepRequest, context: _Context) -> control_pb2.SleepResponse:
-        asleep = await self._runtime.sleep(request.level, drain=_drains(request.when_busy))
+        asleep = await self._runtime.lifecycle.sleep(request.level, drain=_drains(request.when_busy))
         return control_pb2.SleepResponse(asleep=asleep)
 
     async def Wake(self, request: control_pb2.WakeRequest, context: _Context) -> control_pb2.WakeResponse:
-        return control_pb2.WakeResponse(asleep=await self._runtime.wake(request.tags))
+        return control_pb2.WakeResponse(asleep=await self._runtime.lifecycle.wake(request.tags))
 
     async def StartProfile(
         self, request: control_pb2.StartProfileRequest, context: _Context
     ) -> control_pb2.StartProfileResponse:
         max_steps = request.max_steps if request.HasField("max_steps") else None
-        profiles = self._runtime.require(self._runtime.engine.abilities.profiles, "profile")
+        profiles = self._runtime.lifecycle.require(self._runtime.engine.abilities.profiles, "profile")
         folder = await profiles.start(request.folder, max_steps=max_steps)
         return control_pb2.StartProfileResponse(folder=folder)
 
     async def StopProfile(
         self, request: control_pb2.StopProfileRequest, context: _Context
     ) -> control_pb2.StopProfileResponse:
-        profiles = self._runtime.require(self._runtime.engine.abilities.profiles, "profile", ready=False)
+        profiles = self._runtime.lifecycle.require(self._runtime.engine.abilities.profiles, "profile", ready=False)
         return control_pb2.StopProfileResponse(files=await profiles.stop())
 
     async def ClearCaches(
@@ -86,10 +86,10 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
 
     async def Drain(self, request: control_pb2.DrainRequest, context: _Context) -> control_pb2.DrainResponse:
         move_after_s = request.move_after_s if request.HasField("move_after_s") else None
-        return control_pb2.DrainResponse(running=self._runtime.start_drain(move_after_s=move_after_s))
+        return control_pb2.DrainResponse(running=self._runtime.lifecycle.start_drain(move_after_s=move_after_s))
 
     async def Resume(self, request: control_pb2.ResumeRequest, context: _Context) -> control_pb2.ResumeResponse:
-        self._runtime.end_drain()
+        self._runtime.lifecycle.end_drain()
         return control_pb2.ResumeResponse()
 
     async def Shutdown(self, request: control_pb2.ShutdownRequest, context: _Context) -> control_pb2.ShutdownResponse:
@@ -114,10 +114,10 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
         return control_pb2.DescribeHostResponse(report=host_report())
 
     def _adapters(self, *, ready: bool = True) -> AdapterControl:
-        return self._runtime.require(self._runtime.engine.abilities.adapters, "adapters", ready=ready)
+        return self._runtime.lifecycle.require(self._runtime.engine.abilities.adapters, "adapters", ready=ready)
 
     def _caches(self, *, ready: bool = True) -> CacheControl:
-        return self._runtime.require(self._runtime.engine.abilities.caches, "caches", ready=ready)
+        return self._runtime.lifecycle.require(self._runtime.engine.abilities.caches, "caches", ready=ready)
 
 
 def _drains(policy: "control_pb2.BusyPolicy.ValueType") -> bool:

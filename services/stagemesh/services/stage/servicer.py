@@ -101,8 +101,8 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             incarnation=runtime.data_plane.incarnation,
             engine=config.engine,
             model=config.model or "",
-            state=runtime.state.value,
-            detail=runtime.detail,
+            state=runtime.lifecycle.state.value,
+            detail=runtime.lifecycle.detail,
             signature=signature_to_wire(
                 runtime.signature, can_pause=abilities.can_pause, can_resume=abilities.can_resume
             ),
@@ -119,7 +119,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         interval_s = _checked_interval_s(request)
         intervals = idle_intervals = max(1, round(request.idle_interval_s / interval_s))
         was_busy, adapters = False, list[str]()
-        with self._runtime.rollout.verdict(request.verdict):
+        with self._runtime.lifecycle.rollout.verdict(request.verdict):
             while not self._runtime.closed.is_set():
                 load = self._runtime.load()
                 is_busy = bool(load.running or load.queued)
