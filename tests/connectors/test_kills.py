@@ -28,9 +28,9 @@ def _shared_memory() -> set[str]:
 
 
 @asynccontextmanager
-async def _victim(survivor: Replica, *, request: str, connector: str, draw: random.Random) -> AsyncIterator[Replica]:
+async def _victim(survivor: Replica, *, number: int, connector: str, draw: random.Random) -> AsyncIterator[Replica]:
     """Yields a replica amid an endless flow to or from the survivor. The survivor's end fails when the replica dies."""
-    producing, size_bytes = draw.random() < 0.5, draw.choice([500, 64 << 10, 1 << 20])
+    request, producing, size_bytes = f"killed-{number}", number % 2 == 0, draw.choice([500, 64 << 10, 1 << 20])
     # At least one: nothing here would report a producer that died before it reached the survivor.
     least, pause_s = 1 + draw.randrange(50), draw.uniform(0, 0.005)
     async with replica("v-0", limits=LIMITS) as victim:
@@ -55,7 +55,7 @@ async def _victim(survivor: Replica, *, request: str, connector: str, draw: rand
 
 async def _round(survivor: Replica, other: Replica, *, number: int, connector: str, draw: random.Random) -> None:
     """Kills a replica while the survivor has a flow with another replica, which must continue undisturbed."""
-    async with _victim(survivor, request=f"killed-{number}", connector=connector, draw=draw) as victim:
+    async with _victim(survivor, number=number, connector=connector, draw=draw) as victim:
         other_flow = await flow(
             survivor, other, request=f"other_flow-{number}", connector=connector, count=20, size_bytes=100_000
         )
@@ -95,7 +95,7 @@ async def _kill_rounds(connector: str, rounds: int) -> None:
 
 @ALL
 async def test_the_survivor_notices_a_kill_at_once(connector: str) -> None:
-    await _kill_rounds(connector, 7)
+    await _kill_rounds(connector, WARM_UP_ROUNDS + 1)
 
 
 @pytest.mark.soak

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -134,22 +135,22 @@ def _quick_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.connectors.fragments.WHOLE_CHUNK_BYTES", 4096)
 
 
-DIRECTIONS = pytest.mark.parametrize("direction", Direction)
-FAULTS = pytest.mark.parametrize("fault", Fault)
-ALL = pytest.mark.parametrize("connector", CONNECTORS)
+CASES = list(itertools.product(CONNECTORS, Fault, Direction))
+PAIRWISE = [
+    (connector, fault, (*Direction,)[(row + column) % 2])
+    for row, connector in enumerate(CONNECTORS)
+    for column, fault in enumerate(Fault)
+]
+"""Each fault over each connector, and each of them in each direction."""
 
 
-@DIRECTIONS
-@FAULTS
-@ALL
+@pytest.mark.parametrize(("connector", "fault", "direction"), PAIRWISE)
 async def test_fault_of_a_message_is_recovered(connector: str, fault: Fault, direction: Direction) -> None:
     await _harm_each(fault, direction, connector=connector, chosen=_some)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@DIRECTIONS
-@FAULTS
-@ALL
+@pytest.mark.parametrize(("connector", "fault", "direction"), CASES)
 async def test_fault_of_any_message_is_recovered(connector: str, fault: Fault, direction: Direction) -> None:
     await _harm_each(fault, direction, connector=connector, chosen=_all)
