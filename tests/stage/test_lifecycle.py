@@ -14,10 +14,9 @@ from stagemesh.common.errors import InvalidRequestError, NotReadyError, Unavaila
 from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.fake.engine import FakeEngine
-from stagemesh.services.stage.control_servicer import page_of
 from stagemesh.services.stage.health import RolloutRelease
 from stagemesh.services.stage.runtime import StageRuntime
-from stagemesh.v1 import control_pb2, stage_pb2
+from stagemesh.v1 import stage_pb2
 from stagemesh.v1.stage_pb2 import ROLLOUT_VERDICT_RELEASED
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, ready_runtime, served_stage, stage_config, step_spec
@@ -131,14 +130,6 @@ async def test_running_steps_are_reported_by_request() -> None:
         assert [(report.request_id, report.attempt, report.started) for report in reports] == [("two", 1, True)]
         assert len(runtime.reports()) == 2
         await asyncio.gather(*(run.aclose() for run in runs))
-
-
-def test_pages_of_steps_join_without_gaps() -> None:
-    reports = [control_pb2.StepReport(request_id="r", step_id=name) for name in "cab"]
-    first = page_of(reports, lambda report: report.step_id, page_size=2, page_token="")
-    second = page_of(reports, lambda report: report.step_id, page_size=2, page_token=first.next_token)
-    assert [report.step_id for report in (*first.items, *second.items)] == ["a", "b", "c"]
-    assert second.next_token == ""
 
 
 @asynccontextmanager

@@ -31,8 +31,7 @@ The top 16 bits of a generation are the writer's number. The replica's own numbe
 of the region among the writer's regions.
 """
 
-_SHORTEST_PAUSE_S = 20e-6
-_LONGEST_PAUSE_S = 2e-3
+_PAUSES = Backoff(first_s=20e-6, longest_s=2e-3)
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class ArenaWriter:
                 reason="CHUNK_TOO_LARGE",
             )
         deadline_s = time.monotonic() + timeout_s
-        backoff = Backoff(first_s=_SHORTEST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+        retries = _PAUSES.retries()
         while (page := self._find_free(pages)) is None:
             if time.monotonic() >= deadline_s:
                 raise DeadlineError(
@@ -158,7 +157,7 @@ class ArenaWriter:
                 )
             if self._replica_has_ended():
                 raise UnavailableError("the replica that this worker belongs to has terminated", reason="PEER_LOST")
-            time.sleep(backoff.next_s())
+            time.sleep(retries.next_s())
         return page
 
     def _find_free(self, pages: int) -> int | None:
