@@ -1,28 +1,15 @@
-"""Tiny models that the tests of the diffusion engine share, and the state of torch that they change and restore."""
+"""Tiny models that the tests of the diffusion engine share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.diffusion.tiny.pipelines import WRITERS
+from tests.engines.torch_threads import one_torch_thread
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """Computes with one thread in this thread, in the engines' threads and in processes that the tests start.
-
-    The bits of an image depend on the number of torch's threads. `__call__` runs on the thread of the test, and the
-    engine on its own.
-    """
-    before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        torch.set_num_threads(1)
-        yield
-    torch.set_num_threads(before)
+__all__ = ["one_torch_thread"]
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.engines.torch_threads import one_torch_thread
+
 if TYPE_CHECKING:
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
+
+__all__ = ["one_torch_thread"]
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,8 @@ async def text_engine(text_model: Path) -> AsyncIterator[VllmEngine]:
     """
     # vLLM's attention in bfloat16 ends with an illegal instruction on some virtual machines with AMX.
     options = {**OPTIONS, "dtype": "float32", "checkpoint_tokens": 1, "max_num_seqs": 8}
+    before = variables()
     async with started(text_model, **options) as engine:
+        replace_variables(before)
         yield engine
         await engine.close()
