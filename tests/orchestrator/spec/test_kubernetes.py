@@ -60,13 +60,13 @@ CASES: dict[str, tuple[str, str, str]] = {
     "group with the name of another stage": ("voice", "thinker",
         "song.yaml:4: group 'thinker' has the name of a stage that is not in the group; rename the group"),
     "reserved group": ("voice", "media",
-        ("song.yaml:4: group 'media' has a name that the chart needs (admin, gateway, jobs, keda, media, orchestrator, "
+        ("song.yaml:4: group 'media' has a name that the chart needs (admin, gateway, jobs, media, orchestrator, "
         "test, and names that end with -warm); rename it")),
     "reserved stage": ("thinker", "admin",
-        ("song.yaml:3: stage 'admin' has a name that the chart needs (admin, gateway, jobs, keda, media, orchestrator, "
+        ("song.yaml:3: stage 'admin' has a name that the chart needs (admin, gateway, jobs, media, orchestrator, "
         "test, and names that end with -warm); rename it")),
     "stage like a warm tier": ("thinker", "reader-warm",
-        ("song.yaml:3: stage 'reader-warm' has a name that the chart needs (admin, gateway, jobs, keda, media, "
+        ("song.yaml:3: stage 'reader-warm' has a name that the chart needs (admin, gateway, jobs, media, "
         "orchestrator, test, and names that end with -warm); rename it")),
     "long stage": ("thinker", f"{LONG}x",
         f"song.yaml:3: stage '{LONG}x' has 32 characters, more than the chart allows (30); shorten it"),
