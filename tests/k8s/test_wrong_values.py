@@ -10,7 +10,7 @@ from tests.k8s.release import EXTERNAL, SPEECH, Release, at, merged
 from tests.k8s.test_stage_settings import NIXL_EDGE
 
 MIB = 2**20
-SCALED = {"enabled": True, "minReplicas": 1, "maxReplicas": 4}
+SCALED = {"enabled": True, "minReplicas": 1, "maxReplicas": 4, "prometheus": {"address": "http://prometheus:9090"}}
 LIMIT = {"limits": {"memory": "32Mi"}}
 PARALLEL = at("pipeline.stages.thinker.options.tensor_parallel_size", 4)
 SAMPLER = {"service": "sampler", "port": 1}
@@ -162,13 +162,6 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [at("tls", {"enabled": True, "secrets": {"orchestrator": "tls-o", "stages": "tls-s"}})],
         ["tls.enabled is true, but tls.secrets.test is not set", "set it, or tls.issuer.name"],
     ),
-    "TLS without a certificate for KEDA": (
-        [
-            at("tls", {"enabled": True, "secrets": {"orchestrator": "tls-o", "stages": "tls-s", "test": "tls-t"}}),
-            at("stageDefaults.autoscaling", {"enabled": True, "queuedSeconds": 1, "maxReplicas": 2}),
-        ],
-        ["tls.enabled is true, but tls.secrets.keda is not set", "set it, or tls.issuer.name"],
-    ),
     "port of health checks": (
         [at("tls", {"enabled": True, "issuer": {"name": "ca"}}), at("stages.vocoder.port", 8090)],
         ["stages.vocoder.port is 8090", "answers health checks", "set another port, or leave it out"],
@@ -292,6 +285,13 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [at("groups.voice.autoscaling", {**SCALED, "queuedSeconds": 0, "playoutAtRisk": 0, "inFlight": 0})],
         ["groups.voice.autoscaling.queuedSeconds", "set at least one"],
     ),
+    "KEDA without Prometheus": (
+        [at("stageDefaults.autoscaling", {"enabled": True})],
+        [
+            "stageDefaults.autoscaling.kind is keda, but stageDefaults.autoscaling.prometheus.address is not set",
+            "set it, such as http://",
+        ],
+    ),
     "warm tier that cannot sleep": (
         [at("stages.thinker.warm.replicas", 1), at("pipeline.stages.thinker.options.enable_sleep_mode", None)],
         ["stages.thinker.warm.replicas is 1, but stage thinker cannot sleep", "enable_sleep_mode: true"],
@@ -326,7 +326,7 @@ RULES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     ),
     "reserved name": (
         [at("pipeline.stages.media", {"engine": "fake"})],
-        ["pipeline.stages.media", "choose a name other than orchestrator, admin, media, gateway, jobs, test and keda"],
+        ["pipeline.stages.media", "choose a name other than orchestrator, admin, media, gateway, jobs and test"],
     ),
     "reserved end of a name": (
         [at("pipeline.stages.acoustic.group", "voice-warm")],
@@ -526,6 +526,10 @@ TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown policy": (at("images.stage.pullPolicy", "Sometimes"), ["images", "stage", "pullPolicy"]),
     "shortened digest": (at("images.stage.digest", "sha256:1234"), ["images", "stage", "digest"]),
     "port out of range": (at("stages.thinker.port", 70_000), ["stages", "thinker", "port"]),
+    "Prometheus without a scheme": (
+        at("stageDefaults.autoscaling.prometheus.address", "prometheus:9090"),
+        ["stageDefaults", "autoscaling", "prometheus", "address"],
+    ),
     "unknown autoscaler": (at("stageDefaults.autoscaling.kind", "knative"), ["stageDefaults", "autoscaling", "kind"]),
     "malformed quantity": (
         at("stages.thinker.resources.limits", {"memory": "2GB"}),
