@@ -64,8 +64,8 @@ async def running_mesh(pipeline: str | Path, overrides: Mapping[str, str] | None
                 endpoints[name] = await stack.enter_async_context(_running_stage(config))
             addresses[stage.name] = tuple(ReplicaAddress(name, endpoints[name]) for name in names)
         admin = f"127.0.0.1:{PortPicker().pick()}"
-        config = OrchestratorConfig(str(pipeline), addresses, "127.0.0.1:0", admin_listen=admin, drain_s=0.1)
-        endpoint = f"127.0.0.1:{await stack.enter_async_context(serving(config, loaded))}"
+        own = OrchestratorConfig(str(pipeline), addresses, "127.0.0.1:0", admin_listen=admin, drain_s=0.1)
+        endpoint = f"127.0.0.1:{await stack.enter_async_context(serving(own, loaded))}"
         async with open_channel(endpoint) as channel:
             await until_health(channel, serving=True)
         yield LocalMesh(endpoint, admin, endpoints)

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from tests.deployment import Deployment, deployed, eventually
-from tests.models.qwen3_omni.deployment import with_torchvision
 from tests.scheduling import group_of
 from tests.traces import TraceReceiver, receiving_traces
 
@@ -61,6 +60,9 @@ def omni_up(tiny_qwen3_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
     @contextmanager
     def start() -> Iterator[Deployment]:
+        # Imports torch, which most tests do without.
+        from tests.models.qwen3_omni.deployment import with_torchvision
+
         pipeline = yaml.safe_load(_TINY_OMNI.read_text())
         for stage in ("thinker", "talker", "code2wav"):
             pipeline["stages"][stage]["model"] = str(tiny_qwen3_omni)
