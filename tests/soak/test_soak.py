@@ -21,7 +21,7 @@ async def test_no_client_notices_one_fault_of_each_kind(tmp_path: Path) -> None:
     kinds = tuple(FaultKind)
     report = await soak(tmp_path, Plan(kinds=kinds, faults=len(kinds), faults_s=60, seed=1, replicas=2, different=6))
     _passes(report)
-    assert report.faults == {kind.value: 1 for kind in kinds}
+    assert set(report.faults) == {kind.value for kind in kinds}
 
 
 @pytest.mark.soak

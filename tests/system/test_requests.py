@@ -1,4 +1,4 @@
-"""What requests say and receive: outputs, choices, limits, cancellation, the reasons why outputs end, and errors."""
+"""Outputs, choices, limits, cancellation, the reasons why outputs end, and errors of requests."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
