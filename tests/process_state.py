@@ -15,8 +15,8 @@ import pytest
 
 from stagemesh.rpc.credentials import PROCESS, Credentials
 
-# pytest names the current test, and these libraries set variables when they are imported.
-_NOT_OURS = ("PYTEST_", "KMP_", "PYTORCH_NVML_", "TILELANG_", "TORCHINDUCTOR_", "TRITON_")
+# pytest names the current test. Libraries set the others when they are loaded, and read them only then.
+_NOT_OURS = ("PYTEST_", "KMP_", "NIXL_", "PYTORCH_NVML_", "TILELANG_", "TORCHINDUCTOR_", "TRITON_", "UCX_")
 # pytest-timeout owns SIGALRM, and nothing can handle SIGKILL and SIGSTOP.
 _SIGNALS = signal.valid_signals() - {signal.SIGALRM, signal.SIGKILL, signal.SIGSTOP}
 _LIMITS = {name: limit for name, limit in vars(resource).items() if name.startswith("RLIMIT_")}

@@ -15,6 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 GROUPS = {
     "omni": ("tests/system/test_qwen3_omni.py", "tests/system/test_spoken_turns.py"),
+    "split": ("tests/system/test_split.py", "tests/system/test_forked_stages.py"),
     "speech": ("tests/speech/test_speech.py", "tests/system/test_spoken_input.py"),
 }
 """The files of each group that is more than one file."""
