@@ -27,11 +27,11 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests often wait, so that three files at once end sooner than two, even on two cores. Each process of tests needs
-# namespaces of its own, which only root can create. tests/conftest.py sorts the files.
-AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 3 --dist loadfile --no-loadscope-reorder)
+# namespaces of its own, which only root can create. tests/scheduling.py says which files run in which order.
+AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 3)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv typescript kubernetes livekit browser go models demo demo-image test soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
+.PHONY: help venv typescript kubernetes livekit browser go models demo demo-image test test-durations soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -96,12 +96,15 @@ demo-image: venv ## Draw PROMPT="the digit seven" into out/digit.png, by three s
 test: models typescript kubernetes livekit browser go ## Run every test that needs no GPU
 	pytest -m "not gpu and not soak" $(AT_ONCE)
 
+test-durations: AT_ONCE += --write-durations
+test-durations: test ## Run every test, and write their durations, by which `make test` orders the files
+
 soak: models ## Run the long forms of the fault tests, about an hour
 	pytest -m "soak and not gpu"
 
 fuzz: venv ## Send FUZZ_MESSAGES=100000 random messages to each surface, then fuzz each reader for FUZZ_SECONDS=600 by coverage
 	$(PIP) -r requirements/fuzz.txt
-	STAGEMESH_FUZZ_MESSAGES=$(FUZZ_MESSAGES) pytest tests/fuzz -n 2 --dist loadfile
+	STAGEMESH_FUZZ_MESSAGES=$(FUZZ_MESSAGES) pytest tests/fuzz -n 2
 	set -e; for target in chunks fragment media state; do python -m tests.fuzz.guided $$target $(FUZZ_SECONDS); done
 
 cluster: models kubernetes ## Run the chart in a Kubernetes cluster on this machine, and disturb it under load for MINUTES=30
@@ -134,9 +137,10 @@ stubs: # Write the stubs into $(OUT) and the error catalogue into $(DOCS); tests
 	python -m grpc_tools.protoc -I protos --grpc_python_out=$(OUT) --mypy_grpc_out=$(OUT) $(SERVICES)
 	python -m tools.error_catalogue $(DOCS)/errors.md
 
-bench: models ## Run BENCHMARKS="speech edges" (all) and write their figures, which `make docs` shows, into RESULTS=benchmarks/results
+bench: models ## Run BENCHMARKS="speech edges" (all) and write their figures into RESULTS=benchmarks/results, and docs/performance.md
 	@missed=; for name in $(BENCHMARKS); do \
 		python -m benchmarks.$$name --json $(RESULTS)/$$name.json || missed="$$missed $$name"; done; \
+	python -m tools.docs_site.performance; \
 	if [ "$$missed" ]; then echo "missed a goal or failed:$$missed" >&2; exit 1; fi
 
 bench-compare: models ## Run benchmarks of BASE=<commit> and of this version in alternation, and show which figures differ

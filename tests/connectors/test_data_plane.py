@@ -37,7 +37,7 @@ async def test_auto_chooses_shm_on_one_host() -> None:
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b)
         await asyncio.gather(send_all(outlet, [packet(0, 100_000)]), receive_all(inlet))
-        assert outlet.usage.connector == SHM
+        assert outlet.attempt.connector == SHM
 
 
 async def test_chunk_within_the_window_may_exceed_half_the_arena() -> None:
@@ -57,7 +57,7 @@ async def test_private_arena_transfers_by_every_connector_but_shm(connector: Con
         outlet, inlet = open_flow(a, b, connector=connector)
         _, received = await asyncio.gather(send_all(outlet, sent), receive_all(inlet))
         assert_same(received, sent)
-        assert outlet.usage.connector == (NIXL if connector == AUTO else connector)
+        assert outlet.attempt.connector == (NIXL if connector == AUTO else connector)
         del received
         await a.settled()
         await b.settled()
@@ -120,7 +120,7 @@ async def test_producer_that_pauses_receives_the_error_that_ended_its_flow() -> 
         outlet, inlet = open_flow(a, b, policy=FramesPolicy(16, (2,), pace=pace))
         # The consumer reads nothing, so that the rows that the pause cuts wait for credit.
         await outlet.send(Packet({"frames": rows}))
-        while not outlet.status.wanted_bytes:
+        while not outlet.report().wanted_bytes:
             await outlet.chunks.changed.wait()
         sending = asyncio.create_task(outlet.send(Packet({"frames": rows})))
         await inlet.aclose()

@@ -72,7 +72,7 @@ async def _carry(outlet: Outlet, inlet: Inlet) -> list[MetadataValue]:
 async def test_auto_serves_a_false_claimant_over_the_network(somebodys: bool) -> None:
     async with _claimed("auto", somebodys=somebodys) as (a, other, outlet, inlet):
         assert await _carry(outlet, inlet) == list(range(5))
-        assert outlet.usage.connector != "shm"
+        assert outlet.attempt.connector != "shm"
         # The replica that owns the socket still works.
         assert await _carry(*open_flow(a, other, request="r2", connector=named("shm"))) == list(range(5))
 

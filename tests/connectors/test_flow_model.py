@@ -19,9 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.common.wire.chunk_policies import StepPolicy
-from stagemesh.connectors import wire
+from stagemesh.connectors import fragments, lost_peers
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.flow import inlet, outlet_attempt
+from stagemesh.connectors.flow import inlet_attempt, outlet_attempt
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import EdgeKey, Packet
@@ -170,12 +170,12 @@ class DataPlaneModel(RuleBasedStateMachine):
         self.patches.setattr(connection, "ClientStream", self._stream)
         self.patches.setattr(connection, "open_channel", _no_channel)
         self.patches.setattr(producer_link.ProducerLink, "_is_gone", _never_terminated)
-        self.patches.setattr(producer_link, "GIVE_UP_S", NEVER_S)
-        self.patches.setattr(inlet, "LOST_PRODUCER_S", NEVER_S)
-        self.patches.setattr(inlet, "MAX_RESYNCS", sys.maxsize)
+        self.patches.setattr(lost_peers, "LOST_CONSUMER_S", NEVER_S)
+        self.patches.setattr(lost_peers, "LOST_PRODUCER_S", NEVER_S)
+        self.patches.setattr(inlet_attempt, "MAX_RESYNCS", sys.maxsize)
         self.patches.setattr(outlet_attempt, "MAX_RESYNCS", sys.maxsize)
-        self.patches.setattr(wire, "FRAGMENT_BYTES", 4096)
-        self.patches.setattr(wire, "WHOLE_CHUNK_BYTES", 4096)
+        self.patches.setattr(fragments, "FRAGMENT_BYTES", 4096)
+        self.patches.setattr(fragments, "WHOLE_CHUNK_BYTES", 4096)
         self.loop.run_until_complete(self._begin())
         self._settle()
 

@@ -229,7 +229,7 @@ async def test_leases_returned_twice_or_too_early_free_nothing_else() -> None:
     async with scene() as it:
         it.consumer.answers["chunk"] = lambda item: [_released(*range(item.data.lease_id + 9))] * 2 + _acked(item)
         outlet = await it.send(connector=SHM, count=50)
-        assert outlet.usage.connector == SHM
+        assert outlet.attempt.connector == SHM
         await it.until_released()
 
 
@@ -240,7 +240,7 @@ async def test_connector_that_worked_is_offered_again_after_a_rejection() -> Non
         it.consumer.answers["chunk"] = lambda item: (
             _resync(item, failed=chunk_pb2.CONNECTOR_SHM) if next(failures, False) else _acked(item)
         )
-        assert (await it.send(connector=SHM)).usage.connector == SHM
+        assert (await it.send(connector=SHM)).attempt.connector == SHM
 
 
 async def test_welcome_without_incarnation_is_rejected() -> None:

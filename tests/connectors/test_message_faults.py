@@ -128,7 +128,7 @@ async def _harm_each(fault: Fault, direction: Direction, *, connector: str, chos
 def _quick_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.connectors.lost_peers.REOPEN_S", 0.3)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._CHECK_S", 0.1)
-    monkeypatch.setattr("stagemesh.connectors.stream.connection._OFFER_AGAIN_S", 0.3)
+    monkeypatch.setattr("stagemesh.connectors.stream.connector_agreement._OFFER_AGAIN_S", 0.3)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._HANDSHAKE_S", 0.5)
     monkeypatch.setattr("stagemesh.connectors.fragments.FRAGMENT_BYTES", 4096)
     monkeypatch.setattr("stagemesh.connectors.fragments.WHOLE_CHUNK_BYTES", 4096)

@@ -22,7 +22,7 @@ from stagemesh.common.plugins.connectors import GRPC, SHM, ConnectorName
 from stagemesh.common.wire.chunk_policies import FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.conformance import proxied, two_hosts
 from stagemesh.conformance.replicas import until
-from stagemesh.connectors import packets as tickets_module
+from stagemesh.connectors import lost_peers
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import EdgeKey, Packet, ReceivedTicket
@@ -271,7 +271,7 @@ async def test_ticket_of_a_former_incarnation_is_refused() -> None:
 
 
 async def test_producer_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tickets_module, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(lost_peers, "TICKET_ANSWER_S", 0.1)
     offers = Offers()
     async with two_hosts() as (a, b), proxied(b.endpoint) as (proxy, endpoint):
         outlet, inlet = open_ticket_flow(a, b, connector=GRPC, endpoint=endpoint)

@@ -64,7 +64,7 @@ async def test_packets_of_a_worker_are_copied_once(connector: ConnectorName) -> 
         outlet, inlet = open_flow(a, b, connector=connector)
         _, received = await asyncio.gather(_forward(a.plane, outlet), receive_all(inlet))
         assert_same(received, [packet(seq, 50_000) for seq in range(COUNT)])
-        assert outlet.usage.connector == connector
+        assert outlet.attempt.connector == connector
         assert a.plane.arena.copied_bytes == 0
         await a.settled()
 

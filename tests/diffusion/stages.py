@@ -1,7 +1,6 @@
 """Starts diffusion stages, as processes or in this process, and builds requests to them."""
 
 import hashlib
-import os
 import re
 import subprocess
 import sys
@@ -57,7 +56,6 @@ def stage_process(config: StageConfig, folder: Path) -> Generator[str]:
         [sys.executable, "-m", "stagemesh.services.stage", "--config", str(path)],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert process.stderr is not None
     try:

@@ -34,7 +34,6 @@ SMALL = ImageSpec(height=32, width=32, steps=4)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return write_qwen_image(tmp_path_factory.mktemp("qwen-image"))
 
 

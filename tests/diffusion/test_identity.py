@@ -68,7 +68,6 @@ class Subject:
 )
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Subject]:
     model, dtype = request.param
-    torch.set_num_threads(1)
     folder = WRITERS[model](tmp_path_factory.mktemp(model))
     config = diffusion_config(model, folder, dtype=dtype)
     with stage_process(config, folder) as endpoint:

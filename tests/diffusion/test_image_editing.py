@@ -30,7 +30,6 @@ SIZE = {"height": 64, "width": 48, "num_inference_steps": 2, "guidance_scale": 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return write_qwen_image_edit(tmp_path_factory.mktemp("edit"))
 
 

@@ -58,7 +58,6 @@ outputs: {{image: decoder, numbers: decoder.frames}}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return write_qwen_image(tmp_path_factory.mktemp("qwen-image"))
 
 

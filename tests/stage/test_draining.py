@@ -8,8 +8,6 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
 from stagemesh.common.process.stage_process import ReplicaState
-from stagemesh.services.stage.control_servicer import page_of
-from stagemesh.v1 import control_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
 
@@ -17,37 +15,37 @@ from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_c
 async def test_a_draining_replica_reports_it_and_accepts_planned_steps() -> None:
     async with ready_runtime() as runtime:
         serving: list[bool] = []
-        runtime.on_serving = serving.append
-        runtime.start_drain()
-        assert (runtime.state, serving) == (ReplicaState.DRAINING, [False])
+        runtime.lifecycle.on_serving = serving.append
+        runtime.lifecycle.start_drain()
+        assert (runtime.lifecycle.state, serving) == (ReplicaState.DRAINING, [False])
         assert await events_of(runtime, step_spec())
 
 
 async def test_ending_a_drain_makes_the_replica_ready() -> None:
     async with ready_runtime() as runtime:
         serving: list[bool] = []
-        runtime.on_serving = serving.append
-        runtime.start_drain()
-        runtime.start_drain()
-        runtime.end_drain()
-        runtime.end_drain()
-        assert (runtime.state, serving) == (ReplicaState.READY, [False, True])
+        runtime.lifecycle.on_serving = serving.append
+        runtime.lifecycle.start_drain()
+        runtime.lifecycle.start_drain()
+        runtime.lifecycle.end_drain()
+        runtime.lifecycle.end_drain()
+        assert (runtime.lifecycle.state, serving) == (ReplicaState.READY, [False, True])
 
 
 async def test_a_replica_that_shuts_down_cannot_end_its_drain() -> None:
     async with ready_runtime() as runtime:
-        runtime.start_drain()
-        await runtime.finish_steps(grace_s=0)
+        runtime.lifecycle.start_drain()
+        await runtime.lifecycle.finish_steps(grace_s=0)
         with pytest.raises(NotReadyError):
             await events_of(runtime, step_spec())
         with pytest.raises(NotReadyError):
-            runtime.end_drain()
+            runtime.lifecycle.end_drain()
 
 
 async def test_a_loading_replica_cannot_be_drained() -> None:
     runtime = make_runtime()
     with pytest.raises(NotReadyError, match="loading"):
-        runtime.start_drain()
+        runtime.lifecycle.start_drain()
     await runtime.close()
 
 
@@ -56,7 +54,7 @@ async def test_a_drain_returns_the_number_of_running_steps() -> None:
         events = runtime.execute(step_spec("r"), time_left_s=None)
         async with aclosing(events):
             await anext(events)
-            assert runtime.start_drain() == 1
+            assert runtime.lifecycle.start_drain() == 1
 
 
 async def test_steps_are_handed_over_after_their_time_and_new_ones_rejected() -> None:
@@ -65,13 +63,13 @@ async def test_steps_are_handed_over_after_their_time_and_new_ones_rejected() ->
         events = runtime.execute(step_spec(), time_left_s=None)
         async with aclosing(events):
             await anext(events)
-            assert runtime.start_drain(move_after_s=0.0) == 1
+            assert runtime.lifecycle.start_drain(move_after_s=0.0) == 1
             with pytest.raises(UnavailableError, match="thinker-0 of stage thinker is drained") as caught:
                 [event async for event in events]
         assert caught.value.reason == "DRAINED"
         with pytest.raises(NotReadyError):
             await events_of(runtime, step_spec("late"))
-        runtime.end_drain()
+        runtime.lifecycle.end_drain()
         engine.gate.set()
         assert await events_of(runtime, step_spec("later"))
 
@@ -81,7 +79,7 @@ async def test_a_drain_pauses_steps_that_can_pause() -> None:
         events = runtime.execute(step_spec(), time_left_s=None)
         async with aclosing(events):
             await anext(events)
-            runtime.start_drain(move_after_s=0.0)
+            runtime.lifecycle.start_drain(move_after_s=0.0)
             *_, last = [event async for event in events]
         assert 0 < last.paused.checkpoint.steps < 1000
 
@@ -91,7 +89,7 @@ async def test_a_shutdown_pauses_steps_at_the_end_of_its_grace() -> None:
         events = runtime.execute(step_spec(), time_left_s=None)
         async with aclosing(events):
             await anext(events)
-            await runtime.finish_steps(grace_s=0.5)
+            await runtime.lifecycle.finish_steps(grace_s=0.5)
             assert [event async for event in events][-1].HasField("paused")
 
 
@@ -100,8 +98,8 @@ async def test_a_drain_that_ends_in_time_hands_nothing_over() -> None:
         events = runtime.execute(step_spec(), time_left_s=None)
         async with aclosing(events):
             await anext(events)
-            runtime.start_drain(move_after_s=0.05)
-            runtime.end_drain()
+            runtime.lifecycle.start_drain(move_after_s=0.05)
+            runtime.lifecycle.end_drain()
             assert [event async for event in events][-1].HasField("finished")
 
 
@@ -109,8 +107,8 @@ async def test_a_drain_that_ends_in_time_hands_nothing_over() -> None:
 async def test_an_invalid_move_time_is_rejected(move_after_s: float) -> None:
     async with ready_runtime() as runtime:
         with pytest.raises(InvalidRequestError, match="move_after_s"):
-            runtime.start_drain(move_after_s=move_after_s)
-        assert runtime.state is ReplicaState.READY
+            runtime.lifecycle.start_drain(move_after_s=move_after_s)
+        assert runtime.lifecycle.state is ReplicaState.READY
 
 
 async def test_running_steps_are_reported_by_request() -> None:
@@ -122,11 +120,3 @@ async def test_running_steps_are_reported_by_request() -> None:
         assert [(report.request_id, report.attempt, report.started) for report in reports] == [("two", 1, True)]
         assert len(runtime.reports()) == 2
         await asyncio.gather(*(run.aclose() for run in runs))
-
-
-def test_pages_of_steps_join_without_gaps() -> None:
-    reports = [control_pb2.StepReport(request_id="r", step_id=name) for name in "cab"]
-    first = page_of(reports, lambda report: report.step_id, page_size=2, page_token="")
-    second = page_of(reports, lambda report: report.step_id, page_size=2, page_token=first.next_token)
-    assert [report.step_id for report in (*first.items, *second.items)] == ["a", "b", "c"]
-    assert second.next_token == ""

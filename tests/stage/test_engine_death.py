@@ -38,7 +38,7 @@ async def test_a_replica_drained_during_its_start_is_never_serving() -> None:
 
         async def start(self, report: Callable[[str], None]) -> None:
             await super().start(report)
-            asyncio.get_running_loop().call_soon(runtime.start_drain)
+            asyncio.get_running_loop().call_soon(runtime.lifecycle.start_drain)
 
     class SeenServer(Server):
         def set_health(self, service: str, *, serving: bool) -> None:
@@ -48,7 +48,7 @@ async def test_a_replica_drained_during_its_start_is_never_serving() -> None:
     engine = DrainedEngine()
     engine.death.set()
     runtime = make_runtime(engine=engine)
-    runtime.on_serving = served.append
+    runtime.lifecycle.on_serving = served.append
     with pytest.raises(UnavailableError):
         await work(runtime, SeenServer("127.0.0.1:0"), asyncio.Event())
     await runtime.close()

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import pytest
 from pydantic import JsonValue
@@ -25,14 +26,16 @@ _numbers = itertools.count()
 
 @dataclass(eq=False)
 class _Run:
+    """The attributes of a `StepRun` that hang detection reads."""
+
     computes: bool = True
     event_count: int = 0
     priority: int = 0
     number: int = field(default_factory=lambda: next(_numbers))
 
 
-def _watch(runs: list[_Run], *, on_hung: Callable[[_Run], None] = lambda _: None) -> StallWatch[_Run]:
-    return StallWatch(lambda: runs, stall_s=10.0, on_hung=on_hung)
+def _watch(runs: list[_Run], *, on_hung: Callable[[_Run], None] = lambda _: None) -> StallWatch:
+    return StallWatch(cast("Any", lambda: runs), stall_s=10.0, on_hung=cast("Any", on_hung))
 
 
 def _stalled(runs: list[_Run], life: Callable[[], Coroutine[object, object, None]]) -> float | None:

@@ -75,7 +75,7 @@ def test_an_interruption_restarts_the_time_until_a_replica_stays_released() -> N
 
 async def test_the_verdict_of_a_load_watch_ends_with_its_call() -> None:
     async with served_stage() as replica:
-        rollout = replica.runtime.rollout
+        rollout = replica.runtime.lifecycle.rollout
         changed = asyncio.Event()
         rollout.on_change = changed.set
         rollout.set_available(True)

@@ -54,8 +54,8 @@ def run(code: str, *, folder: Path, endpoint: str = "") -> str:
     return done.stdout
 
 
-def test_the_client_of_the_readme_prints_text_and_saves_audio(deployment: Deployment, tmp_path: Path) -> None:
-    code = program("README.md", "WavWriter")
+def test_the_client_of_the_quick_start_prints_text_and_saves_audio(deployment: Deployment, tmp_path: Path) -> None:
+    code = program("docs/quick-start.md", "WavWriter")
     assert run(code, folder=tmp_path, endpoint=deployment.endpoint)
     with wave.open(str(tmp_path / "speech.wav")) as audio:
         assert audio.getnframes()
@@ -64,9 +64,8 @@ def test_the_client_of_the_readme_prints_text_and_saves_audio(deployment: Deploy
 @pytest.mark.parametrize(
     ("document", "beginning", "lines"),
     [
-        ("README.md", "And why is it salty?", 2),
+        ("docs/clients.md", "And why is it salty?", 2),
         ("docs/clients.md", "choices=3", 2),
-        ("docs/quick-start.md", "Client(", 1),
         ("docs/replicas.md", "10.0.0.2:7780", 1),
     ],
 )
@@ -82,8 +81,8 @@ def test_a_client_of_a_document_prints_answers(
     [
         ("docs/clients.md", 'files("stagemesh.v1")', "orchestrator.proto"),
         ("docs/own-stage.md", "packet = Packet", ""),
-        ("CONTRIBUTING.md", "class Louder", ""),
-        ("CONTRIBUTING.md", "LOUDER = ", ""),
+        ("docs/extending.md", "class Louder", ""),
+        ("docs/extending.md", "LOUDER = ", ""),
     ],
 )
 def test_a_program_without_a_server_runs(tmp_path: Path, document: str, beginning: str, printed: str) -> None:

@@ -1,18 +1,16 @@
 """Creates a job server from its config, and serves its gRPC API."""
 
 import asyncio
-import logging
 from pathlib import Path
 
 from sqlalchemy import URL
 
 from stagemesh.client import AsyncClient
-from stagemesh.common.backoff import Backoff
-from stagemesh.common.errors import InvalidRequestError, UnavailableError
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.media.store import MediaStore
 from stagemesh.common.process import settings
 from stagemesh.jobs.config import JobServerConfig, check_database_url
-from stagemesh.jobs.database import Database
+from stagemesh.jobs.database import Database, when_available
 from stagemesh.jobs.job_table import JobTable
 from stagemesh.jobs.servicer import SERVICE_NAME, JobServicer
 from stagemesh.jobs.worker import Worker
@@ -26,9 +24,6 @@ from stagemesh.v1 import jobs_pb2_grpc
 LIVENESS = "liveness"
 """The health name whose status is SERVING while the process serves, whether or not it has its database."""
 _GRACE_S = 2.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
-
-_log = logging.getLogger(__name__)
 
 
 async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
@@ -94,18 +89,7 @@ def _database_url(config: JobServerConfig) -> str | URL:
 
 
 async def _work(database: Database, worker: Worker, server: Server) -> None:
-    await _migrate(database)
+    await when_available(database.migrate)
     for name in ("", SERVICE_NAME):
         server.set_health(name, serving=True)
     await worker.run()
-
-
-async def _migrate(database: Database) -> None:
-    """Migrates the database as soon as it is available."""
-    backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
-    while True:
-        try:
-            return await database.migrate()
-        except UnavailableError as exc:
-            _log.warning("%s", exc.message)
-        await asyncio.sleep(backoff.next_s())

@@ -27,6 +27,14 @@ class _Context(ForkServerContext):
     Process = _Core
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _own_variables() -> Iterator[None]:
+    """Removes the variables that an engine sets for the libraries of its process."""
+    before = variables()
+    yield
+    replace_variables(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _forked_cores() -> Iterator[None]:
     multiprocessing.set_forkserver_preload(["tests.engines.vllm.imported_cores"])

@@ -310,8 +310,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 _SPIN_S = 50e-6
-_FIRST_PAUSE_S = 20e-6
-_LONGEST_PAUSE_S = 200e-6
+_PAUSES = Backoff(first_s=20e-6, longest_s=200e-6)
 _ABANDONED_PAUSE_S = 0.05
 """The pause in seconds between polls while every transfer in flight belongs to an abandoned read."""
 _STOP_TIMEOUT_S = 5.0
@@ -412,7 +411,7 @@ class ReadThread:
                 self._end()
 
     def _serve(self) -> None:
-        backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+        pauses = _PAUSES.retries()
         pause_s: float | None = None
         spin_until = 0.0
         while not self._has_ended:
@@ -422,11 +421,11 @@ class ReadThread:
             if not self._peers:
                 pause_s = None
             elif was_called or has_advanced:
-                backoff.reset()
+                pauses.reset()
                 pause_s, spin_until = 0.0, now + _SPIN_S
             elif now >= spin_until:
                 is_awaited = any(peer.has_reads for peer in self._peers)
-                pause_s = backoff.next_s() if is_awaited else _ABANDONED_PAUSE_S
+                pause_s = pauses.next_s() if is_awaited else _ABANDONED_PAUSE_S
 
     def _run_calls(self, pause_s: float | None) -> bool:
         """Runs all queued calls. Returns whether at least one call was queued.

@@ -10,7 +10,6 @@ from google.protobuf.message import DecodeError
 from stagemesh.common.errors import (
     InvalidChunkError,
     InvalidRequestError,
-    NotReadyError,
     StagemeshError,
     UnavailableError,
     UnsupportedError,
@@ -18,7 +17,7 @@ from stagemesh.common.errors import (
 from stagemesh.common.plugins.connectors import AUTO, GRPC, name_of
 from stagemesh.common.wire.versions import refuse_unknown, unknown_kind
 from stagemesh.connectors import fragments, wire
-from stagemesh.connectors.base import FetchingReader, InPlaceReader
+from stagemesh.connectors.base import FetchingReader, InPlaceReader, unavailable
 from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.flow.inlet_attempt import InletAttempt
 from stagemesh.connectors.fragments import FragmentAssembler
@@ -283,10 +282,9 @@ class ConsumerSession:
         connector = name_of(message.connector)
         connector = GRPC if connector == AUTO else connector
         if connector != GRPC and not self._producer.has_negotiated(connector):
-            raise NotReadyError(
+            raise unavailable(
                 f"edge {key.edge} was opened by connector {connector}, which {self._producer.replica} and this "
-                "replica have not negotiated",
-                reason="CONNECTOR_UNAVAILABLE",
+                "replica have not negotiated"
             )
         self._flows[key] = flow
         self._transfers.drop(key)

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Collection
 from itertools import chain
-from typing import TypeAlias
 
 from stagemesh.common.errors import NotFoundError
 from stagemesh.common.process.stage_process import ReplicaState
@@ -11,10 +10,7 @@ from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.pipeline import Edge, Pipeline
-
-Key: TypeAlias = tuple[int | str, ...]
-"""The position of an item in its list. It does not change while the item exists."""
-
+from stagemesh.rpc.pages import Key
 
 ORCHESTRATOR = "@orchestrator"
 """The name of the orchestrator itself among the names of processes. No stage or replica has it."""

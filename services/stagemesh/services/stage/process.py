@@ -22,6 +22,7 @@ from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
 from stagemesh.services.stage.control_servicer import SERVICE_NAME as CONTROL_NAME
 from stagemesh.services.stage.control_servicer import StageControlServicer
+from stagemesh.services.stage.lifecycle import ReplicaLifecycle
 from stagemesh.services.stage.registration import registered
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.servicer import SERVICE_NAME, StageServicer
@@ -61,11 +62,12 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     server.reflect(SERVICE_NAME)
     server.reflect(CONTROL_NAME)
     runtime.on_shutdown = stopping.set
-    runtime.on_serving = lambda serving: _set_serving(server, runtime, serving=serving)
-    runtime.rollout.on_change = lambda: server.set_health(config.stage, serving=runtime.rollout.is_ready)
+    lifecycle = runtime.lifecycle
+    lifecycle.on_serving = lambda serving: _set_serving(server, lifecycle, serving=serving)
+    lifecycle.rollout.on_change = lambda: server.set_health(config.stage, serving=lifecycle.rollout.is_ready)
     server.set_health(LIVENESS, serving=True)
     server.set_health(CONTROL_NAME, serving=False)
-    runtime.on_serving(False)
+    lifecycle.on_serving(False)
     try:
         port = await server.start()
         async with (
@@ -73,14 +75,14 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
             registered(config, incarnation=runtime.data_plane.incarnation, port=port),
         ):
             await work(runtime, server, stopping)
-            runtime.begin_shutdown()
+            lifecycle.begin_shutdown()
     finally:
         # The steps of a failed engine have ended, or never end.
-        failed = runtime.state is ReplicaState.FAILED
+        failed = lifecycle.state is ReplicaState.FAILED
         drain_s = 0.0 if failed else config.drain_s
         end_within(_FAILED_END_S if failed else drain_s + _END_S)
         server.set_health(CONTROL_NAME, serving=False)
-        await runtime.finish_steps(grace_s=drain_s)
+        await lifecycle.finish_steps(grace_s=drain_s)
         await runtime.close()
         await server.stop(grace_s=_STOP_GRACE_S)
 
@@ -98,7 +100,7 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
     # requests would accumulate.
     gc.set_threshold(*_GC_THRESHOLDS)
     # An operator may already have drained the replica.
-    runtime.on_serving(runtime.state is ReplicaState.READY)
+    runtime.lifecycle.on_serving(runtime.lifecycle.state is ReplicaState.READY)
     server.set_health(CONTROL_NAME, serving=True)
     _log.info("ready")
     stall_s = runtime.config.stall_s
@@ -151,7 +153,7 @@ def _make_runtime(config: StageConfig) -> StageRuntime:
     return StageRuntime(engine, data_plane, config, descriptor.signature(config.function, config.options))
 
 
-def _set_serving(server: Server, runtime: StageRuntime, *, serving: bool) -> None:
+def _set_serving(server: Server, lifecycle: ReplicaLifecycle, *, serving: bool) -> None:
     for name in ("", SERVICE_NAME):
         server.set_health(name, serving=serving)
-    runtime.rollout.set_available(runtime.is_available)
+    lifecycle.rollout.set_available(lifecycle.is_available)

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from stagemesh.common.errors import DeadlineError, InternalError, InvalidRequestError, UnsupportedError
@@ -17,6 +16,7 @@ from stagemesh.common.plugins.descriptors import signature_to_wire
 from stagemesh.common.process import settings
 from stagemesh.common.process.host import host_token
 from stagemesh.common.process.logs import bind_log_context
+from stagemesh.common.wire.messages import embedded, tag_of, varint
 from stagemesh.common.wire.versions import OFFERS, check_version, own_protocol, unknown_kind
 from stagemesh.connectors.stream.connector_agreement import probe_to_wire
 from stagemesh.connectors.wire import key_from_wire
@@ -101,8 +101,8 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             incarnation=runtime.data_plane.incarnation,
             engine=config.engine,
             model=config.model or "",
-            state=runtime.state.value,
-            detail=runtime.detail,
+            state=runtime.lifecycle.state.value,
+            detail=runtime.lifecycle.detail,
             signature=signature_to_wire(
                 runtime.signature, can_pause=abilities.can_pause, can_resume=abilities.can_resume
             ),
@@ -119,7 +119,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         interval_s = _checked_interval_s(request)
         intervals = idle_intervals = max(1, round(request.idle_interval_s / interval_s))
         was_busy, adapters = False, list[str]()
-        with self._runtime.rollout.verdict(request.verdict):
+        with self._runtime.lifecycle.rollout.verdict(request.verdict):
             while not self._runtime.closed.is_set():
                 load = self._runtime.load()
                 is_busy = bool(load.running or load.queued)
@@ -378,34 +378,13 @@ def _framed(head: bytes, field: bytes) -> bytes:
     """Returns a serialized ExecuteStepsResponse with one StepMessage.
 
     `head` contains the serialized fields of the StepMessage and the tag of its last field, whose content is `field`.
-    Joining serialized fields needs no parser.
     """
-    size = _varint(len(field))
-    return b"".join((_MESSAGE, _varint(len(head) + len(size) + len(field)), head, size, field))
+    return embedded(_MESSAGE, head, varint(len(field)), field)
 
 
-def _varint(number: int) -> bytes:
-    """Returns a number that is not negative in protobuf's encoding of variable length."""
-    if number < len(_SMALL_NUMBERS):
-        return _SMALL_NUMBERS[number]
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
-
-
-def _tag(message: Descriptor, field: str) -> bytes:
-    """Returns the bytes that precede the length and the content of a field that is a message."""
-    return _varint(message.fields_by_name[field].number << 3 | 2)
-
-
-_SMALL_NUMBERS = [bytes((number,)) for number in range(0x80)]
-"""The encodings of the numbers that need one byte."""
-_MESSAGE = _tag(stage_pb2.ExecuteStepsResponse.DESCRIPTOR, "messages")
-_EVENT = _tag(stage_pb2.StepMessage.DESCRIPTOR, "event")
-_ENDED = _tag(stage_pb2.StepMessage.DESCRIPTOR, "ended")
+_MESSAGE = tag_of(stage_pb2.ExecuteStepsResponse.DESCRIPTOR, "messages")
+_EVENT = tag_of(stage_pb2.StepMessage.DESCRIPTOR, "event")
+_ENDED = tag_of(stage_pb2.StepMessage.DESCRIPTOR, "ended")
 
 
 def _error_of(exc: Exception, where: Mapping[str, str]) -> chunk_pb2.Error:

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.orchestrator.admin.directory import Key
-from stagemesh.orchestrator.admin.servicer import page_of
+from stagemesh.rpc.pages import Key, page_of
 from stagemesh.v1 import admin_pb2, orchestrator_pb2
 
 _KEYS = st.frozensets(st.tuples(st.integers(0, 3), st.text("ab/é", max_size=2)), max_size=12)

@@ -1,14 +1,18 @@
-"""The states from which paused requests resume on another replica. The total size of the store is limited."""
+"""Checkpoints: the states from which paused requests resume on another replica, and the journal of a step's events.
+
+The total size of the stored states is limited.
+"""
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 
 from stagemesh.common.errors import NotFoundError, UnavailableError
+from stagemesh.common.notification import Journal
 from stagemesh.connectors.flow.replay import replay_packet
 from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.services.engines.base import Checkpoint
-from stagemesh.services.stage.step.spec import StepSpec
+from stagemesh.services.stage.step.spec import StepSpec, checkpoint_to_wire
 from stagemesh.v1 import stage_pb2
 
 MAX_KEPT_BYTES = 1 << 30
@@ -90,3 +94,48 @@ def drained_error(where: Mapping[str, str]) -> UnavailableError:
         reason="DRAINED",
         metadata=where,
     )
+
+
+class StepJournal:
+    """Writes the events of one step. At most one of them is a checkpoint with its state.
+
+    A step whose spec has a trace also reports its spans.
+    """
+
+    def __init__(self, spec: StepSpec, states: PausedStates, *, on_abandoned: Callable[[], None]) -> None:
+        """`states` retains the states that are too large for an event. `on_abandoned` is that of the journal."""
+        self.journal = Journal[bytes](on_abandoned=on_abandoned)
+        """The serialized ExecuteStepResponses. Message objects would need ten times as much memory."""
+        self._request_id, self._trace, self._states = spec.request_id, spec.trace, states
+        self._checkpoint: tuple[int, Checkpoint] | None = None
+        """The index of the newest checkpoint in the journal, and a copy of this checkpoint without its state. The copy
+        later replaces the checkpoint. None if the journal contains no checkpoint with a state."""
+
+    def append(self, event: stage_pb2.ExecuteStepResponse) -> int:
+        """Appends an event and returns its index."""
+        return self.journal.append(event.SerializeToString())
+
+    def append_spans(self, *, at_least: int = 1) -> None:
+        """Appends the new spans of a traced step if there are `at_least` of them."""
+        if self._trace is not None and len(self._trace) >= at_least:
+            self.append(stage_pb2.ExecuteStepResponse(spans=self._trace.take(), ignorable=True))
+
+    def append_checkpoint(self, state: Checkpoint) -> None:
+        """Appends a checkpoint. The checkpoint covers all outputs that the engine emitted before it."""
+        journaled = without_large_state(state)
+        if journaled is not state:
+            self._states.keep(self._request_id, state)
+        self.clear_checkpoint()
+        event = stage_pb2.ExecuteStepResponse(checkpoint=checkpoint_to_wire(journaled))
+        self._checkpoint = self.append(event), without_state(state)
+
+    def clear_checkpoint(self) -> None:
+        """Replaces the newest checkpoint in the journal with a copy without the state, to free memory.
+
+        Callers that subscribe later resume from a newer checkpoint or do not need one.
+        """
+        if self._checkpoint is not None:
+            index, placeholder = self._checkpoint
+            event = stage_pb2.ExecuteStepResponse(checkpoint=checkpoint_to_wire(placeholder))
+            self.journal.replace(index, event.SerializeToString())
+            self._checkpoint = None

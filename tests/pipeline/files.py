@@ -1,11 +1,15 @@
-"""Descriptors of engines and transforms for tests of pipeline files, without implementations."""
+"""Loads pipeline files whose engines and transforms have only descriptors, and tables of mistakes in such files."""
 
-from typing import TypeVar
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
-from stagemesh.common.errors import NotFoundError
+import pytest
+
+from stagemesh.common.errors import InvalidPipelineError, NotFoundError
 from stagemesh.common.plugins.descriptors import Emitted, EngineDescriptor, OptionSpec, Signature, TransformDescriptor
 from stagemesh.common.wire.tensors import TensorSpec
-from stagemesh.pipeline import Catalog
+from stagemesh.pipeline import Catalog, Pipeline, load_pipeline
 
 _TEXT = TensorSpec.parse("uint8[bytes]")
 _SAMPLES = TensorSpec.parse("float32[samples]")
@@ -76,3 +80,34 @@ CATALOG = Catalog(
     engine=lambda name: _find(_ENGINES, name, "engine"),
     transform=lambda name: _find(_TRANSFORMS, name, "transform"),
 )
+
+
+def edited(text: str, *edits: str) -> str:
+    """Returns a text after some edits. `edits` are pairs: a text that must occur, and its replacement."""
+    for before, after in zip(edits[::2], edits[1::2], strict=True):
+        assert before in text
+        text = text.replace(before, after)
+    return text
+
+
+def load(folder: Path, text: str, **arguments: Any) -> Pipeline:
+    """Loads a pipeline file with this text. `arguments` are passed to `load_pipeline`."""
+    path = folder / "pipeline.yaml"
+    path.write_text(text)
+    return load_pipeline(str(path), **{"catalog": CATALOG, "variables": {}, **arguments})
+
+
+def errors(folder: Path, text: str, **arguments: Any) -> list[str]:
+    """Returns the errors of a pipeline file with this text, each as "LINE: error; remedy"."""
+    with pytest.raises(InvalidPipelineError) as caught:
+        load(folder, text, **arguments)
+    return caught.value.message.replace(f"{folder}/pipeline.yaml:", "").splitlines()
+
+
+def mistakes(good: str, table: Mapping[str, tuple[str, ...]]) -> pytest.MarkDecorator:
+    """Runs a test for each mistake, with the parameters `text`, the text of the file, and `error`.
+
+    `table` maps the name of a mistake to the edits of the text `good`, followed by the error.
+    """
+    cases = [pytest.param(edited(good, *edits), error, id=name) for name, (*edits, error) in table.items()]
+    return pytest.mark.parametrize(("text", "error"), cases)
