@@ -21,7 +21,6 @@ class Network:
         self.pods = {
             "client": Endpoint({"app": "client"}),
             "foreign client": Endpoint({"app": "client"}, "other"),
-            "keda": Endpoint({"app": "keda"}, "keda"),
             "prometheus": Endpoint({"app": "prometheus"}, "monitoring"),
             "dns": Endpoint({"k8s-app": "kube-dns"}, "kube-system"),
             "other release": Endpoint({**release.pod("thinker").labels, "app.kubernetes.io/instance": "other"}),
@@ -69,11 +68,6 @@ def test_a_client_that_the_values_select_reaches_the_orchestrators() -> None:
 def test_operators_that_the_values_select_reach_the_admin_port() -> None:
     network = Network(Release(at("networkPolicy.operators", [{"podSelector": {"matchLabels": {"app": "client"}}}])))
     assert network.sources("orchestrator", ADMIN) == {"client"}
-
-
-def test_keda_reaches_the_admin_port_if_it_scales_a_stage() -> None:
-    network = Network(Release(at("stages.thinker.autoscaling.enabled", True)))
-    assert network.sources("orchestrator", ADMIN) == {"keda"}
 
 
 @pytest.mark.parametrize("monitor", ["serviceMonitor", "podMonitor"])
@@ -214,20 +208,6 @@ def test_cert_manager_makes_a_certificate_for_each_service() -> None:
         "thinker": ["stagemesh://stage/release-thinker-*"],
         "voice": ["stagemesh://stage/release-voice-*"],
     }
-
-
-def test_keda_has_the_certificate_of_an_operator() -> None:
-    tls = at("tls", {"enabled": True, "issuer": {"name": "ca"}})
-    scaling = at("stageDefaults.autoscaling", {"enabled": True, "queuedSeconds": 1, "maxReplicas": 2})
-    release = Release(tls, scaling)
-    (authentication,) = release.of_kind("TriggerAuthentication")
-    (certificate,) = [each for each in release.of_kind("Certificate") if each["metadata"]["name"] == "release-keda"]
-    assert certificate["spec"]["uris"] == ["stagemesh://operator/release"]
-    assert {each["name"] for each in authentication["spec"]["secretTargetRef"]} == {certificate["spec"]["secretName"]}
-    triggers = [trigger for item in release.of_kind("ScaledObject") for trigger in item["spec"]["triggers"]]
-    assert triggers
-    assert all(trigger["authenticationRef"] == {"name": "release-keda"} for trigger in triggers)
-    assert not Release(scaling).of_kind("TriggerAuthentication")
 
 
 def test_probes_have_a_port_without_tls() -> None:

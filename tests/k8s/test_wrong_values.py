@@ -47,7 +47,8 @@ def test_the_values_that_the_wrong_ones_start_from_are_right() -> None:
     assert Release(EXTERNAL, at("stages.vocoder.external", {"service": "sampler", "port": 6000})).objects
     assert Release(at("pipeline.stages.thinker.options.tensor_parallel_size", 4), at("stages.thinker.gpus", 4)).objects
     assert Release(at("stages.thinker", {"drainSeconds": 300, "terminationGracePeriodSeconds": 330})).objects
-    assert Release(at("stages.thinker.autoscaling", {"enabled": True, "minReplicas": 4, "maxReplicas": 4})).objects
+    scaled = {"enabled": True, "minReplicas": 4, "maxReplicas": 4, "prometheus": {"address": "http://prometheus:9090"}}
+    assert Release(at("stages.thinker.autoscaling", scaled)).objects
     # 64 MiB of arena and 256 MiB of shared memory.
     assert Release(at("stages.thinker.resources", {"limits": {"memory": "320Mi"}})).objects
     assert Release(at("stages.acoustic.resources.limits", {"memory": "300Mi"})).objects

@@ -1,8 +1,11 @@
-"""Orchestrators over stages with the fake engine. Each replica is a process, with real gRPC."""
+"""Orchestrators over stages with the fake engine, with real gRPC.
+
+The replicas run in the test's own process, except the ones that a test stops or kills by a signal.
+"""
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +21,13 @@ from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.orchestrator.service import serving
 from stagemesh.pipeline import load_pipeline
 from stagemesh.rpc.channels import open_channel
-from stagemesh.v1 import admin_pb2, admin_pb2_grpc, stage_pb2
+from stagemesh.rpc.handlers import add_stage_service
+from stagemesh.rpc.server import Server
+from stagemesh.services.stage.control_servicer import StageControlServicer
+from stagemesh.services.stage.servicer import StageServicer
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2_grpc, stage_pb2
 from tests.orchestrator.mesh import until_health
+from tests.stage.replicas import make_runtime
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class Orchestrator:
     admin: grpc.aio.Channel
     metrics_endpoint: str
     replicas: Mapping[str, asyncio.subprocess.Process]
-    """The processes of the replicas by name."""
+    """The replicas that are processes, by name."""
     endpoints: Mapping[str, str]
     """The addresses of the replicas by name."""
 
@@ -93,18 +101,20 @@ async def running_pipeline(
     sleep_when_idle_s: float = 60.0,
     warm: Mapping[str, float] | None = None,
     orchestrators: int = 1,
+    processes: Collection[str] = (),
 ) -> AsyncGenerator[list[Orchestrator]]:
     """Runs the pipeline file `text`.
 
-    `replicas` is the number of replicas of a stage, by default 1. The last ones sleep when they are idle: `sleepers` is
-    their number.
+    - `replicas` is the number of replicas of a stage, by default 1.
+    - `sleepers` is the number of replicas of a stage that sleep when they are idle. They are the last ones.
+    - `processes` are the names of the replicas that are processes.
     """
     path = folder / "pipeline.yaml"
     path.write_text(text)
     pipeline, ports = load_pipeline(str(path)), PortPicker()
     async with AsyncExitStack() as stack:
         addresses = dict[str, tuple[ReplicaAddress, ...]]()
-        processes = dict[str, asyncio.subprocess.Process]()
+        started_processes = dict[str, asyncio.subprocess.Process]()
         for stage in pipeline.stages.values():
             count = (replicas or {}).get(stage.name, 1)
             for number in range(count):
@@ -113,7 +123,10 @@ async def running_pipeline(
                 config = stage_config(pipeline, stage, replica=address.name, listen=address.endpoint)
                 if number >= count - (sleepers or {}).get(stage.name, 0):
                     config = replace(config, sleep_when_idle_s=sleep_when_idle_s)
-                processes[address.name] = await stack.enter_async_context(_process(config))
+                if address.name in processes:
+                    started_processes[address.name] = await stack.enter_async_context(_process(config))
+                else:
+                    await stack.enter_async_context(_serving_runtime(config))
         endpoints = {address.name: address.endpoint for each in addresses.values() for address in each}
         started: list[Orchestrator] = []
         for _ in range(orchestrators):
@@ -125,8 +138,26 @@ async def running_pipeline(
             await until_health(await stack.enter_async_context(open_channel(listen)), serving=True, timeout_s=120)
             admin_channel = await stack.enter_async_context(open_channel(admin))
             client = await stack.enter_async_context(AsyncClient(listen))
-            started.append(Orchestrator(client, admin_channel, metrics, processes, endpoints))
+            started.append(Orchestrator(client, admin_channel, metrics, started_processes, endpoints))
         yield started
+
+
+@asynccontextmanager
+async def _serving_runtime(config: StageConfig) -> AsyncGenerator[None]:
+    """Serves a replica in this process until the end of the block."""
+    runtime, server = make_runtime(config), Server(config.listen)
+    add_stage_service(StageServicer(runtime), server.grpc)
+    control_pb2_grpc.add_StageControlServiceServicer_to_server(StageControlServicer(runtime), server.grpc)
+    await server.start()
+    try:
+        await runtime.start()
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(runtime.watch_engine())
+            yield
+            watching.cancel()
+    finally:
+        await runtime.close()
+        await server.stop(grace_s=0)
 
 
 @asynccontextmanager

@@ -1,11 +1,16 @@
-"""Rows of successive producers of an edge: each row of each tensor is delivered once and in order."""
+"""Packets that arrive: each row of successive producers once and in order, and several flows at once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.common.errors import InvalidChunkError, NotReadyError
+from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
+from stagemesh.connectors.flow.inlet import merge
 from stagemesh.connectors.flow.received_rows import PacketQueue, add_rows
 from stagemesh.connectors.packets import MetadataValue, Packet
 
@@ -122,3 +127,31 @@ def test_producer_with_fewer_rows_than_before_is_rejected() -> None:
 
 def _with(packet: Packet, **metadata: MetadataValue) -> Packet:
     return Packet(packet.tensors, metadata)
+
+
+async def _one_packet() -> AsyncIterator[Packet]:
+    yield Packet({"x": np.zeros(1, np.float32)})
+
+
+async def _failing(after: asyncio.Event) -> AsyncIterator[Packet]:
+    await after.wait()
+    raise UnavailableError("the producer is gone", reason="PEER_LOST")
+    yield
+
+
+async def test_an_error_of_one_source_stops_the_reading_of_the_others() -> None:
+    reads, stopped = asyncio.Event(), asyncio.Event()
+
+    async def endless() -> AsyncIterator[Packet]:
+        try:
+            reads.set()
+            await asyncio.Event().wait()
+            yield Packet({})
+        finally:
+            stopped.set()
+
+    with pytest.raises(UnavailableError, match="the producer is gone"):
+        async with aclosing(merge([_one_packet(), endless(), _failing(reads)])) as packets:
+            assert (await anext(packets)).tensors["x"].shape == (1,)
+            await anext(packets)
+    assert stopped.is_set()
