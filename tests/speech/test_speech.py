@@ -23,7 +23,6 @@ from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import InvalidRequestError
 from tests.deployment import Deployment, deployed, eventually
 from tests.gateway.making import client, gateway, serving
-from tests.gateway.page import conftest as browsing
 from tests.gateway.page import visiting
 from tests.gateway.test_realtime import Talker
 from tests.repository.code_blocks import read_blocks
@@ -42,7 +41,6 @@ SEED = 7
 MAX_TOKENS = 70
 PAGE_RATE_HZ = 24_000
 
-page = browsing.page
 
 # The fake pipelines of tests/system cover both connectors; here one run of most tests is enough.
 ON_ONE_CONNECTOR = pytest.mark.parametrize("speech", ["shm"], indirect=True)
@@ -324,6 +322,7 @@ async def test_the_gateway_speaks_a_text_while_it_is_written(speech: Deployment)
 
 
 @ON_ONE_CONNECTOR
+@pytest.mark.asyncio(loop_scope="session")
 async def test_the_page_of_the_gateway_speaks_and_is_interrupted(speech: Deployment, page: Page) -> None:
     async with serving(speech.endpoint) as address:
         await page.goto(f"http://{address}/")
