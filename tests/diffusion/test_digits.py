@@ -15,12 +15,10 @@ from playwright.async_api import Page, expect
 from stagemesh.client import Client
 from tests.deployment import Deployment, deployed
 from tests.gateway.making import serving
-from tests.gateway.page import conftest as browsing
 from tests.gateway.page.visiting import answer, send
 
 pytestmark = pytest.mark.timeout(240)
 
-page = browsing.page
 PIPELINE = Path("examples/digits/pipeline.yaml")
 A_DIGIT = 8
 ENOUGH = 76
@@ -46,6 +44,7 @@ def test_eighty_digits_are_read_as_prompted(up: Deployment) -> None:
     assert right >= ENOUGH
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_the_page_of_the_gateway_shows_a_digit(up: Deployment, page: Page) -> None:
     async with serving(up.endpoint) as address:
         await page.goto(f"http://{address}/")

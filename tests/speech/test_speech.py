@@ -22,7 +22,6 @@ from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import InvalidRequestError
 from tests.deployment import Deployment, eventually
 from tests.gateway.making import client, gateway, serving
-from tests.gateway.page import conftest as browsing
 from tests.gateway.page import visiting
 from tests.gateway.test_realtime import Talker
 from tests.repository.code_blocks import read_blocks
@@ -40,8 +39,6 @@ TOPICS = ("river", "castle", "garden", "mountain", "kitchen", "library", "desert
 SEED = 7
 MAX_TOKENS = 70
 PAGE_RATE_HZ = 24_000
-
-page = browsing.page
 
 
 def _ask(up: Deployment, prompt: str, *, seed: int = SEED, max_tokens: int = MAX_TOKENS) -> Result:
@@ -297,6 +294,7 @@ async def test_the_gateway_speaks_a_text_while_it_is_written(speech_up: Deployme
     assert word_error_rate(text, transcribe(samples.astype(np.float32) / np.float32(32768), 24_000)) <= 0.10
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_the_page_of_the_gateway_speaks_and_is_interrupted(speech_up: Deployment, page: Page) -> None:
     async with serving(speech_up.endpoint) as address:
         await page.goto(f"http://{address}/")

@@ -5,16 +5,16 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagemesh.common.errors import InvalidRequestError, UnauthenticatedError
 from stagemesh.common.process.config import TokenConfig
 from stagemesh.rpc.callers import CLIENT, SCHEME, Identity, Role, identity_of_certificate, set_identity
 from stagemesh.rpc.credentials import file_version, write_private
-from stagemesh.rpc.interceptors import Authenticate
+from stagemesh.rpc.interceptors import Authenticate, Metadata
 
 if TYPE_CHECKING:
     import jwt
@@ -30,8 +30,8 @@ class TokenEntry(NamedTuple):
     expires: datetime | None = None
 
 
-class TokenFile:
-    """The tokens in a file. The file is read again after it has changed."""
+class TokenDigests:
+    """The digests of tokens in a file. The file is read again after it has changed."""
 
     def __init__(self, path: Path) -> None:
         """Reads the file. Raises InvalidRequestError (INVALID_TOKENS) if it cannot be read or is damaged."""
@@ -99,8 +99,6 @@ def _read_time(text: str | None) -> datetime | None:
     return time
 
 
-_Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
-
 _HEADER, _PREFIX = "authorization", "Bearer "
 _MAX_TOKEN_LENGTH = 8192
 _ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
@@ -116,7 +114,7 @@ _LEEWAY_S = 10.0
 def authentication(tokens: "TokenChecker | None") -> Authenticate:
     """Returns the function that authenticates the callers of a port: by tokens, or by certificates if it is None."""
 
-    async def by_certificate(context: Any, metadata: _Metadata) -> frozenset[Role]:  # noqa: ARG001
+    async def by_certificate(context: Any, metadata: Metadata) -> frozenset[Role]:  # noqa: ARG001
         identity = identity_of_certificate(context)
         if identity is None:
             raise UnauthenticatedError(
@@ -126,7 +124,7 @@ def authentication(tokens: "TokenChecker | None") -> Authenticate:
         set_identity(identity)
         return identity.roles
 
-    async def by_token(context: Any, metadata: _Metadata) -> frozenset[Role]:  # noqa: ARG001
+    async def by_token(context: Any, metadata: Metadata) -> frozenset[Role]:  # noqa: ARG001
         assert tokens is not None, "the port accepts tokens"
         identity = Identity([(CLIENT, await tokens.find_caller(_bearer_token(metadata)))])
         set_identity(identity)
@@ -143,7 +141,7 @@ class TokenChecker:
 
         Raises InvalidRequestError (INVALID_TOKENS) if one of them cannot be read or is damaged.
         """
-        self._file = TokenFile(Path(config.file)) if config.file else None
+        self._file = TokenDigests(Path(config.file)) if config.file else None
         self._provider = _Provider(config) if config.keys else None
 
     async def find_caller(self, token: str) -> str:
@@ -232,7 +230,7 @@ class _Provider:
         return {key.key_id: key for key in found.keys}
 
 
-def _bearer_token(metadata: _Metadata) -> str:
+def _bearer_token(metadata: Metadata) -> str:
     values = [value for key, value in metadata or () if key == _HEADER]
     if len(values) != 1 or not isinstance(values[0], str) or not values[0].startswith(_PREFIX):
         raise UnauthenticatedError(

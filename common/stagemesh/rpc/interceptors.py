@@ -23,6 +23,9 @@ from stagemesh.rpc.channels import MAX_HEADER_BYTES
 from stagemesh.rpc.error_mapping import to_status
 from stagemesh.v1 import roles_pb2
 
+Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
+"""The headers of an RPC."""
+
 Around: TypeAlias = Callable[[Any, Any], AbstractAsyncContextManager[Any]]
 """A function of an RPC's argument (its message, or an iterator of them) and of its context.
 
@@ -96,7 +99,13 @@ class RoleFilter(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         allowed = roles_of(method)
         if allowed and not allowed & self._roles:
-            return _refusing(_other_port_error(method, allowed, self._roles))
+            return _rejecting(
+                UnsupportedError(
+                    f"this port serves {_names(self._roles)}, and {method.rpartition('/')[2]} is for "
+                    f"{_names(allowed)}; call the server's other port (`admin_listen`; with `stagemesh up`, the next "
+                    "port after the one for clients)"
+                )
+            )
         handler = await continuation(handler_call_details)
         if handler is None or self._authenticate is None or method.startswith(_OPEN):
             return handler
@@ -125,23 +134,23 @@ def _guarded(handler: Any, authorize: Callable[[Any], Awaitable[None]]) -> Any:
         try:
             await authorize(context)
         except StagemeshError as exc:
-            await _refuse(exc, request if handler.request_streaming else None, context)
+            await _reject(exc, request if handler.request_streaming else None, context)
         yield request
 
     return wrap_handler(handler, guarded)
 
 
-def _refusing(error: StagemeshError) -> Any:
+def _rejecting(error: StagemeshError) -> Any:
     """Returns a handler that ends each RPC with `error`."""
 
-    async def refuse(requests: AsyncIterator[bytes], context: Any) -> None:
-        await _refuse(error, requests, context)
+    async def reject(requests: AsyncIterator[bytes], context: Any) -> None:
+        await _reject(error, requests, context)
 
     make_handler: Any = grpc.stream_stream_rpc_method_handler
-    return make_handler(refuse)
+    return make_handler(reject)
 
 
-async def _refuse(error: StagemeshError, requests: AsyncIterator[Any] | None, context: Any) -> NoReturn:
+async def _reject(error: StagemeshError, requests: AsyncIterator[Any] | None, context: Any) -> NoReturn:
     """Ends an RPC with `error`. `requests` are the messages of its caller, or None if there is only one."""
     if requests is not None:
         # If the call ends while the client sends, the client may report INTERNAL instead of the status.
@@ -152,13 +161,6 @@ async def _refuse(error: StagemeshError, requests: AsyncIterator[Any] | None, co
     await abort(context, error)
 
 
-def _other_port_error(method: str, allowed: Collection[Role], served: Collection[Role]) -> UnsupportedError:
-    return UnsupportedError(
-        f"this port serves {_names(served)}, and {method.rpartition('/')[2]} is for {_names(allowed)}; call "
-        "the server's other port (`admin_listen`; with `stagemesh up`, the next port after the one for clients)"
-    )
-
-
 def _names(roles: Collection[Role]) -> str:
     names = (roles_pb2.CallerRole.Name(role).removeprefix("CALLER_ROLE_").lower() for role in sorted(roles))
     return " and ".join(f"{name}s" for name in names)
@@ -166,8 +168,6 @@ def _names(roles: Collection[Role]) -> str:
 
 CALLS_PER_CALLER = 4096
 _RETRY_AFTER_S = 1.0
-
-_Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
 
 
 class CallLimits(grpc.aio.ServerInterceptor):
@@ -191,8 +191,14 @@ class CallLimits(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        if _size_of_headers(handler_call_details.invocation_metadata) > MAX_HEADER_BYTES:
-            return _make_rejecting_handler(_headers_error())
+        headers: Metadata = handler_call_details.invocation_metadata
+        if sum(len(name) + len(value) for name, value in headers or ()) > MAX_HEADER_BYTES:
+            return _rejecting(
+                OverloadedError(
+                    f"the headers of the call exceed {MAX_HEADER_BYTES} bytes; send fewer or shorter ones",
+                    reason="HEADERS_TOO_LARGE",
+                )
+            )
         handler = await continuation(handler_call_details)
         if handler is None or self._most is None:
             return handler
@@ -207,7 +213,13 @@ class CallLimits(grpc.aio.ServerInterceptor):
         self._running[caller] += 1
         try:
             if self._running[caller] > most:
-                await abort(context, _calls_error(most))
+                error = OverloadedError(
+                    f"the caller has {most} running calls, which is the most that this service accepts; end some, and "
+                    "retry",
+                    reason="CALL_LIMIT",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
+                await abort(context, error)
             yield requests if handler.request_streaming else await _read_message(requests, context)
         finally:
             self._running[caller] -= 1
@@ -227,35 +239,6 @@ def _caller(context: Any) -> str:
     for uri in context.auth_context().get("peer_uri", ()):
         return str(uri)
     return str(context.peer()).rpartition(":")[0]
-
-
-def _size_of_headers(metadata: _Metadata) -> int:
-    return sum(len(name) + len(value) for name, value in metadata or ())
-
-
-def _make_rejecting_handler(error: OverloadedError) -> Any:
-    """Returns a handler that ends each RPC with `error`."""
-
-    async def end(_requests: object, context: Any) -> None:
-        await abort(context, error)
-
-    make_handler: Any = grpc.stream_stream_rpc_method_handler
-    return make_handler(end)
-
-
-def _headers_error() -> OverloadedError:
-    return OverloadedError(
-        f"the headers of the call exceed {MAX_HEADER_BYTES} bytes; send fewer or shorter ones",
-        reason="HEADERS_TOO_LARGE",
-    )
-
-
-def _calls_error(most: int) -> OverloadedError:
-    return OverloadedError(
-        f"the caller has {most} running calls, which is the most that this service accepts; end some, and retry",
-        reason="CALL_LIMIT",
-        retry_after_s=_RETRY_AFTER_S,
-    )
 
 
 class Malformed:

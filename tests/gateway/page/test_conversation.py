@@ -21,6 +21,8 @@ from tests.gateway.making import serving
 from tests.gateway.page.visiting import answer, describe, samples, send, until, visiting
 from tests.gateway.test_realtime import RATE_HZ, messages, said, spoken, wav_samples
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 WORDS = [f"word{number} " for number in range(200)]
 """The words of a long answer. Each takes a tenth of a second."""
 

@@ -60,6 +60,7 @@ def test_the_endpoint_rejects_an_unknown_pipeline(url: str) -> None:
     assert "use one of rehearsal" in answer.json()["error"]["message"]
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_the_graph_shows_the_load_of_each_stage(page: Page, url: str, up: Deployment) -> None:
     await page.goto(url)
     for name in ("thinker", "frames", "vocoder"):
@@ -76,6 +77,7 @@ async def test_the_graph_shows_the_load_of_each_stage(page: Page, url: str, up: 
     await expect(answer(page)).to_have_attribute("aria-busy", "false")
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_narrow_page_has_the_pipeline_from_top_to_bottom(page: Page, url: str) -> None:
     await page.set_viewport_size({"width": 360, "height": 700})
     await page.goto(url)
@@ -88,6 +90,7 @@ async def test_a_narrow_page_has_the_pipeline_from_top_to_bottom(page: Page, url
     assert await page.evaluate("document.scrollingElement.scrollWidth") == 360
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_the_page_is_dark_where_the_system_is(page: Page, url: str) -> None:
     colors = list[str]()
     for scheme in ("light", "dark"):
@@ -97,6 +100,7 @@ async def test_the_page_is_dark_where_the_system_is(page: Page, url: str) -> Non
     assert colors == ["rgb(247, 247, 249)", "rgb(20, 21, 27)"]
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_lost_orchestrator_is_reported(page: Page) -> None:
     async with visiting(page) as orchestrator:
         await expect(page.get_by_label("Model")).to_have_value("p")
@@ -104,6 +108,7 @@ async def test_a_lost_orchestrator_is_reported(page: Page) -> None:
         await expect(page.locator("#status")).to_contain_text("version")
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_layers_are_the_longest_paths(page: Page, url: str) -> None:
     await page.goto(url)
     layout = await page.evaluate("""async () => {
