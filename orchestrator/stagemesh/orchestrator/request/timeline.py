@@ -12,7 +12,6 @@ from stagemesh.common.errors import CancelledRequestError, StagemeshError
 from stagemesh.common.plugins.descriptors import INPUT
 from stagemesh.common.requests.output_position import OutputKey
 from stagemesh.common.wire.telemetry import MAX_SPANS, StepTrace
-from stagemesh.connectors.packets import FlowUsage
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.spans import TraceContext
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
@@ -185,7 +184,7 @@ class Timeline:
     received_at_s: float = field(default_factory=time.time)
     """The wall-clock time of receipt in seconds since the Unix epoch. Used only for display."""
     steps: list[StepNotes] = field(default_factory=list[StepNotes])
-    inputs: list[FlowUsage] = field(default_factory=list[FlowUsage])
+    inputs: list[request_pb2.EdgeUsage] = field(default_factory=list[request_pb2.EdgeUsage])
     """The chunks and bytes of streamed input that the orchestrator has sent, for each attempt of an edge."""
     playouts: dict[OutputKey, Playout] = field(default_factory=dict[OutputKey, Playout])
     """The play-out of each output of each choice that is streamed as audio."""
@@ -248,7 +247,7 @@ class Timeline:
         if self.planned_s is None:
             self.planned_s = self.elapsed_s()
 
-    def note_input(self, usage: FlowUsage) -> None:
+    def note_input(self, usage: request_pb2.EdgeUsage) -> None:
         """Counts the streamed input that was sent over one attempt of an edge."""
         self.inputs.append(usage)
 
@@ -300,7 +299,7 @@ class EdgeTotals:
     chunks: int = 0
     size_bytes: int = 0
 
-    def add(self, usage: request_pb2.EdgeUsage | FlowUsage) -> None:
+    def add(self, usage: request_pb2.EdgeUsage) -> None:
         self.chunks += usage.chunks
         self.size_bytes += usage.size_bytes
 
