@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from pydantic import JsonValue
 
 from stagemesh.common.process.settings import replace_variables, variables
 from stagemesh.services.engines.vllm.engine import VllmEngine
@@ -68,7 +69,7 @@ async def text_engine(text_model: Path) -> AsyncIterator[VllmEngine]:
     All tests of a process share it. They must leave no request behind.
     """
     # vLLM's attention in bfloat16 ends with an illegal instruction on some virtual machines with AMX.
-    options = {**OPTIONS, "dtype": "float32", "checkpoint_tokens": 1, "max_num_seqs": 8}
+    options: dict[str, JsonValue] = {**OPTIONS, "dtype": "float32", "checkpoint_tokens": 1, "max_num_seqs": 8}
     before = variables()
     async with started(text_model, **options) as engine:
         replace_variables(before)

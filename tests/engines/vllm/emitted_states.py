@@ -107,7 +107,7 @@ async def running(model: Path, **options: JsonValue) -> AsyncGenerator[Running]:
     plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=64 << 20, window_bytes=8 << 20)
     arena = CountedArena(plane)
     try:
-        async with started(model, partitions=arena, **{**OPTIONS, **options}) as engine:
+        async with started(model, arena, **{**OPTIONS, **options}) as engine:
             yield Running(engine, arena)
     finally:
         await plane.close()

@@ -14,7 +14,7 @@ from tests.engines.support import hand_partitions, stage_config
 
 @asynccontextmanager
 async def started(
-    model: Path, *, partitions: PartitionsArena | None = None, **options: JsonValue
+    model: Path, partitions: PartitionsArena | None = None, /, **options: JsonValue
 ) -> AsyncGenerator[VllmEngine]:
     """Starts an engine. If it has workers that write into an arena, `partitions` are the arena's."""
     engine = VllmEngine(stage_config("vllm", model=str(model), options=options))
@@ -32,7 +32,7 @@ async def started_with_arena(model: Path, **options: JsonValue) -> AsyncGenerato
     """Starts an engine whose workers write into the arena of a data plane of its own."""
     plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=64 << 20, window_bytes=8 << 20)
     try:
-        async with started(model, partitions=plane.arena, **options) as engine:
+        async with started(model, plane.arena, **options) as engine:
             yield engine
     finally:
         await plane.close()

@@ -52,7 +52,7 @@ async def plane() -> AsyncIterator[DataPlane]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_qwen3_omni: Path, plane: DataPlane) -> AsyncIterator[VllmEngine]:
-    async with started(tiny_qwen3_omni, partitions=plane.arena, **OPTIONS) as engine:
+    async with started(tiny_qwen3_omni, plane.arena, **OPTIONS) as engine:
         yield engine
 
 
