@@ -17,6 +17,9 @@ from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.spans import TraceContext
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
 
+_MAX_SPANS_BYTES = 8 << 20
+_MAX_DROPPED = 1 << 32
+
 
 @dataclass(slots=True)
 class Playout:
@@ -38,10 +41,6 @@ class Playout:
         self.underrun_s += waited_s
         self.longest_underrun_s = max(self.longest_underrun_s, waited_s)
         self.dry_s = max(self.dry_s, at_s) + duration_s
-
-
-_MAX_SPANS_BYTES = 8 << 20
-_MAX_DROPPED = 1 << 32
 
 
 class RequestState(Enum):
@@ -380,13 +379,12 @@ async def ask_for_report(
 
     Returns None if the replica does not answer in time, does not serve StageControlService, or does not run the step.
     """
-    request = control_pb2.ListStepsRequest(request_id=request_id).SerializeToString()
+    request = control_pb2.ListStepsRequest(request_id=request_id)
     try:
-        answer = await replica.client.control("ListSteps", request, timeout_s=timeout_s)
+        answer = await replica.client.control(request, control_pb2.ListStepsResponse, timeout_s=timeout_s)
     except StagemeshError:
         return None
-    steps = control_pb2.ListStepsResponse.FromString(answer).steps
-    return next((step for step in steps if step.attempt == attempt), None)
+    return next((step for step in answer.steps if step.attempt == attempt), None)
 
 
 def describe_wait(notes: StepNotes, report: control_pb2.StepReport | None, *, unready: Sequence[str]) -> str:

@@ -16,6 +16,11 @@ from stagemesh.v1 import orchestrator_pb2
 
 _LENGTH_DELIMITED = 2
 _GENERATED_TAG = orchestrator_pb2.ConverseResponse.GENERATED_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_MAX_WAITING = 4
+"""The maximum number of events of an answer that wait to be sent."""
+_MAX_UNREAD = 256
+"""The number of events that wait to be sent above which no further event of the client is read."""
+_log = logging.getLogger(__name__)
 
 
 def response(turn: int = 0, **event: Any) -> bytes:
@@ -39,12 +44,6 @@ def _varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
-
-
-_MAX_WAITING = 4
-"""The maximum number of events of an answer that wait to be sent."""
-_MAX_UNREAD = 256
-"""The number of events that wait to be sent above which no further event of the client is read."""
 
 
 class SessionCall:
@@ -114,9 +113,6 @@ class SessionCall:
         answer, generated = event
         answer.note_sent(generated)
         return generated_response(answer.turn, generated)
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
