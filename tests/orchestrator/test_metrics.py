@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stagemesh.client import AsyncGeneration, AudioChunk, EdgeUsage
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.metrics.prometheus import RequestMetrics
+from stagemesh.orchestrator.metrics.prometheus import OrchestratorMetrics
 from stagemesh.orchestrator.orchestrator import Orchestrator as Core
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.pipeline import load_pipeline
@@ -146,7 +146,7 @@ async def test_a_number_that_a_stage_invents_is_not_counted(tmp_path: Path, audi
     (tmp_path / "p.yaml").write_text(PIPELINE.format(connector="grpc", replicas=""))
     pipeline = load_pipeline(str(tmp_path / "p.yaml"))
     observed = Core(pipeline, Fleet(pipeline, ()), max_request_s=60, drain_s=0)
-    metrics, timeline = RequestMetrics(observed), Timeline("r")
+    metrics, timeline = OrchestratorMetrics(observed), Timeline("r")
     step = timeline.begin("source", replica="source-0", attempt=1)
     step.note_finished(stage_pb2.StepFinished(usage=request_pb2.Usage(audio_s=audio_s, output_tokens=3)))
     timeline.end(None)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.process.stage_process import ReplicaState
-from stagemesh.orchestrator.admission import AdmissionRequest
+from stagemesh.orchestrator.admission.queue import AdmissionRequest
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.metrics.scaling import ScalingSignals
 from stagemesh.orchestrator.orchestrator import Orchestrator

@@ -19,7 +19,7 @@ from stagemesh.orchestrator.admin.adapters import Adapters
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle
-from stagemesh.orchestrator.admin.processes import LogLevels, process_reports
+from stagemesh.orchestrator.admin.processes import process_reports, set_log_levels
 from stagemesh.orchestrator.descriptions import describe_edge, replica_status
 from stagemesh.orchestrator.fleet.membership import SERVICE_NAME as MEMBERSHIP_NAME
 from stagemesh.orchestrator.fleet.membership import MembershipServicer, RegistrationSource
@@ -30,7 +30,7 @@ from stagemesh.rpc.callers import OPERATOR, STAGE
 from stagemesh.rpc.handlers import answering, streaming, time_left_s
 from stagemesh.rpc.pages import Key, page_of
 from stagemesh.rpc.server import Server
-from stagemesh.v1 import admin_pb2, admin_pb2_grpc, membership_pb2_grpc
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, membership_pb2_grpc
 
 SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 REPLICA_KEY = "stagemesh-replica"
@@ -81,7 +81,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._directory = directory
         self._inspector = Inspector(orchestrator, directory)
         self._lifecycle = Lifecycle(directory)
-        self._log_levels = LogLevels(directory)
         self._adapters = Adapters(directory, orchestrator.fleet.adapters)
 
     @_answered
@@ -193,7 +192,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def SetLogLevel(
         self, request: admin_pb2.AdminServiceSetLogLevelRequest
     ) -> admin_pb2.AdminServiceSetLogLevelResponse:
-        outcomes = await self._log_levels.set(request.target, request.level, request.logger)
+        level = control_pb2.SetLogLevelRequest(level=request.level, logger=request.logger)
+        outcomes = await set_log_levels(self._directory, request.target, level)
         return admin_pb2.AdminServiceSetLogLevelResponse(processes=outcomes)
 
     @_answered
@@ -271,7 +271,7 @@ class _ControlForwarder(grpc.GenericRpcHandler):
                 raise UnsupportedError(f"{method} is not forwarded; call AdminService.{_REPLACED_BY[method]}")
             replica = self._directory.replica(name)
             left_s = time_left_s(context)
-            return await replica.client.control(method, request, timeout_s=_MAX_CALL_S if left_s is None else left_s)
+            return await replica.client.forward(method, request, timeout_s=_MAX_CALL_S if left_s is None else left_s)
         raise AssertionError("answering ends every call that fails")
 
 

@@ -23,6 +23,12 @@ _PLAYOUT_MARGIN_S = 0.5
 
 A stream that began less than this time ago is not counted, because it starts with its first chunk alone.
 """
+_log = logging.getLogger(__name__)
+_INTERVAL_S = 0.2
+_WAKE_S = 60.0
+_DESCRIBE_S = 5.0
+_RETRY_S = 10.0
+"""The time after which a replica that failed to wake is woken again, in seconds."""
 
 
 class Metric(Enum):
@@ -130,15 +136,6 @@ def _own_part(replica: Replica, steps: int) -> float:
     return min(1.0, replica.running / steps) if steps else 0.0
 
 
-_log = logging.getLogger(__name__)
-
-_INTERVAL_S = 0.2
-_WAKE_S = 60.0
-_DESCRIBE_S = 5.0
-_RETRY_S = 10.0
-"""The time after which a replica that failed to wake is woken again, in seconds."""
-
-
 class WarmTier:
     """Wakes at most one replica of a stage at a time, and only while every ready replica of the stage has work.
 
@@ -188,7 +185,7 @@ class WarmTier:
         """Wakes a replica. Returns when the replica accepts steps."""
         _log.info("waking replica %s of stage %s", replica.name, replica.stage)
         try:
-            await replica.client.control("Wake", control_pb2.WakeRequest().SerializeToString(), timeout_s=_WAKE_S)
+            await replica.client.control(control_pb2.WakeRequest(), control_pb2.WakeResponse, timeout_s=_WAKE_S)
             await replica.observe_again(ReplicaState.ASLEEP, timeout_s=_DESCRIBE_S)
         except StagemeshError as exc:
             _log.warning("replica %s of stage %s cannot be woken: %s", replica.name, replica.stage, exc.message)

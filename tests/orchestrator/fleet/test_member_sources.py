@@ -10,7 +10,6 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotReadyError, StaleAttemptError
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.orchestrator.config import DnsName, ReplicaAddress
@@ -26,6 +25,7 @@ from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.v1 import membership_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
 from tests.orchestrator.mesh import CHAIN
+from tests.orchestrator.virtual_time import in_virtual_time
 
 
 class _Listener:
@@ -69,6 +69,15 @@ async def _followed(source: MemberSource) -> AsyncGenerator[_Listener]:
         await asyncio.gather(following, return_exceptions=True)
 
 
+@asynccontextmanager
+async def _registering(
+    pipeline: Pipeline, *, generations: Collection[str] = ()
+) -> AsyncGenerator[tuple[RegistrationSource, _Listener]]:
+    source = RegistrationSource(pipeline, lease_s=15, generations=generations)
+    async with _followed(source) as listener:
+        yield source, listener
+
+
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Pipeline:
     (tmp_path / "chain.yaml").write_text(CHAIN)
@@ -94,7 +103,8 @@ async def test_listed_members_are_reported() -> None:
         assert listener.members == [Member("a", "h:1", "a-0", "a.example"), Member("b", "h:2", "b-0")]
 
 
-def test_members_follow_the_addresses_of_a_name() -> None:
+@in_virtual_time
+async def test_members_follow_the_addresses_of_a_name() -> None:
     answers: list[Collection[str]] = [["10.0.0.1", "10.0.0.2"], ["10.0.0.2", "fd00::3", "fd00::3"]]
     asked: list[str] = []
 
@@ -102,19 +112,17 @@ def test_members_follow_the_addresses_of_a_name() -> None:
         asked.append(host)
         return answers.pop(0) if len(answers) > 1 else answers[0]
 
-    async def play() -> None:
-        async with _followed(DnsSource("b", DnsName("talkers", 7, poll_s=5), resolve=resolve)) as listener:
-            assert listener.endpoints == ["10.0.0.1:7", "10.0.0.2:7"]
-            assert {member.server_name for member in listener.members} == {"talkers"}
-            await asyncio.sleep(5.1)
-            assert listener.endpoints == ["10.0.0.2:7", "[fd00::3]:7"]
-            assert listener.left == ["talkers no longer has its address"]
-
-    virtual_time.run(play())
+    async with _followed(DnsSource("b", DnsName("talkers", 7, poll_s=5), resolve=resolve)) as listener:
+        assert listener.endpoints == ["10.0.0.1:7", "10.0.0.2:7"]
+        assert {member.server_name for member in listener.members} == {"talkers"}
+        await asyncio.sleep(5.1)
+        assert listener.endpoints == ["10.0.0.2:7", "[fd00::3]:7"]
+        assert listener.left == ["talkers no longer has its address"]
     assert set(asked) == {"talkers"}
 
 
-def test_a_failing_resolver_removes_no_replica(caplog: pytest.LogCaptureFixture) -> None:
+@in_virtual_time
+async def test_a_failing_resolver_removes_no_replica(caplog: pytest.LogCaptureFixture) -> None:
     answers: list[Collection[str] | None] = [["10.0.0.1"], None, None, ["10.0.0.2"]]
 
     async def resolve(host: str) -> Collection[str]:
@@ -123,14 +131,11 @@ def test_a_failing_resolver_removes_no_replica(caplog: pytest.LogCaptureFixture)
             raise OSError("no such name")
         return answer
 
-    async def play() -> None:
-        async with _followed(DnsSource("b", DnsName("talkers", 7, poll_s=5), resolve=resolve)) as listener:
-            await asyncio.sleep(10.1)
-            assert listener.endpoints == ["10.0.0.1:7"]
-            await asyncio.sleep(5)
-            assert listener.endpoints == ["10.0.0.2:7"]
-
-    virtual_time.run(play())
+    async with _followed(DnsSource("b", DnsName("talkers", 7, poll_s=5), resolve=resolve)) as listener:
+        await asyncio.sleep(10.1)
+        assert listener.endpoints == ["10.0.0.1:7"]
+        await asyncio.sleep(5)
+        assert listener.endpoints == ["10.0.0.2:7"]
     assert [record.getMessage() for record in caplog.records] == [
         "the name talkers of the replicas of stage b cannot be resolved (no such name); the 1 known replicas remain"
     ]
@@ -144,7 +149,8 @@ async def test_an_invalid_name_is_resolved_again(caplog: pytest.LogCaptureFixtur
     assert "cannot be resolved" in caplog.text
 
 
-def test_a_hanging_resolver_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+@in_virtual_time
+async def test_a_hanging_resolver_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     asked: list[float] = []
 
     async def resolve(host: str) -> Collection[str]:
@@ -153,11 +159,8 @@ def test_a_hanging_resolver_is_asked_again(caplog: pytest.LogCaptureFixture) -> 
             await asyncio.Event().wait()
         return []
 
-    async def play() -> None:
-        async with _followed(DnsSource("b", DnsName("talkers", 7, poll_s=5), resolve=resolve)):
-            await asyncio.sleep(11)
-
-    virtual_time.run(play())
+    async with _followed(DnsSource("b", DnsName("talkers", 7, poll_s=5), resolve=resolve)):
+        await asyncio.sleep(11)
     assert len(asked) == 2
     assert "cannot be resolved (no answer)" in caplog.text
 
@@ -169,49 +172,40 @@ async def test_the_system_resolves_names_on_loopback() -> None:
         assert set(listener.endpoints) <= {"127.0.0.1:7", "[::1]:7"}
 
 
-def test_a_lease_lasts_while_it_is_renewed(pipeline: Pipeline) -> None:
-    async def play() -> None:
-        source = RegistrationSource(pipeline, lease_s=15)
-        async with _followed(source) as listener:
-            lease = source.register(_identity(pipeline))
-            for _ in range(10):
-                await asyncio.sleep(14)
-                source.renew(lease)
-            assert listener.members == [Member("b", "h:1", "b-0")]
-            await asyncio.sleep(15.1)
-            assert listener.members == []
-            assert listener.left == ["it did not renew its lease of 15 s"]
-            with pytest.raises(NotReadyError, match="has ended; register again"):
-                source.renew(lease)
-
-    virtual_time.run(play())
+@in_virtual_time
+async def test_a_lease_lasts_while_it_is_renewed(pipeline: Pipeline) -> None:
+    async with _registering(pipeline) as (source, listener):
+        lease = source.register(_identity(pipeline))
+        for _ in range(10):
+            await asyncio.sleep(14)
+            source.renew(lease)
+        assert listener.members == [Member("b", "h:1", "b-0")]
+        await asyncio.sleep(15.1)
+        assert listener.members == []
+        assert listener.left == ["it did not renew its lease of 15 s"]
+        with pytest.raises(NotReadyError, match="has ended; register again"):
+            source.renew(lease)
 
 
-def test_a_wall_clock_that_jumps_ends_no_lease(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play() -> None:
-        source = RegistrationSource(pipeline, lease_s=15)
-        async with _followed(source) as listener:
-            source.register(_identity(pipeline))
-            for now_s in (0.0, 4e9):
-                monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
-                await asyncio.sleep(7)
-                assert listener.endpoints == ["h:1"]
-            await asyncio.sleep(1.1)
-            assert listener.endpoints == []
-
-    virtual_time.run(play())
+@in_virtual_time
+async def test_a_wall_clock_that_jumps_ends_no_lease(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with _registering(pipeline) as (source, listener):
+        source.register(_identity(pipeline))
+        for now_s in (0.0, 4e9):
+            monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
+            await asyncio.sleep(7)
+            assert listener.endpoints == ["h:1"]
+        await asyncio.sleep(1.1)
+        assert listener.endpoints == []
 
 
-def test_a_replica_that_deregisters_leaves_at_once(pipeline: Pipeline) -> None:
-    async def play() -> None:
-        source = RegistrationSource(pipeline, lease_s=15)
-        async with _followed(source) as listener:
-            lease = source.register(_identity(pipeline))
-            source.leave(lease)
-            source.leave(lease)
-            assert (listener.members, listener.left) == ([], ["it deregistered"])
-
-    virtual_time.run(play())
+@in_virtual_time
+async def test_a_replica_that_deregisters_leaves_at_once(pipeline: Pipeline) -> None:
+    async with _registering(pipeline) as (source, listener):
+        lease = source.register(_identity(pipeline))
+        source.leave(lease)
+        source.leave(lease)
+        assert (listener.members, listener.left) == ([], ["it deregistered"])
 
 
 @pytest.mark.parametrize(("broken", "left"), [(False, ["it deregistered"]), (True, [])], ids=["ended", "broken"])
@@ -230,47 +224,38 @@ async def test_a_replica_leaves_if_it_ends_its_stream_but_not_if_the_connection_
         assert listener.left == left
 
 
-def test_a_new_connection_continues_the_lease(pipeline: Pipeline) -> None:
-    async def play() -> None:
-        source = RegistrationSource(pipeline, lease_s=15)
-        async with _followed(source) as listener:
-            lease = source.register(_identity(pipeline))
-            source.disconnect(lease)
-            assert source.register(_identity(pipeline)) is lease
-            await asyncio.sleep(14)
-            assert len(listener.members) == 1
-            assert listener.left == []
-
-    virtual_time.run(play())
+@in_virtual_time
+async def test_a_new_connection_continues_the_lease(pipeline: Pipeline) -> None:
+    async with _registering(pipeline) as (source, listener):
+        lease = source.register(_identity(pipeline))
+        source.disconnect(lease)
+        assert source.register(_identity(pipeline)) is lease
+        await asyncio.sleep(14)
+        assert len(listener.members) == 1
+        assert listener.left == []
 
 
-def test_a_restarted_process_replaces_its_predecessor(pipeline: Pipeline) -> None:
-    async def play() -> None:
-        source = RegistrationSource(pipeline, lease_s=15)
-        async with _followed(source) as listener:
-            former = source.register(_identity(pipeline))
-            source.register(_identity(pipeline, incarnation="two"))
-            assert listener.endpoints == ["h:1"]
-            assert listener.left == ["another process registered under its name"]
-            with pytest.raises(StaleAttemptError, match="has registered as b-0 since"):
-                source.renew(former)
-
-    virtual_time.run(play())
+@in_virtual_time
+async def test_a_restarted_process_replaces_its_predecessor(pipeline: Pipeline) -> None:
+    async with _registering(pipeline) as (source, listener):
+        former = source.register(_identity(pipeline))
+        source.register(_identity(pipeline, incarnation="two"))
+        assert listener.endpoints == ["h:1"]
+        assert listener.left == ["another process registered under its name"]
+        with pytest.raises(StaleAttemptError, match="has registered as b-0 since"):
+            source.renew(former)
 
 
-def test_a_name_in_use_is_rejected_until_its_holder_disconnects(pipeline: Pipeline) -> None:
-    async def play() -> None:
-        source = RegistrationSource(pipeline, lease_s=15)
-        async with _followed(source) as listener:
-            lease = source.register(_identity(pipeline))
-            other = _identity(pipeline, incarnation="two", endpoint="h:2")
-            with pytest.raises(ExistsError, match="named b-0 is registered from h:1"):
-                source.register(other)
-            source.disconnect(lease)
+@in_virtual_time
+async def test_a_name_in_use_is_rejected_until_its_holder_disconnects(pipeline: Pipeline) -> None:
+    async with _registering(pipeline) as (source, listener):
+        lease = source.register(_identity(pipeline))
+        other = _identity(pipeline, incarnation="two", endpoint="h:2")
+        with pytest.raises(ExistsError, match="named b-0 is registered from h:1"):
             source.register(other)
-            assert listener.endpoints == ["h:2"]
-
-    virtual_time.run(play())
+        source.disconnect(lease)
+        source.register(other)
+        assert listener.endpoints == ["h:2"]
 
 
 @pytest.mark.parametrize(
@@ -284,8 +269,7 @@ def test_a_name_in_use_is_rejected_until_its_holder_disconnects(pipeline: Pipeli
 async def test_a_replica_of_another_pipeline_is_rejected(
     pipeline: Pipeline, field: str, value: str, complaint: str
 ) -> None:
-    source = RegistrationSource(pipeline, lease_s=15)
-    async with _followed(source) as listener:
+    async with _registering(pipeline) as (source, listener):
         with pytest.raises(NotReadyError, match=f"b-0 at h:1 is refused: {complaint}.*start it from") as caught:
             source.register(_identity(pipeline, **{field: value}))
         assert listener.members == []
@@ -294,8 +278,7 @@ async def test_a_replica_of_another_pipeline_is_rejected(
 
 @pytest.mark.parametrize("protocol", [Protocol(lowest_version=2, highest_version=3), Protocol()], ids=["newer", "none"])
 async def test_a_replica_without_a_common_version_is_rejected(pipeline: Pipeline, protocol: Protocol) -> None:
-    source = RegistrationSource(pipeline, lease_s=15)
-    async with _followed(source):
+    async with _registering(pipeline) as (source, _):
         with pytest.raises(
             NotReadyError, match=r"b-0 at h:1 speaks .*, but this orchestrator speaks .*; upgrade"
         ) as caught:
@@ -304,15 +287,13 @@ async def test_a_replica_without_a_common_version_is_rejected(pipeline: Pipeline
 
 
 async def test_another_generation_may_be_accepted(pipeline: Pipeline) -> None:
-    source = RegistrationSource(pipeline, lease_s=15, generations=["old"])
-    async with _followed(source) as listener:
+    async with _registering(pipeline, generations=["old"]) as (source, listener):
         source.register(_identity(pipeline, generation="old"))
         assert listener.endpoints == ["h:1"]
 
 
 @pytest.mark.parametrize("fields", [{"replica": ""}, {"incarnation": ""}, {"endpoint": ""}, {"endpoint": "h"}])
 async def test_an_incomplete_identity_is_rejected(pipeline: Pipeline, fields: dict[str, str]) -> None:
-    source = RegistrationSource(pipeline, lease_s=15)
-    async with _followed(source):
+    async with _registering(pipeline) as (source, _):
         with pytest.raises(InvalidRequestError):
             source.register(_identity(pipeline, **fields))
