@@ -1,7 +1,7 @@
-"""Prepares several test processes that run at once.
+"""Prepares the processes that run tests, of which several may run at once.
 
-Each has its own /dev/shm and its own loopback interface: tests check that nothing remains in /dev/shm, and choose free
-ports on the loopback interface. The longest files of tests come first.
+Each of several has its own /dev/shm and its own loopback interface: tests check that nothing remains in /dev/shm, and
+choose free ports on the loopback interface.
 """
 
 import ctypes
@@ -9,11 +9,12 @@ import gc
 import os
 import signal
 import subprocess
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+pytest_plugins = ("tests.process_state", "tests.resuming", "tests.scheduling", "tests.shared")
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
@@ -23,6 +24,8 @@ _IN_ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
 
 def pytest_configure() -> None:
     """Called in each process before any test is imported."""
+    # Tests read models from folders only. Hugging Face's libraries would look for newer ones on their hub.
+    os.environ["HF_HUB_OFFLINE"] = "1"
     if _IN_ONE_OF_SEVERAL:
         _leave_the_host()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -77,21 +80,6 @@ def tiny_qwen2_5_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-qwen2.5-omni")
     qwen2_5_omni.write(folder)
     return folder
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts files by their longest time limit of a test, then by their number of tests, so that short files come last.
-
-    Otherwise one process could still run a long file when all others have ended.
-    """
-    if _IN_ONE_OF_SEVERAL:
-        sizes = Counter(item.path for item in items)
-        limits_s = dict.fromkeys(sizes, 0.0)
-        for item in items:
-            marker = item.get_closest_marker("timeout")
-            limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
-            limits_s[item.path] = max(limits_s[item.path], limit_s)
-        items.sort(key=lambda item: (-limits_s[item.path], -sizes[item.path]))
 
 
 def _leave_the_host() -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,23 +28,55 @@ READY_TIMEOUT_S = 150.0
 TLS_FOLDER = os.environ.get("STAGEMESH_TEST_TLS")
 """The folder of an authority, or None: `STAGEMESH_TEST_TLS=FOLDER pytest tests/speech` runs these tests by TLS."""
 
+if TLS_FOLDER is not None:
+    _NAMES = [f"{role}/tests" for role in ("client", "operator", "orchestrator")]
+    PROCESS.use(Credentials(Authority(Path(TLS_FOLDER)).issue(Path(TLS_FOLDER) / "tests", _NAMES)))
 
-class Deployment:
+
+class Replicas(ABC):
+    """A running pipeline whose clients, loads and admin port a test uses."""
+
+    endpoint: str = ""
+    admin_endpoint: str = ""
+
+    @abstractmethod
+    def replicas(self) -> Sequence[str]:
+        """Returns the names of all stage replicas."""
+
+    @abstractmethod
+    def endpoint_of(self, replica: str) -> str:
+        """Returns the address of a replica."""
+
+    def client(self) -> Client:
+        """Returns a client of the orchestrator."""
+        return Client(self.endpoint)
+
+    def load(self, name: str) -> stage_pb2.WatchLoadResponse:
+        """Asks a replica for its present load."""
+        with open_sync(self.endpoint_of(name), PROCESS.credentials, CHANNEL_OPTIONS) as channel:
+            call = stage_pb2_grpc.StageServiceStub(channel).WatchLoad(
+                stage_pb2.WatchLoadRequest(), timeout=10, wait_for_ready=True
+            )
+            report = next(iter(call))
+            call.cancel()
+            return report
+
+    def idle(self) -> bool:
+        """Returns whether no stage has a step or uses memory of its arena."""
+        loads = [self.load(name) for name in self.replicas()]
+        return all(load.running == load.queued == load.arena_used_bytes == 0 for load in loads)
+
+
+class Deployment(Replicas):
     """A running `up`, its endpoint, and the latest status of each of its processes."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.process = process
-        self.endpoint = ""
-        self.admin_endpoint = ""
         self.statuses: dict[str, Mapping[str, Any]] = {}
         self.history: list[Mapping[str, Any]] = []
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-
-    def client(self) -> Client:
-        """Returns a client of the orchestrator."""
-        return Client(self.endpoint)
 
     def runs(self, name: str, process_id: int) -> bool:
         """Returns whether a replica still has this process id."""
@@ -68,30 +101,17 @@ class Deployment:
         """Returns whether every process is ready."""
         return bool(self.endpoint) and all(status["state"] == "ready" for status in self.statuses.values())
 
-    def load(self, name: str) -> stage_pb2.WatchLoadResponse:
-        """Asks a replica for its present load."""
-        with open_sync(self.statuses[name]["endpoint"], PROCESS.credentials, CHANNEL_OPTIONS) as channel:
-            call = stage_pb2_grpc.StageServiceStub(channel).WatchLoad(
-                stage_pb2.WatchLoadRequest(), timeout=10, wait_for_ready=True
-            )
-            report = next(iter(call))
-            call.cancel()
-            return report
-
     def replicas(self) -> list[str]:
-        """Returns the names of all stage replicas."""
         return [name for name, status in self.statuses.items() if status["stage"]]
+
+    def endpoint_of(self, replica: str) -> str:
+        return str(self.statuses[replica]["endpoint"])
 
     def scrape(self, name: str) -> dict[str, Metric]:
         """Returns the metrics of a process by name. The pipeline runs with `--metrics`."""
         endpoint = next(each["metrics_endpoints"][name] for each in self.history if each.get("event") == "ready")
         with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=10) as answer:
             return {metric.name: metric for metric in text_string_to_metric_families(answer.read().decode())}
-
-    def idle(self) -> bool:
-        """Returns whether no stage has a step or uses memory of its arena."""
-        loads = [self.load(name) for name in self.replicas()]
-        return all(load.running == load.queued == load.arena_used_bytes == 0 for load in loads)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -125,8 +145,6 @@ def deployed(
     command = [*program, "up", str(pipeline), "--port", "0", "--json"]
     if TLS_FOLDER is not None:
         command += ["--tls", TLS_FOLDER]
-        names = [f"{role}/tests" for role in ("client", "operator", "orchestrator")]
-        PROCESS.use(Credentials(Authority(Path(TLS_FOLDER)).issue(Path(TLS_FOLDER) / "tests", names)))
     process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
     deployment = Deployment(process)
     try:

@@ -71,7 +71,7 @@ assert [_words(None, Call(state, part)) for part in (*parts, None)] == [["one"],
 
 
 def test_the_stage_of_the_contributors_guide_runs(tmp_path: Path) -> None:
-    guide = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add a stage")[2].partition("\n## ")[0]
+    guide = (ROOT / "docs/extending.md").read_text().partition("## Add a stage")[2].partition("\n## ")[0]
     function, descriptor = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     (tmp_path / "louder.py").write_text(textwrap.dedent(function))
     (tmp_path / "descriptors.py").write_text(

@@ -35,7 +35,7 @@ async def test_probe_and_flow_share_a_link() -> None:
         outlet, inlet = open_flow(a, b)
         await outlet.send(packet(0, 10_000))
         assert (await anext(aiter(inlet))).metadata["seq"] == 0
-        assert (await probing).connector == outlet.usage.connector
+        assert (await probing).connector == outlet.attempt.connector
 
 
 async def test_probe_returns_better_connectors_with_their_errors(monkeypatch: pytest.MonkeyPatch) -> None:

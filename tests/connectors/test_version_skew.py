@@ -233,7 +233,7 @@ async def test_a_producer_offers_nothing_to_a_consumer_without_that_feature() ->
     async with scene() as it:
         del it.consumer.welcome.welcome.protocol.features[:]
         it.consumer.accepts_offers = [False] * 9
-        assert (await it.send("auto", connector="auto")).usage.connector == "grpc"
+        assert (await it.send("auto", connector="auto")).attempt.connector == "grpc"
         with pytest.raises(NotReadyError, match="does not support offers"):
             await it.send("fixed", connector=SHM)
         assert len(it.consumer.accepts_offers) == 9

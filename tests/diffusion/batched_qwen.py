@@ -11,6 +11,7 @@ import torch
 
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import stage_options
+from stagemesh.services.engines.torch_setup import set_up_torch
 from tests.diffusion.pipeline_runs import run_alone, run_together
 from tests.diffusion.tiny.calls import ImageSpec
 
@@ -24,7 +25,7 @@ SPECS = (
 
 def main(folder: str, dtype: str) -> None:
     """Compares and prints."""
-    torch.set_num_threads(1)
+    set_up_torch(torch.device("cpu"))
     pipeline = ModularStepPipeline(Path(folder), stage_options({"dtype": dtype}))
     expected = [run_alone("qwen-image", pipeline, spec) for spec in SPECS]
     forwards: list[int] = []

@@ -1,10 +1,8 @@
 """Connections between pods, and the rights of a pod."""
 
-import json
-
 import pytest
 
-from tests.k8s.manifests import all_pods, field, pods_of
+from tests.k8s.manifests import all_pods, pods_of
 from tests.k8s.network import Endpoint, is_allowed
 from tests.k8s.release import EXTERNAL, Release, at
 from tests.k8s.test_stage_settings import NIXL_EDGE
@@ -214,7 +212,7 @@ def test_cert_manager_makes_a_certificate_for_each_service() -> None:
 
 def test_probes_have_a_port_without_tls() -> None:
     release = Release(at("tls", {"enabled": True, "issuer": {"name": "ca"}}))
-    config = json.loads(release.pod("orchestrator").annotations["stagemesh.dev/config"])
+    config = release.config()
     assert (config["tls"], config["health_listen"]) == ("/etc/stagemesh/tls", "0.0.0.0:7782")
     for name in ("thinker", "acoustic", "vocoder"):
         container = release.container(name)
@@ -229,25 +227,14 @@ def test_probes_have_a_port_without_tls() -> None:
 
 def test_a_release_with_tls_has_another_topology() -> None:
     with_tls = Release(at("tls", {"enabled": True, "issuer": {"name": "ca"}}))
-    topologies = {_generation(release).partition("-")[0] for release in (Release(), with_tls)}
+    topologies = {release.generation().partition("-")[0] for release in (Release(), with_tls)}
     assert len(topologies) == 2
-
-
-def _generation(release: Release) -> str:
-    return str(json.loads(release.pod("orchestrator").annotations["stagemesh.dev/config"])["generation"])
 
 
 def test_given_certificates_are_mounted_by_reference() -> None:
     release = Release(at("tls", {"enabled": True, "secrets": TLS_SECRETS}))
-    secrets = {
-        name: [
-            source["secret"]["name"]
-            for source in field(release.volume(name, "config"), "projected.sources")
-            if "secret" in source
-        ]
-        for name in ("orchestrator", "voice")
-    }
-    assert secrets == {"orchestrator": ["tls-o"], "voice": ["tls-s"]}
+    assert set(release.secrets("orchestrator").values()) == {"tls-o"}
+    assert set(release.secrets("voice").values()) == {"tls-s"}
     assert not release.of_kind("Certificate")
 
 

@@ -15,7 +15,7 @@ from tools.docs_site.commands import render_commands
 from tools.docs_site.lists import indent_lists
 from tools.docs_site.metrics import describe_metrics
 from tools.docs_site.pages import find_copies, page_of, relocate_links
-from tools.docs_site.performance import read_reports, render_performance
+from tools.docs_site.performance import PAGE, find_unexplained, read_reports, render_performance
 from tools.docs_site.pipeline_file import describe_pipeline_file
 
 OUTSIDE = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//")
@@ -32,14 +32,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("page", "content"),
     [
-        ("index.html", "Each stage is a gRPC service"),
+        ("index.html", "A crash does not end a request"),
         ("reference/commands.html", "--gateway"),
         ("reference/metrics.html", "stagemesh_requests_total"),
-        ("reference/performance.html", "python -m benchmarks.client_import"),
+        ("performance.html", "python -m benchmarks.client_import"),
         ("reference/pipeline-file.html", "left_context_frames"),
         ("reference/api/orchestrator.html", "GenerateRequest"),
         ("repository/protos/stagemesh/v1/orchestrator.proto.html", "OrchestratorService"),
-        ("repository/CONTRIBUTING.html", "Add an engine"),
+        ("extending.html", "Add an engine"),
     ],
 )
 def test_a_page_has_its_content(site: Path, page: str, content: str) -> None:
@@ -112,14 +112,29 @@ def test_a_file_of_an_older_version_has_no_processor() -> None:
     )
 
 
+def test_the_page_of_the_repository_has_the_stored_figures() -> None:
+    expected = render_performance(read_reports(), with_charts=False)
+    assert PAGE.read_text() == expected, "run `python -m tools.docs_site.performance`"
+
+
+def test_each_missed_goal_has_a_reason_and_each_reason_a_missed_goal() -> None:
+    assert find_unexplained(read_reports()) == [], "edit benchmarks/missed_goals.py"
+
+
+def test_a_missed_goal_without_a_reason_is_found() -> None:
+    missed = Report(benchmark="edges", results=[Figure("rate", 0.5, "1/s", ">=0.8", "audio")])
+    assert find_unexplained([missed])[0] == "edges: audio: rate"
+    assert "- audio: rate. The reason is not known yet." in render_performance([missed])
+
+
 def test_the_page_says_that_there_are_no_figures(tmp_path: Path) -> None:
     assert "No figures are stored" in render_performance(read_reports(tmp_path))
 
 
 def test_a_code_block_in_a_list_is_a_code_block(site: Path) -> None:
-    text = (site / "repository/CONTRIBUTING.html").read_text()
+    text = (site / "extending.html").read_text()
     assert "```" not in text
-    assert text.count("<ol>") == 4
+    assert text.count("<ol>") == 5
 
 
 def test_every_key_of_a_pipeline_file_has_a_meaning() -> None:
@@ -170,7 +185,7 @@ def test_the_reference_of_commands_has_subcommands() -> None:
         ("docs/cli.md", "../README.md", "index.md"),
         ("docs/cli.md", "../protos/stagemesh/v1", "repository/protos/stagemesh/v1/index.md"),
         ("docs/cli.md", "../LICENSE", "repository/LICENSE.md"),
-        ("docs/bench.md", "../benchmarks/results", "reference/performance.md"),
+        ("README.md", "benchmarks/results", "performance.md"),
         ("README.md", "docs/cli.md", "cli.md"),
         ("README.md", "docs/pipeline.svg", "pipeline.svg"),
         ("examples/typescript/README.md", "../../docs/protocol.md", "../../../protocol.md"),

@@ -10,8 +10,8 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
 @pytest.mark.parametrize("path", ["examples/speak.py", "pipeline/stagemesh/pipeline/built_in/speech.yaml"])
-def test_the_readme_contains_files_verbatim(path: str) -> None:
-    assert f"\n{(ROOT / path).read_text()}```" in (ROOT / "README.md").read_text()
+def test_the_quick_start_contains_files_verbatim(path: str) -> None:
+    assert f"\n{(ROOT / path).read_text()}```" in (ROOT / "docs/quick-start.md").read_text()
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md"])

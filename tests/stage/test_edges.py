@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
+from stagemesh.connectors import lost_peers
 from stagemesh.connectors.packets import Packet
 from stagemesh.connectors.stream import connection
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.services.engines.base import Emission, Task, Usage
 from stagemesh.services.models.text import Sentences
-from stagemesh.services.stage.step import edges
 from stagemesh.services.stage.step.checks import ResultCheck
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
@@ -178,7 +178,7 @@ async def _mixed(request: str, thinker: Replica, framer: Replica, mixer: Replica
 
 
 async def test_an_unknown_transform_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edges, "REBIND_S", 0.1)
+    monkeypatch.setattr(lost_peers, "REBIND_S", 0.1)
     async with _pair() as (thinker, talker):
         errors = await _failures(thinker, talker, transform="text.shout")
     assert errors["talker"].reason == "UNKNOWN_TRANSFORM"
@@ -198,7 +198,7 @@ async def test_an_error_of_a_transform_names_it(end: str, monkeypatch: pytest.Mo
         raise ZeroDivisionError(len(packet.tensors))
 
     monkeypatch.setattr(Sentences, "push", fail)
-    monkeypatch.setattr(edges, "REBIND_S", 0.1)
+    monkeypatch.setattr(lost_peers, "REBIND_S", 0.1)
     async with _pair() as (thinker, talker):
         errors = await _failures(thinker, talker, **{end: "text.sentences"})
     error = errors["talker" if end == "transform" else "thinker"]

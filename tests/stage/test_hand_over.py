@@ -20,7 +20,7 @@ from stagemesh.services.engines.abilities import EngineAbilities, HandsOver
 from stagemesh.services.engines.fake import KIND, STATE
 from stagemesh.services.engines.fake.engine import FakeEngine
 from stagemesh.services.engines.user_errors import UserErrors
-from stagemesh.services.stage.step import edges, inputs
+from stagemesh.services.stage.step import inputs
 from stagemesh.services.stage.step.checks import check_handover
 from stagemesh.services.stage.step.inputs import accepted_part
 from stagemesh.services.stage.step.spec import InputBinding, OutputBinding, StepSpec
@@ -159,8 +159,8 @@ async def test_transform_passes_tickets(kept: int, monkeypatch: pytest.MonkeyPat
             return [Packet(packet.tensors, {"copy": copy}) for copy in range(kept)]
 
     descriptor = TransformDescriptor(takes={}, gives={"text": TensorSpec("uint8", ("bytes",))}, factory="")
-    monkeypatch.setattr(edges, "load_transform_descriptor", lambda _: descriptor)
-    monkeypatch.setattr(edges, "import_factory", lambda _: lambda _: Repeats())
+    monkeypatch.setattr(inputs, "load_transform_descriptor", lambda _: descriptor)
+    monkeypatch.setattr(inputs, "import_factory", lambda _: lambda _: Repeats())
     transform = inputs.EdgeTransform("repeats", edge="a->b", model=None, user_errors=UserErrors())
     ticket = Offers().offer()
     made = transform.push(Packet({"text": np.zeros(1, np.uint8)}, tickets={"kv": ticket}))

@@ -10,13 +10,12 @@ import pytest
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.process.stage_process import StageConfig
-from stagemesh.connectors.flow import inlet
+from stagemesh.connectors import lost_peers
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.stage.servicer import StageServicer
-from stagemesh.services.stage.step import edges
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 from tests.stage.replicas import Replica, make_runtime, stage_config, step_request
 
@@ -317,8 +316,8 @@ async def test_a_repeated_rebinding_does_nothing_and_an_older_one_is_rejected() 
 
 
 async def test_edges_without_a_new_peer_fail_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edges, "REBIND_S", 0.1)
-    monkeypatch.setattr(inlet, "LOST_PRODUCER_S", 0.1)
+    monkeypatch.setattr(lost_peers, "REBIND_S", 0.1)
+    monkeypatch.setattr(lost_peers, "LOST_PRODUCER_S", 0.1)
     async with stages() as (thinkers, talkers):
         thinker, middle, last = await thinkers.replica(), await talkers.replica(), await talkers.replica()
         final = receive(last, _relayed(middle))

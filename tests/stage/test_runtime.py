@@ -21,7 +21,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.process.stage_process import ReplicaState
-from stagemesh.services.stage.runtime import PLANNED_S
+from stagemesh.services.stage.lifecycle import PLANNED_S
 from stagemesh.services.stage.step import run
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
@@ -260,11 +260,11 @@ async def test_shutdown_lets_steps_finish_and_accepts_planned_ones_meanwhile() -
         running = group.create_task(events_of(runtime, step_spec("a")))
         while not engine.running:
             await asyncio.sleep(0)
-        draining = group.create_task(runtime.finish_steps(grace_s=5))
+        draining = group.create_task(runtime.lifecycle.finish_steps(grace_s=5))
         await asyncio.sleep(0)
         planned = group.create_task(events_of(runtime, step_spec("b")))
         await asyncio.sleep(0)
-        assert runtime.state is ReplicaState.DRAINING
+        assert runtime.lifecycle.state is ReplicaState.DRAINING
         engine.gate.set()
         await draining
         assert (await running)[-1].HasField("finished")
@@ -275,8 +275,8 @@ async def test_shutdown_lets_steps_finish_and_accepts_planned_ones_meanwhile() -
 
 async def test_an_idle_replica_waits_for_planned_steps_while_an_orchestrator_watches_it() -> None:
     async with ready_runtime() as runtime:
-        with runtime.rollout.verdict(stage_pb2.ROLLOUT_VERDICT_UNSPECIFIED):
-            draining = asyncio.create_task(runtime.finish_steps(grace_s=60))
+        with runtime.lifecycle.rollout.verdict(stage_pb2.ROLLOUT_VERDICT_UNSPECIFIED):
+            draining = asyncio.create_task(runtime.lifecycle.finish_steps(grace_s=60))
             await asyncio.sleep(0.1)
             assert (await events_of(runtime, step_spec()))[-1].HasField("finished")
             began_s = asyncio.get_running_loop().time()
@@ -289,7 +289,7 @@ async def test_an_idle_replica_waits_for_planned_steps_while_an_orchestrator_wat
 async def test_an_idle_replica_that_is_not_watched_ends_at_once() -> None:
     async with ready_runtime() as runtime:
         began_s = asyncio.get_running_loop().time()
-        await runtime.finish_steps(grace_s=60)
+        await runtime.lifecycle.finish_steps(grace_s=60)
         assert asyncio.get_running_loop().time() - began_s < PLANNED_S / 2
 
 
@@ -300,7 +300,7 @@ async def test_shutdown_stops_steps_that_do_not_finish() -> None:
         aclosing(runtime.execute(step_spec(), time_left_s=None)) as events,
     ):
         await _read_first_output(events)
-        await runtime.finish_steps(grace_s=0.01)
+        await runtime.lifecycle.finish_steps(grace_s=0.01)
         with pytest.raises(UnavailableError, match="thinker-0 is shutting down"):
             [event async for event in events]
     assert engine.closed
@@ -317,7 +317,7 @@ async def test_a_dead_engine_fails_its_steps_with_the_cause() -> None:
             with pytest.raises(UnavailableError, match="stage thinker: the gate fell down") as caught:
                 [event async for event in events]
         assert caught.value.metadata["request_id"] == "r"
-        assert (runtime.state, runtime.detail) == (ReplicaState.FAILED, "the gate fell down")
+        assert (runtime.lifecycle.state, runtime.lifecycle.detail) == (ReplicaState.FAILED, "the gate fell down")
 
 
 async def test_a_load_failure_is_reported_to_later_calls() -> None:
@@ -326,7 +326,7 @@ async def test_a_load_failure_is_reported_to_later_calls() -> None:
     runtime = make_runtime(engine=engine)
     with pytest.raises(NotReadyError, match="engine fake of stage thinker failed to load: ValueError: no such weights"):
         await runtime.start()
-    assert (runtime.state, runtime.detail) == (ReplicaState.FAILED, "ValueError: no such weights")
+    assert (runtime.lifecycle.state, runtime.lifecycle.detail) == (ReplicaState.FAILED, "ValueError: no such weights")
     await runtime.close()
 
 

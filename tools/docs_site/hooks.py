@@ -15,7 +15,7 @@ from tools.docs_site.commands import render_commands
 from tools.docs_site.lists import indent_lists
 from tools.docs_site.metrics import render_metrics
 from tools.docs_site.pages import HOME, ROOT, find_copies, page_of, relocate_links
-from tools.docs_site.performance import read_reports, render_performance
+from tools.docs_site.performance import PAGE, read_reports, render_performance
 from tools.docs_site.pipeline_file import render_pipeline_file
 
 _MERMAID = ROOT / "node_modules/@mermaid-js/tiny/dist/mermaid.tiny.js"
@@ -36,7 +36,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages |= render_api()
     pages["reference/commands.md"] = render_commands()
     pages["reference/metrics.md"] = render_metrics()
-    pages["reference/performance.md"] = render_performance(read_reports())
     pages["reference/pipeline-file.md"] = render_pipeline_file()
     for path, markdown in pages.items():
         files.append(File.generated(config, path, content=markdown))
@@ -47,7 +46,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Returns a page with lists that Python-Markdown reads. In documents of docs/, also relocates the links."""
+    """Returns a page with lists that Python-Markdown reads. In documents of docs/, also relocates the links.
+
+    The page of performance has charts, which its file in docs/ lacks.
+    """
+    if page.file.src_uri == PAGE.name:
+        markdown = render_performance(read_reports())
     if page.file.generated_by is None:
         markdown = relocate_links(f"docs/{page.file.src_uri}", markdown)
     return indent_lists(markdown)

@@ -12,7 +12,7 @@ _DOCS = "docs/"
 _COPIES = "repository/"
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s]+)")
 _LANGUAGES = {".yaml": "yaml", ".proto": "protobuf", ".py": "python", ".ts": "typescript", ".json": "json"}
-_REFERENCES = {"benchmarks/results": "reference/performance.md"}
+_REFERENCES = {"benchmarks/results": "performance.md"}
 """The generated pages that show a folder of the repository."""
 _GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$|^py\.typed$|^node_modules$|^dist$|^gen$|^__pycache__$")
 

@@ -1,1 +1,1 @@
-"""What several processes of Stagemesh share."""
+"""Errors, wire values and process parts that several processes of Stagemesh share."""

@@ -1,4 +1,4 @@
-"""What operators ask of every process: a report on its host and installation, and the levels of its logs."""
+"""The controls of every process: a report on its host and installation, and the levels of its logs."""
 
 import os
 import re

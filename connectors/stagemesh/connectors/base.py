@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from stagemesh.common.errors import NotReadyError
 from stagemesh.common.plugins.connectors import ConnectorName
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -98,6 +99,11 @@ class FetchingReader(Reader):
         InvalidChunkError under the same conditions as `fetch`.
         """
         return None
+
+
+def unavailable(cause: str) -> NotReadyError:
+    """Returns the error for a connector that this host or these two replicas cannot use, because of `cause`."""
+    return NotReadyError(cause, reason="CONNECTOR_UNAVAILABLE")
 
 
 class Connector(ABC):

@@ -8,11 +8,12 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.wire.messages import read_varint, tag_of, varint
 from stagemesh.common.wire.tensors import Tensors
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.base import Bytes, MemoryAccount
 from stagemesh.connectors.packets import EdgeKey
-from stagemesh.v1 import chunk_pb2, tensor_pb2
+from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 
 FRAGMENT_BYTES = 256 << 10
 """The number of payload bytes of each fragment of a chunk that is larger than WHOLE_CHUNK_BYTES.
@@ -26,9 +27,9 @@ If such a chunk has only one tensor, the consumer uses the tensor in place, with
 """
 PAYLOAD_ALIGNMENT = 16
 """The alignment, in bytes, of a fragment's payload within its message. The largest alignment that a dtype requires."""
-_ITEMS = b"\x12"  # PutChunkRequest.items, length-delimited
-_FRAGMENT = b"\x1a"  # PutItem.fragment, length-delimited
-_PAYLOAD = 0x2A  # ChunkFragment.payload, length-delimited
+_ITEMS = tag_of(stage_pb2.PutChunkRequest.DESCRIPTOR, "items")
+_FRAGMENT = tag_of(stage_pb2.PutItem.DESCRIPTOR, "fragment")
+_PAYLOAD = tag_of(chunk_pb2.ChunkFragment.DESCRIPTOR, "payload")
 
 
 class Fragment(NamedTuple):
@@ -89,9 +90,9 @@ def encode_fragment(fragment: Fragment, *, rest: bytes = b"") -> bytes:
 
 def _fragment_head(message: chunk_pb2.ChunkFragment, payload_bytes: int) -> bytes:
     """Returns the bytes of a PutChunkRequest up to the payload of its first item, which is a fragment."""
-    fields = message.SerializeToString() + bytes((_PAYLOAD,)) + _varint(payload_bytes)
-    item = _FRAGMENT + _varint(len(fields) + payload_bytes)
-    return _ITEMS + _varint(len(item) + len(fields) + payload_bytes) + item + fields
+    fields = message.SerializeToString() + _PAYLOAD + varint(payload_bytes)
+    item = _FRAGMENT + varint(len(fields) + payload_bytes)
+    return _ITEMS + varint(len(item) + len(fields) + payload_bytes) + item + fields
 
 
 def decode_fragment(data: bytes) -> FragmentMessage | None:
@@ -104,8 +105,8 @@ def decode_fragment(data: bytes) -> FragmentMessage | None:
     try:
         if data[:1] != _ITEMS:
             return None
-        item_bytes, item_start = _read_varint(view, 1)
-        piece_bytes, start = _read_varint(view, item_start + 1)
+        item_bytes, item_start = read_varint(view, 1)
+        piece_bytes, start = read_varint(view, item_start + 1)
         end = start + piece_bytes
         if view[item_start] != _FRAGMENT[0] or end != item_start + item_bytes:
             return None
@@ -127,8 +128,8 @@ def _find_payload(view: memoryview, start: int) -> tuple[int, int, int]:
     """
     while True:
         tag = view[start]
-        number, value_start = _read_varint(view, start + 1)
-        if tag == _PAYLOAD:
+        number, value_start = read_varint(view, start + 1)
+        if tag == _PAYLOAD[0]:
             return start, value_start, value_start + number
         match tag & 7:
             case 0:
@@ -137,30 +138,6 @@ def _find_payload(view: memoryview, start: int) -> tuple[int, int, int]:
                 start = value_start + number
             case _:
                 raise DecodeError("a fragment has neither numbers nor length-delimited fields only")
-
-
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
-
-
-def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
-    """Decodes the varint at the offset `at`. Returns its value and the offset after it.
-
-    Raises IndexError if the varint is truncated, or DecodeError if the varint is longer than 10 bytes.
-    """
-    number = 0
-    for shift in range(0, 70, 7):
-        byte = view[at]
-        number |= (byte & 0x7F) << shift
-        at += 1
-        if byte < 0x80:
-            return number, at
-    raise DecodeError("a number has more than 10 bytes")
 
 
 @dataclass(eq=False, slots=True)

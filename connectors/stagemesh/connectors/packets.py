@@ -1,4 +1,4 @@
-"""The basic types of flows: packets, their tickets, keys, usage and status.
+"""The basic types of flows: packets, their tickets and keys.
 
 A flow is the traffic of one request over one edge. Each attempt of a flow has its own `EdgeKey`. The producer sends
 through an `Outlet`, and the consumer receives through an `Inlet`. A ticket stands for state that engines hand over to
@@ -12,16 +12,14 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias, TypeGuard, cast
 
 import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError, UnavailableError
-from stagemesh.common.plugins.connectors import ConnectorName
 from stagemesh.common.wire.tensors import Tensors, Value, is_ticket_kind
-from stagemesh.connectors.lost_peers import TICKET_ANSWER_S
+from stagemesh.connectors import lost_peers
 
 MAX_DESCRIPTOR_BYTES = 64 << 10
 """The maximum size of a ticket's descriptor in bytes."""
@@ -162,10 +160,10 @@ class ReceivedTicket(Ticket):
         # The time counts from before the producer receives the acceptance, so that its own time ends later.
         until_s = now_s + _READING_FRACTION * self.time_limit_s
         try:
-            async with asyncio.timeout_at(min(until_s, now_s + TICKET_ANSWER_S)):
+            async with asyncio.timeout_at(min(until_s, now_s + lost_peers.TICKET_ANSWER_S)):
                 await self._accept()
         except TimeoutError:
-            if until_s < now_s + TICKET_ANSWER_S:
+            if until_s < now_s + lost_peers.TICKET_ANSWER_S:
                 raise expired_error(self.kind) from None
             raise UnavailableError(
                 f"the producer of a ticket of kind {self.kind!r} did not answer in time", reason="TICKET_LOST"
@@ -226,34 +224,6 @@ class Packet:
             size_bytes += tensor.nbytes
         self.size_bytes = size_bytes
         """The total number of bytes of the packet's tensors."""
-
-
-@dataclass(frozen=True)
-class FlowUsage:
-    """The numbers of data chunks and of payload bytes that a flow has sent."""
-
-    edge: str
-    connector: ConnectorName
-    chunks: int
-    size_bytes: int
-    handed_over_bytes: int = 0
-    """The size of the state for which the flow has sent tickets, in bytes."""
-
-
-@dataclass(frozen=True)
-class FlowStatus:
-    """A snapshot of the progress of an outlet or inlet. The proto message FlowReport describes the fields."""
-
-    edge: str
-    connector: ConnectorName
-    connected: bool
-    chunks: int
-    waiting_chunks: int
-    waiting_bytes: int
-    credit_bytes: int
-    wanted_bytes: int
-    ended: bool
-    handed_over_bytes: int
 
 
 def packets_problem(made: object) -> str:

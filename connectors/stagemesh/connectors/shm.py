@@ -14,11 +14,11 @@ from typing import ClassVar
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from stagemesh.common.errors import InvalidChunkError, NotReadyError
+from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.plugins.connectors import SHM, ConnectorName
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.arena.memory import LAYOUT_NAME, PAGE_BYTES, SEALS, TOKEN_BYTES, data_offset_in
-from stagemesh.connectors.base import ArenaRange, Bytes, Connector, InPlaceReader, Producer
+from stagemesh.connectors.base import ArenaRange, Bytes, Connector, InPlaceReader, Producer, unavailable
 from stagemesh.v1 import stage_pb2
 
 
@@ -32,19 +32,19 @@ class ShmConnector(Connector):
 
     async def offer(self) -> bytes:
         if self._arena.fd is None:
-            raise _unavailable("this replica's arena is private; remove data_plane.shared_arena from the stage")
+            raise unavailable("this replica's arena is private; remove data_plane.shared_arena from the stage")
         return stage_pb2.ArenaAdvertisement(
             process_id=os.getpid(), size_bytes=self._arena.file_bytes, token=self._arena.token
         ).SerializeToString()
 
     async def connect(self, offer: bytes, producer: Producer) -> "ShmReader":
         if producer.arena_fd is None:
-            raise _unavailable(f"not on one host: {producer.replica} did not pass its arena's memory file")
+            raise unavailable(f"not on one host: {producer.replica} did not pass its arena's memory file")
         try:
             advertisement = stage_pb2.ArenaAdvertisement.FromString(offer)
             return ShmReader(_map(producer.arena_fd, advertisement))
         except (DecodeError, OSError, ValueError) as exc:
-            raise _unavailable(f"the arena of {producer.replica} cannot be mapped: {exc}") from exc
+            raise unavailable(f"the arena of {producer.replica} cannot be mapped: {exc}") from exc
 
     async def close(self) -> None:
         """Does nothing, because the connector owns no resources."""
@@ -97,7 +97,3 @@ def _map(fd: int, advertisement: stage_pb2.ArenaAdvertisement) -> mmap.mmap:
     if mapping[TOKEN_BYTES : TOKEN_BYTES + len(LAYOUT_NAME)] != LAYOUT_NAME:
         raise ValueError("another version of Stagemesh created it")
     return mapping
-
-
-def _unavailable(message: str) -> NotReadyError:
-    return NotReadyError(message, reason="CONNECTOR_UNAVAILABLE")

@@ -1,7 +1,10 @@
 """The database of jobs: the table, and transactions in SQLite or PostgreSQL."""
 
 import asyncio
-from collections.abc import Callable
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
@@ -36,6 +39,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeEngine
 
+from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
 
 _THREADS = 4
@@ -43,9 +47,12 @@ _BUSY_S = 5
 """The time in seconds for which a call waits for a lock or a connection."""
 _STATEMENT_S = 10
 _RETRY_AFTER_S = 1.0
+_PAUSES = Backoff(first_s=0.5, longest_s=5.0)
+_LOG_PAUSE_S = 60.0
 _MIGRATION_LOCK = 7_405_283_114
 """The key of the lock of PostgreSQL that a migration has. Drawn at random."""
 
+_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
@@ -90,6 +97,19 @@ class Database:
             raise
         except (DBAPIError, PoolTimeoutError) as exc:
             raise _unavailable(exc) from exc
+
+
+async def when_available(call: Callable[[], Awaitable[_Result]]) -> _Result:
+    """Repeats a transaction until the database is available. Logs once a minute that the database is not available."""
+    retries, logged_s = _PAUSES.retries(), -math.inf
+    while True:
+        try:
+            return await call()
+        except UnavailableError as exc:
+            if time.monotonic() - logged_s > _LOG_PAUSE_S:
+                _log.warning("%s", exc.message)
+                logged_s = time.monotonic()
+        await retries.sleep()
 
 
 def _make_engine(url: str | URL) -> Engine:

@@ -1,34 +1,26 @@
 """Creates a job server from its config, and serves its gRPC API."""
 
 import asyncio
-import logging
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from sqlalchemy import URL
 
 from stagemesh.client import AsyncClient
-from stagemesh.common.backoff import Backoff
-from stagemesh.common.errors import InvalidRequestError, UnavailableError
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.media.store import MediaStore
 from stagemesh.common.process import settings
 from stagemesh.jobs.config import JobServerConfig, check_database_url
-from stagemesh.jobs.database import Database
+from stagemesh.jobs.database import Database, when_available
 from stagemesh.jobs.job_table import JobTable
 from stagemesh.jobs.servicer import SERVICE_NAME, JobServicer
 from stagemesh.jobs.worker import Worker
-from stagemesh.rpc.authentication import TokenChecker
 from stagemesh.rpc.callers import CLIENT
-from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.interceptors import CALLS_PER_CALLER
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import jobs_pb2_grpc
 
-LIVENESS = "liveness"
-"""The health name whose status is SERVING while the process serves, whether or not it has its database."""
 _GRACE_S = 2.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
-
-_log = logging.getLogger(__name__)
 
 
 async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
@@ -41,24 +33,19 @@ async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
     store = MediaStore(config.media, writer=f"{config.pipeline}.{config.name}", spool=settings.spool_dir())
     store.check_packages()
     store.sweep()
-    PROCESS.use(Credentials(config.tls))
-    tokens = None if config.tokens is None else TokenChecker(config.tokens)
-    server = Server(
-        config.listen,
-        roles={CLIENT},
-        tokens=tokens,
-        health_listen=config.health_listen,
-        calls_per_caller=CALLS_PER_CALLER,
+    server = Server.of_process(
+        config.listen, config, roles={CLIENT}, tokens=config.tokens, calls_per_caller=CALLS_PER_CALLER
     )
     database = Database(_database_url(config))
     table = JobTable(database, config)
     client = AsyncClient(*config.servers)
     worker = Worker(config, table, client=client, store=store, spool=settings.spool_dir())
-    jobs_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(config, table, store=store, worker=worker), server.grpc)
-    server.reflect(SERVICE_NAME)
-    server.set_health(LIVENESS, serving=True)
-    try:
-        await server.start()
+    servicer = JobServicer(config, table, store=store, worker=worker)
+    server.add(SERVICE_NAME, jobs_pb2_grpc.add_JobServiceServicer_to_server, servicer)
+    async with AsyncExitStack() as stack:
+        stack.callback(database.close)
+        stack.push_async_callback(client.close)
+        await stack.enter_async_context(server.serving(grace_s=_GRACE_S))
         working = asyncio.create_task(_work(database, worker, server), name="work")
         waiting = asyncio.create_task(stopping.wait())
         await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -70,10 +57,6 @@ async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
         if not working.cancelled():
             # Only a defect, or a database of a later version, ends the work.
             await working
-    finally:
-        await server.stop(grace_s=_GRACE_S)
-        await client.close()
-        database.close()
 
 
 def _database_url(config: JobServerConfig) -> str | URL:
@@ -94,18 +77,6 @@ def _database_url(config: JobServerConfig) -> str | URL:
 
 
 async def _work(database: Database, worker: Worker, server: Server) -> None:
-    await _migrate(database)
-    for name in ("", SERVICE_NAME):
-        server.set_health(name, serving=True)
+    await when_available(database.migrate)
+    server.set_health("", SERVICE_NAME, serving=True)
     await worker.run()
-
-
-async def _migrate(database: Database) -> None:
-    """Migrates the database as soon as it is available."""
-    backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
-    while True:
-        try:
-            return await database.migrate()
-        except UnavailableError as exc:
-            _log.warning("%s", exc.message)
-        await asyncio.sleep(backoff.next_s())

@@ -15,10 +15,10 @@ from stagemesh.jobs.job_table import CANCELLED, FAILED, SUCCEEDED, JobTable
 from stagemesh.jobs.worker import Worker, remove_files
 from stagemesh.rpc.callers import caller_of
 from stagemesh.rpc.handlers import answered, streaming
+from stagemesh.rpc.pages import invalid_token, size_of_page
 from stagemesh.v1 import jobs_pb2, jobs_pb2_grpc
 
 SERVICE_NAME = jobs_pb2.DESCRIPTOR.services_by_name["JobService"].full_name
-_DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 _MAX_LABELS, _MAX_NAME_LENGTH, _MAX_LABEL_LENGTH = 16, 64, 1024
 _WATCH_S = 0.5
 """The pause between two looks at a watched job, in seconds."""
@@ -52,7 +52,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             _caller(request.caller),
             states=request.states,
             before=_number_of(request.page_token),
-            size=min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE),
+            size=size_of_page(request),
         )
         token = "" if page.next_number is None else str(page.next_number)
         return jobs_pb2.ListJobsResponse(jobs=page.jobs, next_page_token=token)
@@ -119,8 +119,5 @@ def _number_of(token: str) -> int | None:
     if not token:
         return None
     if not (token.isascii() and token.isdecimal() and len(token) < 19):
-        raise InvalidRequestError(
-            f"page_token {token[:40]!r} is not from a list of jobs; omit it to start with the first page",
-            reason="INVALID_PAGE_TOKEN",
-        )
+        raise invalid_token(token, "a list of jobs")
     return int(token)

@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,10 +16,11 @@ from stagemesh.client import (
     Progress,
     Queued,
 )
-from stagemesh.common.backoff import Backoff, backoff_s
+from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
 from stagemesh.common.media.store import MediaStore
 from stagemesh.jobs.config import JobServerConfig
+from stagemesh.jobs.database import when_available
 from stagemesh.jobs.job_table import CANCELLED, FAILED, SUCCEEDED, Claim, JobTable, Renewal, report_of
 from stagemesh.jobs.outputs import FOLDER, AttemptOutputs
 from stagemesh.rpc.error_mapping import error_to_wire
@@ -34,7 +33,7 @@ _RENEW_S = 1.0
 _SWEEP_S = 10.0
 _STOP_S = 5.0
 """The time for which a process that stops waits for the database, in seconds."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_ATTEMPT_PAUSES = Backoff(first_s=1.0, longest_s=60.0)
 _STORED_OUTPUTS = "outputs"
 """The folder of the store in which stages store outputs. The names of its folders begin with those of requests."""
 _CALLS_PER_ATTEMPT = 100
@@ -61,7 +60,7 @@ class Worker:
 
     async def run(self) -> None:
         """Runs jobs until it is cancelled. Running jobs are then released for another process."""
-        await _persist(self._table.release_own)
+        await when_available(self._table.release_own)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._remove_expired(), name="remove expired jobs")
             while True:
@@ -74,7 +73,7 @@ class Worker:
         """Waits for a job, and returns it."""
         while True:
             self._wake.clear()
-            claim = await _persist(self._table.claim)
+            claim = await when_available(self._table.claim)
             if claim is not None:
                 return claim
             with suppress(TimeoutError):
@@ -158,14 +157,13 @@ class Worker:
         if not _may_retry(error) or (counts and claim.failures + 1 >= self._config.max_failures):
             await self._end_without_outputs(claim, FAILED, report)
             return
-        pause_s = backoff_s(claim.attempts, first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
-        pause_s = max(pause_s, error.retry_after_s or 0.0)
+        pause_s = max(_ATTEMPT_PAUSES.pause_s(claim.attempts), error.retry_after_s or 0.0)
         _log.warning("job %s is attempted again in %.0f s: %s", claim.request_id, pause_s, error.message)
-        await _persist(lambda: self._table.requeue(claim, report, pause_s=pause_s, failed=counts))
+        await when_available(lambda: self._table.requeue(claim, report, pause_s=pause_s, failed=counts))
 
     async def _end(self, claim: Claim, state: int, report: jobs_pb2.Job) -> bool:
         """Ends a job in the database. Returns False if its lease is lost."""
-        return await _persist(lambda: self._table.end(claim, state, report))
+        return await when_available(lambda: self._table.end(claim, state, report))
 
     async def _end_without_outputs(self, claim: Claim, state: int, report: jobs_pb2.Job) -> None:
         """Ends a job that has failed or was cancelled, and removes the files of all of its attempts."""
@@ -180,7 +178,7 @@ class Worker:
         Leaves the files of a job that another process runs to that process.
         """
         _log.info("job %s was deleted, or is run by another process", claim.request_id)
-        if await _persist(lambda: self._table.is_deleted(claim)):
+        if await when_available(lambda: self._table.is_deleted(claim)):
             await self._remove_files(claim.prefix)
 
     async def _renew(self, attempt: "_Attempt") -> Renewal:
@@ -195,10 +193,10 @@ class Worker:
 
     async def _remove_expired(self) -> None:
         while True:
-            for number, prefix in await _persist(self._table.find_expired):
+            for number, prefix in await when_available(self._table.find_expired):
                 # The row remains until the files are deleted, so that a failure is repeated.
                 if await self._remove_files(prefix):
-                    await _persist(partial(self._table.remove, number))
+                    await when_available(partial(self._table.remove, number))
             await asyncio.sleep(_SWEEP_S)
 
     async def _remove_files(self, prefix: str, *, keep: frozenset[str] = frozenset()) -> bool:
@@ -261,20 +259,6 @@ class _Attempt:
 def _folders_of(report: jobs_pb2.Job) -> frozenset[str]:
     """Returns the names of the folders in which the files of a job's outputs are."""
     return frozenset(file.uri.split("/")[-2] for output in report.outputs for file in output.files)
-
-
-async def _persist(call: Callable[[], Awaitable[_Result]]) -> _Result:
-    """Repeats a transaction until the database is available."""
-    backoff = Backoff(first_s=0.5, longest_s=5.0)
-    logged_s = 0.0
-    while True:
-        try:
-            return await call()
-        except UnavailableError as exc:
-            if time.monotonic() - logged_s > _LONGEST_PAUSE_S:
-                _log.warning("%s", exc.message)
-                logged_s = time.monotonic()
-        await asyncio.sleep(backoff.next_s())
 
 
 async def _cancel(task: "asyncio.Task[_Result]") -> None:

@@ -156,7 +156,7 @@ class RestartSchedule:
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
-        self._backoff = Backoff(first_s=policy.first_pause_s, longest_s=policy.max_pause_s)
+        self._retries = Backoff(first_s=policy.first_pause_s, longest_s=policy.max_pause_s).retries()
         self._cost = 0
         self._started_s = 0.0
         self._ready_s: float | None = None
@@ -185,11 +185,11 @@ class RestartSchedule:
         """
         policy = self._policy
         if self._ready_s is not None and now_s - self._ready_s >= policy.healthy_s:
-            self._backoff.reset()
+            self._retries.reset()
         self._cost += 1 if now_s - self._started_s < policy.slow_s else 2
         if not self._ever_ready and (status in _HOPELESS or self._cost >= policy.quick_failures):
             return None
-        return self._backoff.next_s()
+        return self._retries.next_s()
 
 
 class Child:

@@ -306,14 +306,14 @@ class _Retries:
 
     def note_answer(self) -> None:
         """Notes that the server has answered."""
-        self._backoff = Backoff(first_s=self._policy.first_pause_s, longest_s=1.0)
+        self._retries = Backoff(first_s=self._policy.first_pause_s, longest_s=1.0).retries()
         self._ends_s = time.monotonic() + self._policy.reattach_s
 
     def pause_s(self, failure: grpc.RpcError, *, peer: str) -> float:
         """Returns the pause in seconds before the next call. Raises the error if a further call cannot help."""
         error = from_rpc_error(failure, peer=peer)
         is_temporary = is_broken(failure, error, peer=peer) or isinstance(error, UnavailableError)
-        pause_s = self._backoff.next_s()
+        pause_s = self._retries.next_s()
         if not is_temporary or time.monotonic() + pause_s > self._ends_s:
             raise error from failure
         return pause_s

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from stagemesh.common.backoff import backoff_s
+from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
 
 # The codes that gRPC itself reports if the server or the connection to it breaks.
@@ -139,7 +139,7 @@ class Attempts:
 
     def _backoff_s(self, failures: int) -> float:
         longest_s = self._policy.max_pause_s if self._search_ends_s is None else _LONGEST_SEARCH_PAUSE_S
-        return backoff_s(failures, first_s=self._policy.first_pause_s, longest_s=longest_s)
+        return Backoff(first_s=self._policy.first_pause_s, longest_s=longest_s).pause_s(failures)
 
     def _if_in_time(self, pause_s: float) -> float | None:
         left_s = self._left_s()

@@ -1,1 +1,1 @@
-"""What a request contains and how much of its output has been received."""
+"""Checks of a request's content, and the position of a receiver in its outputs."""

@@ -1,8 +1,6 @@
 """A replica's arena: preallocated memory into which tensors are written once, and from which they are read in place.
 
-Flows share the arena's memory fairly. A flow that already uses arena memory must wait for an allocation if its total
-would exceed the number of free bytes. Source: A. Choudhury and E. Hahne, "Dynamic queue length thresholds for
-shared-memory packet switches", 1998 (alpha = 1).
+`fair_share` decides which flow gets memory if not enough is free for all flows that need some.
 """
 
 import asyncio
@@ -22,6 +20,7 @@ from stagemesh.common.errors import InvalidChunkError, NotReadyError, Unavailabl
 from stagemesh.common.process.host import bulk_threads
 from stagemesh.common.wire.tensors import Array, Tensors
 from stagemesh.connectors.arena import memory
+from stagemesh.connectors.arena.fair_share import FairShare
 from stagemesh.connectors.arena.memory import PAGE_BYTES, PageAllocator
 from stagemesh.connectors.arena.worker_writer import WRITER_SHIFT, Handle, PartitionAddress, read_handle
 from stagemesh.connectors.base import ArenaRange, Bytes, MemoryAccount
@@ -114,13 +113,6 @@ class _Partition(MemoryAccount):
     closed: bool = False
 
 
-class _Allocation(NamedTuple):
-    """A pending request for arena memory. The request waits because not enough memory is free."""
-
-    size_bytes: int
-    account: MemoryAccount
-
-
 class Arena:
     """Preallocated memory for the tensors of one replica.
 
@@ -154,11 +146,7 @@ class Arena:
         self._partitions: dict[int, _Partition] = {}
         self._writers = 0
         self._partition_bytes = 0
-        self._waiting: dict[asyncio.Future[Region], _Allocation] = {}
-        """The allocations that wait for free memory, in order of arrival. Each future returns the allocated region."""
-        self._blocked = False
-        """Whether an earlier allocation waits for free memory, so that all later allocations must wait too."""
-        self._wake_due = False
+        self._queue = FairShare(self._allocator, self._take)
         self._to_release: deque[Region] = deque()
         self._release_due = False
         self.copied_bytes = 0
@@ -188,7 +176,7 @@ class Arena:
     @property
     def waiting(self) -> int:
         """The number of allocations that wait for free memory."""
-        return len(self._waiting)
+        return self._queue.waiting
 
     # -- allocation
 
@@ -205,11 +193,8 @@ class Arena:
             )
         if self._to_release:
             self._release_deleted()
-        if self._waiting:
-            if self._wake_due:
-                self._admit()
-            if self._blocked or account.waiting:
-                return None
+        if self._queue.waiting and self._queue.must_wait(account):
+            return None
         return self._take(memory.page_bytes_for(size_bytes), account)
 
     async def allocate(self, size_bytes: int, account: MemoryAccount) -> Region:
@@ -223,29 +208,14 @@ class Arena:
             return region
         if self._is_closed:
             raise _closed()
-        allocation = _Allocation(memory.page_bytes_for(size_bytes), account)
-        turn: asyncio.Future[Region] = asyncio.get_running_loop().create_future()
-        if not account.waiting and not self._exceeds_fair_share(allocation):
-            self._blocked = True
-        self._waiting[turn] = allocation
-        account.waiting += 1
-        try:
-            return await turn
-        except asyncio.CancelledError:
-            self._leave(turn)
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                turn.result().release()
-            self.wake()
-            raise
+        return await self._queue.wait(memory.page_bytes_for(size_bytes), account)
 
     def wake(self) -> None:
         """Schedules a retry of the waiting allocations.
 
         Call it after memory was freed, or when `on_pressure` has become able to free memory.
         """
-        if self._waiting and not self._wake_due:
-            self._wake_due = True
-            next(iter(self._waiting)).get_loop().call_soon(self._admit)
+        self._queue.wake()
 
     def free(self, region: Region) -> None:
         """Frees the region's pages. Called when the last reference to the region is released."""
@@ -310,7 +280,7 @@ class Arena:
     def open_partition(self, size_bytes: int) -> PartitionAddress:
         """Reserves a partition, in which one worker process can allocate memory by itself.
 
-        `size_bytes` is the minimum size of the partition. Returns the ticket with which the worker opens the partition.
+        `size_bytes` is the minimum size of the partition. Returns the address at which the worker opens the partition.
         Raises NotReadyError: ARENA_NOT_SHARED if the arena is private, NO_MEMORY if there is not enough free memory for
         the partition.
         """
@@ -361,15 +331,15 @@ class Arena:
         writer = region.generation >> WRITER_SHIFT
         return writer, self._partitions[writer].slab.size_bytes if writer else self.size_bytes
 
-    def close_partition(self, ticket: PartitionAddress) -> None:
-        """Closes the partition of `ticket`. Idempotent. Call it after the worker process has terminated.
+    def close_partition(self, address: PartitionAddress) -> None:
+        """Closes the partition at `address`. Idempotent. Call it after the worker process has terminated.
 
         The partition's memory is freed when all regions that were adopted from the partition are freed.
         """
-        partition = self._partitions.get(ticket.writer)
+        partition = self._partitions.get(address.writer)
         if partition is not None:
             partition.closed = True
-            self._remove_if_unused(ticket.writer)
+            self._remove_if_unused(address.writer)
 
     # -- lifecycle
 
@@ -384,10 +354,7 @@ class Arena:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
-        for turn in list(self._waiting):
-            self._leave(turn)
-            if not turn.done():
-                turn.set_exception(_closed())
+        self._queue.close(_closed())
 
     def releaser(self, region: Region) -> Callable[[], None]:
         """Returns a function that releases one reference to `region` on the event loop.
@@ -428,12 +395,6 @@ class Arena:
         region = self._regions[generation] = Region(self, offset, size_bytes, generation, account)
         return region
 
-    def _exceeds_fair_share(self, allocation: _Allocation) -> bool:
-        # Also applies to the only account in use, so that a flow that uses memory never makes other flows wait behind
-        # its own allocation.
-        held_bytes = allocation.account.held_bytes
-        return held_bytes > 0 and held_bytes + allocation.size_bytes > self._allocator.free_bytes
-
     def _is_alone(self, account: MemoryAccount) -> bool:
         """Returns whether the fair share does not apply to `account`.
 
@@ -441,33 +402,6 @@ class Arena:
         """
         held_bytes = account.held_bytes
         return not held_bytes or held_bytes + self._partition_bytes == self._allocator.used_bytes
-
-    def _admit(self) -> None:
-        """Serves the waiting allocations in order of arrival. Stops at the first allocation that does not fit.
-
-        Skips the allocations of accounts that would exceed their fair share.
-        """
-        self._wake_due = self._blocked = False
-        skipped: set[MemoryAccount] = set()
-        for turn, allocation in list(self._waiting.items()):
-            if turn.done() or allocation.account in skipped:
-                continue
-            region = self._take(allocation.size_bytes, allocation.account)
-            if region is not None:
-                self._leave(turn)
-                turn.set_result(region)
-            elif self._exceeds_fair_share(allocation):
-                skipped.add(allocation.account)
-            else:
-                self._blocked = True
-                return
-
-    def _leave(self, turn: asyncio.Future[Region]) -> None:
-        allocation = self._waiting.pop(turn, None)
-        if allocation is not None:
-            allocation.account.waiting -= 1
-        if not self._waiting:
-            self._blocked = False
 
     def _release_deleted(self) -> None:
         self._release_due = False

@@ -31,8 +31,7 @@ The top 16 bits of a generation are the writer's number. The replica's own numbe
 of the region among the writer's regions.
 """
 
-_SHORTEST_PAUSE_S = 20e-6
-_LONGEST_PAUSE_S = 2e-3
+_PAUSES = Backoff(first_s=20e-6, longest_s=2e-3)
 
 
 @dataclass(frozen=True)
@@ -85,19 +84,19 @@ class Reserved(NamedTuple):
 class ArenaWriter:
     """A writer of tensors into a worker's partition.
 
-    Create one writer for each ticket, and use it in one thread only.
+    Create one writer for each address, and use it in one thread only.
     """
 
-    def __init__(self, ticket: PartitionAddress) -> None:
-        self._ticket = ticket
-        self._memory = memoryview(_map(ticket))
+    def __init__(self, address: PartitionAddress) -> None:
+        self._address = address
+        self._memory = memoryview(_map(address))
         self._generations: npt.NDArray[np.uint64] = np.frombuffer(
             self._memory,
             np.uint64,
-            count=ticket.size_bytes // PAGE_BYTES,
-            offset=PAGE_BYTES + ticket.offset // PAGE_BYTES * memory_file.GENERATION_BYTES,
+            count=address.size_bytes // PAGE_BYTES,
+            offset=PAGE_BYTES + address.offset // PAGE_BYTES * memory_file.GENERATION_BYTES,
         )
-        self._replica = os.pidfd_open(ticket.process_id)
+        self._replica = os.pidfd_open(address.process_id)
         self._next_page = 0
         self._count = 0
 
@@ -111,9 +110,9 @@ class ArenaWriter:
         layout = memory_file.layout_of(tensors)
         size_bytes = memory_file.page_bytes_for(layout.size_bytes)
         page = self._wait_for_space(size_bytes // PAGE_BYTES, timeout_s)
-        offset = self._ticket.offset + page * PAGE_BYTES
+        offset = self._address.offset + page * PAGE_BYTES
         self._count += 1
-        generation = (self._ticket.writer << WRITER_SHIFT) + self._count
+        generation = (self._address.writer << WRITER_SHIFT) + self._count
         memory_file.mark_pages(self._memory, offset=offset, size_bytes=size_bytes, generation=generation)
         self._next_page = page + size_bytes // PAGE_BYTES
         placed = tuple(
@@ -133,7 +132,7 @@ class ArenaWriter:
     @property
     def room(self) -> memoryview:
         """The memory of the worker's whole partition. The caller may page-lock this memory."""
-        return self._memory[self._ticket.offset : self._ticket.offset + self._ticket.size_bytes]
+        return self._memory[self._address.offset : self._address.offset + self._address.size_bytes]
 
     def close(self) -> None:
         """Closes the file descriptor of the replica's process. The written tensors remain valid. Idempotent."""
@@ -144,21 +143,21 @@ class ArenaWriter:
     def _wait_for_space(self, pages: int, timeout_s: float) -> int:
         if pages > len(self._generations):
             raise InvalidChunkError(
-                f"{pages * PAGE_BYTES} bytes exceed the worker's slab of {self._ticket.size_bytes}; raise its size",
+                f"{pages * PAGE_BYTES} bytes exceed the worker's slab of {self._address.size_bytes}; raise its size",
                 reason="CHUNK_TOO_LARGE",
             )
         deadline_s = time.monotonic() + timeout_s
-        backoff = Backoff(first_s=_SHORTEST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+        retries = _PAUSES.retries()
         while (page := self._find_free(pages)) is None:
             if time.monotonic() >= deadline_s:
                 raise DeadlineError(
-                    f"the worker's slab of {self._ticket.size_bytes} bytes had no space for {timeout_s} s, because the "
-                    "tensors in it were not read; allow more time or raise its size",
+                    f"the worker's slab of {self._address.size_bytes} bytes had no space for {timeout_s} s, because "
+                    "the tensors in it were not read; allow more time or raise its size",
                     reason="ARENA_FULL",
                 )
             if self._replica_has_ended():
                 raise UnavailableError("the replica that this worker belongs to has terminated", reason="PEER_LOST")
-            time.sleep(backoff.next_s())
+            time.sleep(retries.next_s())
         return page
 
     def _find_free(self, pages: int) -> int | None:
@@ -222,8 +221,8 @@ def _view(tensor: PlacedTensor, handle: Handle, memory: memoryview) -> Array:
     return np.ndarray(tensor.shape, dtype, memory, handle.offset + tensor.offset)
 
 
-def _map(ticket: PartitionAddress) -> mmap.mmap:
-    path = Path(f"/proc/{ticket.process_id}/fd/{ticket.file_descriptor}")
+def _map(address: PartitionAddress) -> mmap.mmap:
+    path = Path(f"/proc/{address.process_id}/fd/{address.file_descriptor}")
     try:
         if not str(path.readlink()).startswith(f"/memfd:{memory_file.MEMFD_NAME}"):
             raise _not_shared("its replica has closed it")
@@ -234,7 +233,7 @@ def _map(ticket: PartitionAddress) -> mmap.mmap:
             os.close(fd)
     except OSError as exc:
         raise _not_shared(exc.strerror or str(exc)) from exc
-    if mapping[: memory_file.TOKEN_BYTES] != ticket.token:
+    if mapping[: memory_file.TOKEN_BYTES] != address.token:
         raise _not_shared("it belongs to another replica")
     return mapping
 

@@ -8,10 +8,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from copy import copy
 
 from stagemesh.common.errors import CancelledRequestError, StagemeshError, UnavailableError
-from stagemesh.common.plugins.connectors import AUTO
+from stagemesh.common.plugins.connectors import AUTO, number_of
 from stagemesh.connectors.flow.inlet_attempt import InletAttempt, Phase
 from stagemesh.connectors.lost_peers import NOT_READ, is_recoverable
-from stagemesh.connectors.packets import FlowStatus, Packet
+from stagemesh.connectors.packets import Packet
+from stagemesh.v1 import control_pb2
 
 
 class Inlet:
@@ -50,19 +51,18 @@ class Inlet:
                 await self._wait_for_successor(attempt, attempt.error)
         return packets.pop()
 
-    @property
-    def status(self) -> FlowStatus:
-        """A snapshot of the flow's progress, as seen by the consumer."""
+    def report(self, *, producer: str = "") -> control_pb2.FlowReport:
+        """Returns a snapshot of the flow's progress, as seen by the consumer. `producer` is the producer's name."""
         attempt, packets = self.attempt, self._packets
-        return FlowStatus(
+        return control_pb2.FlowReport(
             edge=attempt.key.edge,
-            connector=attempt.connector if attempt.incarnation else AUTO,
+            peer=producer,
+            connector=number_of(attempt.connector if attempt.incarnation else AUTO),
             connected=attempt.queue is not None,
             chunks=attempt.next_seq,
             waiting_chunks=packets.waiting,
             waiting_bytes=packets.waiting_bytes,
             credit_bytes=attempt.credit_bytes,
-            wanted_bytes=0,
             ended=packets.has_ended,
             handed_over_bytes=packets.handed_over_bytes,
         )

@@ -11,7 +11,7 @@ from copy import copy
 from typing import Protocol, TypeAlias
 
 from stagemesh.common.errors import CancelledRequestError, NotReadyError, StagemeshError
-from stagemesh.common.plugins.connectors import GRPC, ConnectorName
+from stagemesh.common.plugins.connectors import GRPC, ConnectorName, number_of
 from stagemesh.common.wire.chunk_policies import ChunkPolicy, StepPolicy
 from stagemesh.connectors import wire
 from stagemesh.connectors.arena.arena import Arena, Region
@@ -20,9 +20,9 @@ from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase
 from stagemesh.connectors.flow.sent_chunks import Retention, SentChunk, SentChunks
 from stagemesh.connectors.lost_peers import is_recoverable
-from stagemesh.connectors.packets import EdgeKey, FlowStatus, FlowUsage, OfferedTicket, Packet
+from stagemesh.connectors.packets import EdgeKey, OfferedTicket, Packet
 from stagemesh.rpc.error_mapping import error_to_wire
-from stagemesh.v1 import chunk_pb2
+from stagemesh.v1 import chunk_pb2, control_pb2, request_pb2
 
 BULK_BYTES = 256 << 10
 """The chunk size, in bytes, above which a flow uses the bulk stream. Applies only to chunks sent as fragments."""
@@ -85,24 +85,24 @@ class Outlet:
         self.attempt = OutletAttempt(key, connector, self.chunks, on_over=self._attempt_over)
 
     @property
-    def usage(self) -> FlowUsage:
+    def usage(self) -> request_pb2.EdgeUsage:
         """The numbers of chunks and of payload bytes that the flow has sent."""
         attempt, chunks = self.attempt, self.chunks
-        return FlowUsage(
+        return request_pb2.EdgeUsage(
             edge=attempt.key.edge,
-            connector=attempt.connector,
+            connector=number_of(attempt.connector),
             chunks=chunks.next_seq - chunks.ended,
             size_bytes=chunks.sent_bytes,
             handed_over_bytes=chunks.handed_over_bytes,
         )
 
-    @property
-    def status(self) -> FlowStatus:
-        """A snapshot of the flow's progress, as seen by the producer."""
+    def report(self, *, consumer: str = "") -> control_pb2.FlowReport:
+        """Returns a snapshot of the flow's progress, as seen by the producer. `consumer` is the consumer's name."""
         attempt, chunks = self.attempt, self.chunks
-        return FlowStatus(
+        return control_pb2.FlowReport(
             edge=attempt.key.edge,
-            connector=attempt.connector,
+            peer=consumer,
+            connector=number_of(attempt.connector),
             connected=attempt.phase is Phase.OPEN,
             chunks=chunks.next_seq,
             waiting_chunks=len(chunks.unacked),
@@ -358,9 +358,9 @@ class FanOut:
         self._outlets[outlet] = select
 
     @property
-    def usages(self) -> tuple[FlowUsage, ...]:
+    def usages(self) -> list[request_pb2.EdgeUsage]:
         """The numbers of chunks and of payload bytes that each outlet has sent, in the order of the `add` calls."""
-        return tuple(outlet.usage for outlet in self._outlets)
+        return [outlet.usage for outlet in self._outlets]
 
     async def send(self, packet: Packet) -> None:
         """Sends a packet over every outlet. Raises the error of the first outlet that fails."""

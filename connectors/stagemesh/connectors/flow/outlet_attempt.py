@@ -9,12 +9,11 @@ from typing import TypeAlias
 
 from stagemesh.common.errors import InvalidChunkError, StagemeshError
 from stagemesh.common.plugins.connectors import GRPC, ConnectorName, number_of
-from stagemesh.connectors import fragments, wire
+from stagemesh.connectors import fragments, lost_peers, wire
 from stagemesh.connectors.base import Connector
 from stagemesh.connectors.flow.edge_meters import EdgeMeter
 from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.flow.sent_chunks import Leases, SentChunk, SentChunks
-from stagemesh.connectors.lost_peers import MAX_REOPEN_S, REOPEN_S
 from stagemesh.connectors.packets import EdgeKey
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
@@ -85,7 +84,7 @@ class OutletAttempt:
         self._fragments: Iterator[fragments.Fragment] | None = None
         self._openings = self._resyncs = 0
         self._now_s = asyncio.get_running_loop().time
-        self._heard_s, self._patience_s = self._now_s(), REOPEN_S
+        self._heard_s, self._patience_s = self._now_s(), lost_peers.REOPEN_S
         """The time of the consumer's last answer, and the permitted time without an answer, both in seconds."""
 
     # -- for the outlet
@@ -255,7 +254,7 @@ class OutletAttempt:
             # No answer is expected, so silence does not count.
             self._heard_s = now_s
         elif now_s - self._heard_s > self._patience_s:
-            self._heard_s, self._patience_s = now_s, min(2 * self._patience_s, MAX_REOPEN_S)
+            self._heard_s, self._patience_s = now_s, min(2 * self._patience_s, lost_peers.MAX_REOPEN_S)
             self.reopen()
 
     # -- for the stream
@@ -334,7 +333,7 @@ class OutletAttempt:
                 )
 
     def _note_answer(self) -> None:
-        self._heard_s, self._patience_s = self._now_s(), REOPEN_S
+        self._heard_s, self._patience_s = self._now_s(), lost_peers.REOPEN_S
 
     @property
     def _has_chunk(self) -> bool:

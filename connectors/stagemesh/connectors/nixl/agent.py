@@ -8,7 +8,8 @@ from nixl_cu12 import _bindings as nixl
 
 from stagemesh.common.errors import UnavailableError
 from stagemesh.connectors.arena.arena import Arena
-from stagemesh.connectors.nixl.environment import backend_options, unavailable
+from stagemesh.connectors.base import unavailable
+from stagemesh.connectors.nixl.environment import backend_options
 from stagemesh.connectors.nixl.reads import Transfer
 
 PROGRESS_US = 50_000

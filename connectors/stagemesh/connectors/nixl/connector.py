@@ -24,8 +24,8 @@ from stagemesh.connectors.arena.memory import (
     TOKEN_BYTES,
     data_offset_in,
 )
-from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer
-from stagemesh.connectors.nixl.environment import quiet, shared_settings, unavailable
+from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer, unavailable
+from stagemesh.connectors.nixl.environment import quiet, shared_settings
 from stagemesh.connectors.nixl.reads import Descriptor, Read, ReadThread, RemoteReads, Transfer
 
 if TYPE_CHECKING:

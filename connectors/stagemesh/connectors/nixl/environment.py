@@ -5,7 +5,6 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from stagemesh.common.errors import NotReadyError
 from stagemesh.common.process.settings import library_variable, set_library_variables
 
 _NIXL = "nixl"
@@ -91,8 +90,3 @@ def describe() -> str:
         return f"{chosen} (UCX_TLS)"
     devices = sorted(path.name for path in _RDMA_DEVICES.glob("*"))
     return f"rdma ({', '.join(devices)})" if devices else "tcp (no RDMA device)"
-
-
-def unavailable(message: str) -> NotReadyError:
-    """Returns the error for a connector that cannot be used on this host or between these two replicas."""
-    return NotReadyError(message, reason="CONNECTOR_UNAVAILABLE")

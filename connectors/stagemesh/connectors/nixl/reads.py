@@ -27,9 +27,7 @@ from stagemesh.connectors.base import Bytes
 if TYPE_CHECKING:
     from stagemesh.connectors.nixl.agent import Agent
 
-
-if TYPE_CHECKING:
-    from stagemesh.connectors.nixl.agent import Agent
+_T = TypeVar("_T")
 
 
 READ_TIMEOUT_S = 3.0
@@ -45,7 +43,15 @@ _COPIED_TRANSFER_BYTES = 2 << 20
 
 Such a transfer is a memory copy, and blocks other reads for about half a millisecond.
 """
+_SPIN_S = 50e-6
+_PAUSES = Backoff(first_s=20e-6, longest_s=200e-6)
+_ABANDONED_PAUSE_S = 0.05
+"""The pause in seconds between polls while every transfer in flight belongs to an abandoned read."""
+_STOP_TIMEOUT_S = 5.0
+_CLOSED = "the nixl connector of this replica is closed"
 _NO_MEMORY: Bytes = np.empty(0, np.uint8)
+
+_log = logging.getLogger(__name__)
 
 
 Descriptor: TypeAlias = tuple[int, int, int]
@@ -306,18 +312,6 @@ def _complete(completion: asyncio.Future[None]) -> None:
         completion.set_result(None)
 
 
-_T = TypeVar("_T")
-_log = logging.getLogger(__name__)
-
-_SPIN_S = 50e-6
-_FIRST_PAUSE_S = 20e-6
-_LONGEST_PAUSE_S = 200e-6
-_ABANDONED_PAUSE_S = 0.05
-"""The pause in seconds between polls while every transfer in flight belongs to an abandoned read."""
-_STOP_TIMEOUT_S = 5.0
-_CLOSED = "the nixl connector of this replica is closed"
-
-
 class ReadThread:
     """Runs the reads of one agent in a thread. `close` ends the thread, the agent and all transfers in flight."""
 
@@ -412,7 +406,7 @@ class ReadThread:
                 self._end()
 
     def _serve(self) -> None:
-        backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+        pauses = _PAUSES.retries()
         pause_s: float | None = None
         spin_until = 0.0
         while not self._has_ended:
@@ -422,11 +416,11 @@ class ReadThread:
             if not self._peers:
                 pause_s = None
             elif was_called or has_advanced:
-                backoff.reset()
+                pauses.reset()
                 pause_s, spin_until = 0.0, now + _SPIN_S
             elif now >= spin_until:
                 is_awaited = any(peer.has_reads for peer in self._peers)
-                pause_s = backoff.next_s() if is_awaited else _ABANDONED_PAUSE_S
+                pause_s = pauses.next_s() if is_awaited else _ABANDONED_PAUSE_S
 
     def _run_calls(self, pause_s: float | None) -> bool:
         """Runs all queued calls. Returns whether at least one call was queued.

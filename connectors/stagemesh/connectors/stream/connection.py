@@ -1,35 +1,29 @@
-"""The connection of a link to one consumer: the streams, and the negotiation of the connectors that flows use.
+"""The connection of a link to one consumer: its streams, over which the replicas also agree on connectors.
 
 The main stream is the PutChunk stream that is opened first. If the consumer is on this host, a local stream carries the
 flows that use a connector other than grpc. A bulk stream carries the flows whose large chunks are sent as fragments.
 The bulk stream has its own network connection, so that these chunks do not delay the small chunks of other requests.
-
-A flow uses the most preferred connector that both replicas can use. The producer offers its arena through one connector
-at a time, in order of preference. The consumer answers whether it can read the arena through this connector. If a
-connector that has worked before fails or is rejected, the producer offers the connector again after _PAUSE_S seconds.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from stagemesh.common.errors import InternalError, InvalidChunkError, NotReadyError, StagemeshError, UnavailableError
-from stagemesh.common.plugins.connectors import AUTO, GRPC, ConnectorName, descriptors, number_of
+from stagemesh.common.errors import InvalidChunkError, StagemeshError, UnavailableError
+from stagemesh.common.plugins.connectors import GRPC, ConnectorName
 from stagemesh.common.wire.versions import OFFERS
-from stagemesh.connectors.base import Connector
 from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
 from stagemesh.connectors.stream import local_socket
-from stagemesh.connectors.stream.connector_agreement import EdgeProbe, ReplicaConnectors
+from stagemesh.connectors.stream.connector_agreement import ConnectorAgreement, ReplicaConnectors
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.error_mapping import error_from_wire
 from stagemesh.rpc.message_streams import ClientStream, LocalStream, MessageStream
 from stagemesh.v1 import stage_pb2
 
@@ -38,12 +32,6 @@ _CLOSING_S = 1.0
 _MESSAGE_BYTES = 256 << 10
 _QUANTUM_BYTES = 64 << 10
 _CHECK_S = 0.5
-_OFFER_AGAIN_S = 2.0
-_PAUSE_S = 5.0
-"""The time in seconds after which a rejected connector is offered again.
-
-Applies only to connectors that have worked before.
-"""
 _MAX_LOCAL_FAILURES = 3
 """The number of consecutive failed handshakes over the local socket after which the link no longer uses the socket."""
 
@@ -63,7 +51,7 @@ class Peer:
     server_name: str = ""
     """The name in the consumer's TLS certificate, or empty if it is the host in `endpoint`."""
     worked: set[ConnectorName] = field(default_factory=set[ConnectorName])
-    """The connectors that have been negotiated successfully with the current incarnation of the consumer."""
+    """The connectors on which this replica and the consumer's current incarnation have agreed."""
     local_failures: int = 0
     """The number of consecutive failed handshakes over the local socket."""
 
@@ -186,7 +174,7 @@ class ProducerSession:
 
 
 class Connection:
-    """The streams to one consumer, and the connectors that have been negotiated with this consumer.
+    """The streams to one consumer. `agreement` has the connectors on which both replicas have agreed.
 
     Use a connection in `async with`. Call `connect`, `open_local` and `serve` in this order. The connection calls
     `on_negotiated` when a connector or stream has become usable, or when a connector has been rejected.
@@ -201,27 +189,26 @@ class Connection:
         on_negotiated: Callable[[], None],
     ) -> None:
         self._peer = peer
-        self._connectors, self._take_reply, self._on_negotiated = connectors, take_reply, on_negotiated
+        self._take_reply, self._on_negotiated = take_reply, on_negotiated
         self._stack = contextlib.AsyncExitStack()
         self._main = ProducerSession(peer.consumer, take_reply)
         self._local: ProducerSession | None = None
         self._bulk: ProducerSession | None = None
         self._bulk_wanted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._negotiated: dict[ConnectorName, Connector] = {}
-        self._refused: dict[ConnectorName, StagemeshError] = {}
-        self._offering: dict[ConnectorName, asyncio.Task[None]] = {}
-        self._paused: dict[ConnectorName, asyncio.TimerHandle] = {}
+        self.agreement = ConnectorAgreement(
+            peer.consumer,
+            connectors=connectors,
+            worked=peer.worked,
+            send_offer=self._send_offer,
+            on_change=on_negotiated,
+        )
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for pause in self._paused.values():
-            pause.cancel()
-        for task in self._offering.values():
-            task.cancel()
         try:
-            await asyncio.gather(*self._offering.values(), return_exceptions=True)
+            await self.agreement.close()
         finally:
             await self._stack.aclose()
 
@@ -233,8 +220,7 @@ class Connection:
         """
         welcome = await self._open_grpc(self._main)
         if OFFERS not in welcome.protocol.features:
-            error = NotReadyError(f"{self._peer} does not support offers of arenas", reason="CONNECTOR_UNAVAILABLE")
-            self._refused = {name: error for name in descriptors() if name != GRPC}
+            self.agreement.refuse_all(f"{self._peer} does not support offers of arenas")
         return welcome
 
     async def open_local(
@@ -312,107 +298,11 @@ class Connection:
                 self._on_negotiated()
             check()
 
-    # -- the negotiation of connectors
-
-    def choose(self, wanted: ConnectorName) -> ConnectorName | None:
-        """Returns the connector for a flow, or None if the connector is being negotiated or will be offered again.
-
-        `wanted` is the requested connector or AUTO. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the requested
-        connector cannot be used.
-        """
-        for name in self._candidates(wanted):
-            if name == GRPC or name in self._negotiated:
-                return name
-            if name not in self._refused:
-                self._begin(name)
-                return None
-        if wanted in self._paused:
-            return None
-        raise NotReadyError(
-            f"connector {wanted} cannot be used with replica {self._peer.consumer}: {self._refused[wanted].message}; "
-            "fix that, or set `connector: auto`",
-            reason="CONNECTOR_UNAVAILABLE",
-        ) from self._refused[wanted]
-
-    def reader(self, name: ConnectorName) -> Connector | None:
-        """Returns this replica's instance of the negotiated connector `name`, or None if `name` is grpc."""
-        return self._negotiated.get(name)
-
-    def answer(self, offer_answer: stage_pb2.OfferAnswer) -> None:
-        """Processes `offer_answer`, the consumer's answer to the offer of a connector.
-
-        Does nothing if no offer of this connector is pending.
-        """
-        name = next((name for name in self._offering if number_of(name) == offer_answer.connector), None)
-        if name is None:
-            return
-        self._offering.pop(name).cancel()
-        if offer_answer.HasField("error"):
-            self._refuse(name, error_from_wire(offer_answer.error))
-        else:
-            self._negotiated[name] = self._connectors.get(name)
-            self._peer.worked.add(name)
-        self._on_negotiated()
-
-    def fail(self, name: ConnectorName, error: StagemeshError) -> None:
-        """Stops using the connector `name`, which has failed with `error`.
-
-        Does nothing if the connector has not been negotiated.
-        """
-        if self._negotiated.pop(name, None) is not None:
-            self._refuse(name, error)
-
-    def probe(self, wanted: ConnectorName) -> EdgeProbe | None:
-        """Returns the connector that `choose` selects, and the preferred connectors that were rejected.
-
-        Returns None while the connector is being negotiated or will be offered again. Raises NotReadyError under the
-        same conditions as `choose`.
-        """
-        chosen = self.choose(wanted)
-        if chosen is None:
-            return None
-        better = {name: self._refused[name] for name in self._candidates(wanted) if name in self._refused}
-        return EdgeProbe(chosen, better)
-
     # -- inner workings
 
-    @staticmethod
-    def _candidates(wanted: ConnectorName) -> Iterator[ConnectorName]:
-        yield from descriptors() if wanted == AUTO else (wanted,)
-
-    def _refuse(self, name: ConnectorName, error: StagemeshError) -> None:
-        self._refused[name] = error
-        if name in self._peer.worked:
-            # A temporary failure, such as a short network outage, may end soon. Flows that request this connector wait.
-            self._paused[name] = asyncio.get_running_loop().call_later(_PAUSE_S, self._end_pause, name)
-
-    def _end_pause(self, name: ConnectorName) -> None:
-        del self._paused[name], self._refused[name]
-        self._on_negotiated()
-
-    def _begin(self, name: ConnectorName) -> None:
-        if name not in self._offering:
-            self._offering[name] = asyncio.create_task(self._keep_offering(name), name=f"offer {name}")
-
-    async def _keep_offering(self, name: ConnectorName) -> None:
-        """Sends an offer of a connector every _OFFER_AGAIN_S seconds, because an offer may be lost.
-
-        The task of this method is cancelled when the consumer answers.
-        """
-        try:
-            offer = await self._connectors.get(name).offer()
-        except Exception as exc:  # noqa: BLE001 - the task's outermost code, and another package may have installed it
-            if not isinstance(exc, StagemeshError):
-                _log.exception("connector %s failed with an unexpected error", name)
-                exc = InternalError(f"connector {name} failed: {type(exc).__name__}: {exc}")
-            del self._offering[name]
-            self._refuse(name, exc)
-            self._on_negotiated()
-            return
-        item = stage_pb2.PutItem(offer=stage_pb2.Offer(connector=number_of(name), offer=offer))
-        while True:
-            (self._local or self._main).send(item)
-            await asyncio.sleep(_OFFER_AGAIN_S)
+    def _send_offer(self, item: stage_pb2.PutItem) -> None:
+        """Sends an offer over the local stream if there is one, which carries the arena's descriptor."""
+        (self._local or self._main).send(item)
 
     async def _open_grpc(self, stream: ProducerSession) -> stage_pb2.Welcome:
         """Opens `stream` on a new network connection and returns the consumer's Welcome."""

@@ -1,15 +1,35 @@
 """The agreement of two replicas on a connector, and the connectors of one replica."""
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from stagemesh.common.errors import NotReadyError, StagemeshError
-from stagemesh.common.plugins.connectors import ConnectorDescriptor, ConnectorName, descriptor_of, name_of, number_of
+from stagemesh.common.errors import InternalError, StagemeshError
+from stagemesh.common.plugins.connectors import (
+    AUTO,
+    GRPC,
+    ConnectorDescriptor,
+    ConnectorName,
+    descriptor_of,
+    descriptors,
+    name_of,
+    number_of,
+)
 from stagemesh.common.plugins.entry_points import import_factory
 from stagemesh.connectors.arena.arena import Arena
-from stagemesh.connectors.base import Connector
+from stagemesh.connectors.base import Connector, unavailable
 from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.v1 import stage_pb2
+
+_OFFER_AGAIN_S = 2.0
+_PAUSE_S = 5.0
+"""The time in seconds after which a rejected connector is offered again.
+
+Applies only to connectors that have worked before.
+"""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,7 +80,7 @@ class ReplicaConnectors:
             descriptor = descriptor_of(name)
             missing = descriptor.missing() or ("" if descriptor.factory else "it does not read arenas")
             if missing:
-                raise NotReadyError(f"connector {name} cannot be used: {missing}", reason="CONNECTOR_UNAVAILABLE")
+                raise unavailable(f"connector {name} cannot be used: {missing}")
             self._connectors[name] = _load_factory(descriptor)(
                 self._arena, landing=self._landing, replica=self._replica, incarnation=self._incarnation
             )
@@ -78,6 +98,150 @@ def _load_factory(descriptor: ConnectorDescriptor) -> Callable[..., Connector]:
         return import_factory(descriptor.factory)
     except (ImportError, AttributeError) as exc:
         remedy = descriptor.remedy or f"repair the installation of {descriptor.factory}"
-        raise NotReadyError(
-            f"connector {descriptor.name} cannot be loaded: {exc}; {remedy}", reason="CONNECTOR_UNAVAILABLE"
-        ) from exc
+        raise unavailable(f"connector {descriptor.name} cannot be loaded: {exc}; {remedy}") from exc
+
+
+class ConnectorAgreement:
+    """The connectors on which this replica, the producer, and one consumer agree over the streams of one connection.
+
+    A flow uses the most preferred connector that both replicas can use. The producer offers its arena through one
+    connector at a time, in order of preference. The consumer answers whether it can read the arena through this
+    connector. If a connector that has worked before fails or is rejected, the producer offers the connector again after
+    _PAUSE_S seconds.
+    """
+
+    def __init__(
+        self,
+        consumer: str,
+        *,
+        connectors: ReplicaConnectors,
+        worked: set[ConnectorName],
+        send_offer: Callable[[stage_pb2.PutItem], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        """Agrees on no connector until `choose` is called.
+
+        Args:
+            consumer: The consumer's replica name.
+            connectors: The connectors of this replica.
+            worked: The connectors that have worked with this consumer, also on earlier connections. Is updated.
+            send_offer: Sends an offer to the consumer.
+            on_change: Called when `choose` may return another result.
+        """
+        self._consumer, self._connectors, self._worked = consumer, connectors, worked
+        self._send_offer, self._on_change = send_offer, on_change
+        self._negotiated: dict[ConnectorName, Connector] = {}
+        self._refused: dict[ConnectorName, StagemeshError] = {}
+        self._offering: dict[ConnectorName, asyncio.Task[None]] = {}
+        self._paused: dict[ConnectorName, asyncio.TimerHandle] = {}
+
+    def choose(self, wanted: ConnectorName) -> ConnectorName | None:
+        """Returns the connector for a flow, or None if the connector is being negotiated or will be offered again.
+
+        `wanted` is the requested connector or AUTO. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the requested
+        connector cannot be used.
+        """
+        for name in self._candidates(wanted):
+            if name == GRPC or name in self._negotiated:
+                return name
+            if name not in self._refused:
+                self._begin(name)
+                return None
+        if wanted in self._paused:
+            return None
+        raise unavailable(
+            f"connector {wanted} cannot be used with replica {self._consumer}: {self._refused[wanted].message}; "
+            "fix that, or set `connector: auto`"
+        ) from self._refused[wanted]
+
+    def reader(self, name: ConnectorName) -> Connector | None:
+        """Returns this replica's instance of the negotiated connector `name`, or None if `name` is grpc."""
+        return self._negotiated.get(name)
+
+    def answer(self, offer_answer: stage_pb2.OfferAnswer) -> None:
+        """Processes `offer_answer`, the consumer's answer to the offer of a connector.
+
+        Does nothing if no offer of this connector is pending.
+        """
+        name = next((name for name in self._offering if number_of(name) == offer_answer.connector), None)
+        if name is None:
+            return
+        self._offering.pop(name).cancel()
+        if offer_answer.HasField("error"):
+            self._refuse(name, error_from_wire(offer_answer.error))
+        else:
+            self._negotiated[name] = self._connectors.get(name)
+            self._worked.add(name)
+        self._on_change()
+
+    def fail(self, name: ConnectorName, error: StagemeshError) -> None:
+        """Stops using the connector `name`, which has failed with `error`.
+
+        Does nothing if the connector has not been negotiated.
+        """
+        if self._negotiated.pop(name, None) is not None:
+            self._refuse(name, error)
+
+    def refuse_all(self, cause: str) -> None:
+        """Prevents the use of all connectors except grpc on this connection."""
+        self._refused = {name: unavailable(cause) for name in descriptors() if name != GRPC}
+
+    def probe(self, wanted: ConnectorName) -> EdgeProbe | None:
+        """Returns the connector that `choose` selects, and the preferred connectors that were rejected.
+
+        Returns None while the connector is being negotiated or will be offered again. Raises NotReadyError under the
+        same conditions as `choose`.
+        """
+        chosen = self.choose(wanted)
+        if chosen is None:
+            return None
+        better = {name: self._refused[name] for name in self._candidates(wanted) if name in self._refused}
+        return EdgeProbe(chosen, better)
+
+    async def close(self) -> None:
+        """Cancels all offers and pauses. Idempotent."""
+        for pause in self._paused.values():
+            pause.cancel()
+        for offering in self._offering.values():
+            offering.cancel()
+        await asyncio.gather(*self._offering.values(), return_exceptions=True)
+
+    # -- inner workings
+
+    @staticmethod
+    def _candidates(wanted: ConnectorName) -> Iterator[ConnectorName]:
+        yield from descriptors() if wanted == AUTO else (wanted,)
+
+    def _refuse(self, name: ConnectorName, error: StagemeshError) -> None:
+        self._refused[name] = error
+        if name in self._worked:
+            # A temporary failure, such as a short network outage, may end soon. Flows that request this connector wait.
+            self._paused[name] = asyncio.get_running_loop().call_later(_PAUSE_S, self._end_pause, name)
+
+    def _end_pause(self, name: ConnectorName) -> None:
+        del self._paused[name], self._refused[name]
+        self._on_change()
+
+    def _begin(self, name: ConnectorName) -> None:
+        if name not in self._offering:
+            self._offering[name] = asyncio.create_task(self._keep_offering(name), name=f"offer {name}")
+
+    async def _keep_offering(self, name: ConnectorName) -> None:
+        """Sends an offer of a connector every _OFFER_AGAIN_S seconds, because an offer may be lost.
+
+        The task of this method is cancelled when the consumer answers.
+        """
+        try:
+            offer = await self._connectors.get(name).offer()
+        except Exception as exc:  # noqa: BLE001 - the task's outermost code, and another package may have installed it
+            if not isinstance(exc, StagemeshError):
+                _log.exception("connector %s failed with an unexpected error", name)
+                exc = InternalError(f"connector {name} failed: {type(exc).__name__}: {exc}")
+            del self._offering[name]
+            self._refuse(name, exc)
+            self._on_change()
+            return
+        item = stage_pb2.PutItem(offer=stage_pb2.Offer(connector=number_of(name), offer=offer))
+        while True:
+            self._send_offer(item)
+            await asyncio.sleep(_OFFER_AGAIN_S)

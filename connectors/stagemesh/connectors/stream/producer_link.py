@@ -8,10 +8,9 @@ from copy import copy
 from stagemesh.common.errors import InternalError, InvalidChunkError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import ConnectorName, name_of
 from stagemesh.common.wire.versions import check_version, unknown_kind
-from stagemesh.connectors import wire
+from stagemesh.connectors import lost_peers, wire
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
 from stagemesh.connectors.flow.sent_chunks import Leases
-from stagemesh.connectors.lost_peers import LOST_CONSUMER_S, REFUSING_CONSUMER_S
 from stagemesh.connectors.packets import EdgeKey, expired_error
 from stagemesh.connectors.stream import local_socket
 from stagemesh.connectors.stream.connection import Connection, Peer
@@ -209,7 +208,7 @@ class ProducerLink:
             if self._connection is None or answer.done():
                 continue
             try:
-                probe = self._connection.probe(wanted)
+                probe = self._connection.agreement.probe(wanted)
             except StagemeshError as exc:
                 answer.set_exception(exc)
                 continue
@@ -223,7 +222,7 @@ class ProducerLink:
             return
         for flow in list(self._to_open):
             try:
-                connector = connection.choose(flow.wanted)
+                connector = connection.agreement.choose(flow.wanted)
             except StagemeshError as exc:
                 flow.fail(exc)
                 continue
@@ -235,7 +234,7 @@ class ProducerLink:
             del self._to_open[flow]
             opening = flow.opening(
                 connector,
-                reader=connection.reader(connector),
+                reader=connection.agreement.reader(connector),
                 queue=stream.ready,
                 inline_limit_bytes=self._inline_limit_bytes,
             )
@@ -250,7 +249,7 @@ class ProducerLink:
                 self._on_released_elsewhere(elsewhere)
         elif kind == "offer_answer":
             if self._connection is not None:
-                self._connection.answer(reply.offer_answer)
+                self._connection.agreement.answer(reply.offer_answer)
         elif kind == "accept":
             self._answer_acceptance(reply.accept)
         elif kind is None:
@@ -315,7 +314,7 @@ class ProducerLink:
         error = error_from_wire(resync.error)
         _log.warning("%s asks to reopen edge %s: %s", self._peer.consumer, flow.key.edge, error.message)
         if resync.failed != chunk_pb2.CONNECTOR_UNSPECIFIED and self._connection is not None:
-            self._connection.fail(name_of(resync.failed), error)
+            self._connection.agreement.fail(name_of(resync.failed), error)
         flow.resync(error)
 
     # -- loss
@@ -329,7 +328,7 @@ class ProducerLink:
             flow.disconnect()
         if not isinstance(cause, UnavailableError):
             self._fail_flows(cause)
-        elif (is_unreachable := self._loop.time() - self._seen_s > LOST_CONSUMER_S) or await self._is_gone():
+        elif (is_unreachable := self._loop.time() - self._seen_s > lost_peers.LOST_CONSUMER_S) or await self._is_gone():
             self._fail_flows(cause)
             # The leases of a watched process on this host do not end here, because the process may still read the
             # arena. They end when the process releases them or terminates.
@@ -339,7 +338,8 @@ class ProducerLink:
                 self._leases.end_dead()
 
     async def _is_gone(self) -> bool:
-        """Returns whether the consumer's address has refused connections for more than REFUSED_S seconds.
+        """Returns whether the consumer's address has refused connections for more than REFUSING_CONSUMER_S
+        seconds.
 
         Each call attempts one connection.
         """
@@ -349,7 +349,7 @@ class ProducerLink:
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         except ConnectionRefusedError:
             self._refused_s = self._refused_s or self._loop.time()
-            return self._loop.time() - self._refused_s > REFUSING_CONSUMER_S
+            return self._loop.time() - self._refused_s > lost_peers.REFUSING_CONSUMER_S
         except (OSError, TimeoutError, ValueError):
             return False
         writer.close()

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Collection, Coroutine, Iterable
 from itertools import chain
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from stagemesh.common.errors import NotFoundError, StagemeshError
 from stagemesh.common.process.stage_process import ReplicaState
@@ -11,9 +11,8 @@ from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.pipeline import Edge, Pipeline
+from stagemesh.rpc.pages import Key
 
-Key: TypeAlias = tuple[int | str, ...]
-"""The position of an item in its list. It does not change while the item exists."""
 _Answer = TypeVar("_Answer")
 
 CALL_S = 5.0

@@ -1,11 +1,9 @@
 """Serves AdminService on a separate port, and forwards StageControlService calls to replicas.
 
-The servicer converts messages and pages lists. A page token is the key of the page's last item, so a list may change
-while it is paged. `Inspector` and `Lifecycle` do the work.
+The servicer converts messages and pages lists. `Inspector` and `Lifecycle` do the work.
 """
 
 import asyncio
-import base64
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial, wraps
@@ -13,13 +11,12 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
-from pydantic import TypeAdapter
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.common.wire.versions import check_version, own_protocol
 from stagemesh.orchestrator.admin.adapters import Adapters
-from stagemesh.orchestrator.admin.directory import Directory, Key
+from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle
 from stagemesh.orchestrator.admin.processes import process_reports, set_log_levels
@@ -31,65 +28,11 @@ from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState
 from stagemesh.rpc.callers import OPERATOR, STAGE
 from stagemesh.rpc.handlers import answering, streaming, time_left_s
+from stagemesh.rpc.pages import Key, page_of
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, membership_pb2_grpc
 
-_Response = TypeVar("_Response", bound=Message)
-
-_DEFAULT_SIZE, _MAX_SIZE = 100, 1000
-_KEYS: TypeAdapter[Key] = TypeAdapter(Key)
-
-
-def page_of(response: type[_Response], request: Any, *, field: str, items: Iterable[tuple[Key, Message]]) -> _Response:
-    """Returns a response of the type `response` with the page of a list that `request` selects.
-
-    - `field` is the name of the response field that contains the items.
-    - `items` are pairs of a key and an item, in ascending order of the keys. Items with the same key are always on the
-      same page, even if it then has more than `request.page_size` items.
-
-    Raises InvalidRequestError (INVALID_PAGE_TOKEN) if the request's token does not contain a key of this list.
-    """
-    token = str(request.page_token)
-    after = _key_of(token)
-    size = min(request.page_size or _DEFAULT_SIZE, _MAX_SIZE)
-    page: list[Message] = []
-    last: Key = ()
-    next_token = ""
-    for key, item in items:
-        try:
-            if key <= after:
-                continue
-        except TypeError:
-            # The token is from a list with other keys.
-            raise _invalid(token) from None
-        if len(page) >= size and key != last:
-            next_token = _token_of(last)
-            break
-        page.append(item)
-        last = key
-    return response(next_page_token=next_token, **{field: page})
-
-
-def _token_of(key: Key) -> str:
-    return base64.urlsafe_b64encode(_KEYS.dump_json(key)).decode().rstrip("=")
-
-
-def _key_of(token: str) -> Key:
-    try:
-        return _KEYS.validate_json(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))) if token else ()
-    except ValueError:
-        raise _invalid(token) from None
-
-
-def _invalid(token: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"page_token {token[:40]!r} is not from a previous page of this list; omit it to start with the first page",
-        reason="INVALID_PAGE_TOKEN",
-    )
-
-
 SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
-LIVENESS = "liveness"
 REPLICA_KEY = "stagemesh-replica"
 """The metadata key for the name of the replica to which a StageControlService call is forwarded."""
 
@@ -285,19 +228,17 @@ async def serving_admin(
     """
     server = Server(listen, roles={OPERATOR, STAGE})
     directory = Directory(orchestrator.pipeline, orchestrator.fleet)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(orchestrator, directory), server.grpc)
+    server.add(SERVICE_NAME, admin_pb2_grpc.add_AdminServiceServicer_to_server, AdminServicer(orchestrator, directory))
     server.grpc.add_generic_rpc_handlers((_ControlForwarder(directory),))
-    membership_pb2_grpc.add_MembershipServiceServicer_to_server(MembershipServicer(registration), server.grpc)
-    services = (SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME)
-    for service in services:
-        server.reflect(service)
-    for facet in ("", *services, LIVENESS):
-        server.set_health(facet, serving=True)
-    port = await server.start()
-    try:
+    server.reflect(CONTROL_NAME)
+    server.add(
+        MEMBERSHIP_NAME,
+        membership_pb2_grpc.add_MembershipServiceServicer_to_server,
+        MembershipServicer(registration),
+    )
+    server.set_health("", SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME, serving=True)
+    async with server.serving(grace_s=_GRACE_S) as port:
         yield port
-    finally:
-        await server.stop(grace_s=_GRACE_S)
 
 
 class _ControlForwarder(grpc.GenericRpcHandler):

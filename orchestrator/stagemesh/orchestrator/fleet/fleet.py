@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _DESCRIBE_TIMEOUT_S = 2.0
-_FIRST_PAUSE_S, _LOADING_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 0.5, 2.0
+_LOADING_PAUSE_S = 0.5
+_LOST_PAUSES = Backoff(first_s=0.25, longest_s=2.0)
 _LOAD_RETRY_S = 1.0
 
 
@@ -47,7 +48,7 @@ class ReplicaWatcher:
         self._fleet, self._member, self._client = fleet, member, client
         self._left = asyncio.Event()
         self._lost_at_s: float | None = None
-        self._backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+        self._retries = _LOST_PAUSES.retries()
         self._tasks = asyncio.TaskGroup()
         self._load_reports: asyncio.Task[None] | None = None
         """The task that stores the replica's load reports, or None if no reports are being received."""
@@ -90,14 +91,14 @@ class ReplicaWatcher:
                     await self._client.wait_while_serving()
                     await self._describe()
             except StagemeshError as exc:
-                pause_s = self._backoff.next_s()
+                pause_s = self._retries.next_s()
                 await self._lose(exc)
             await asyncio.sleep(pause_s)
 
     async def _describe(self) -> None:
         description = await self._client.describe(timeout_s=_DESCRIBE_TIMEOUT_S)
         self._lost_at_s = None
-        self._backoff.reset()
+        self._retries.reset()
         failed = description.state == stage_pb2.REPLICA_STATE_FAILED
         if self.replica.is_described and self.replica.incarnation != description.incarnation:
             self.replica.end(self.replica.loss("restarted", reason="REPLICA_RESTARTED"))

@@ -11,7 +11,7 @@ from stagemesh.common.errors import UnavailableError
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.planning.planner import Plan, Planner
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
+_PAUSES = Backoff(first_s=0.05, longest_s=0.5)
 
 
 class Failover:
@@ -32,14 +32,14 @@ class Failover:
         Chooses a replica in `avoid` only if no other replica is ready. Returns None if an upgrade has replaced the
         plan's generation.
         """
-        backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+        retries = _PAUSES.retries()
         while True:
             for avoided in (avoid, ()):
                 with suppress(UnavailableError):
                     return self._planner.choose_again(stage, plan, avoid=avoided)
             if self._planner.has_ended(stage, plan):
                 return None
-            await asyncio.sleep(backoff.next_s())
+            await retries.sleep()
 
     async def find_alone(
         self, stage: str, plan: Plan, *, avoid: Collection[Replica], reservation: ExitStack

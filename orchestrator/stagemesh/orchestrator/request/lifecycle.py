@@ -5,7 +5,6 @@ requests, and the recently ended requests to which a caller can still attach.
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import ExistsError, StagemeshError
+from stagemesh.common.wire.messages import digest_of, without_fields
 from stagemesh.orchestrator.admission.admission import Admission
 from stagemesh.orchestrator.admission.queue import AdmissionRequest, TicketState
 from stagemesh.orchestrator.planning.planner import NotReadyYetError, Plan
@@ -34,7 +34,7 @@ STAGE_WAIT_S = 15.0
 
 This applies only if a replica of the stage may become ready soon. Otherwise the request fails immediately.
 """
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
+_PAUSES = Backoff(first_s=0.05, longest_s=0.25)
 _NO_FACTS: Facts = MappingProxyType({})
 KEEP_S = 30.0
 KEEP_BYTES = 64 << 20
@@ -49,6 +49,7 @@ _CHANGING_FIELDS = (
     "generation",
     "preferred_replicas",
     "admitted_call",
+    "parameters.seed",
 )
 """The fields of a request that may differ between its calls."""
 
@@ -222,14 +223,14 @@ class RequestLifecycle:
         that, raises the error of `plan`.
         """
         ends_s = min(self._admission_request.deadline_s, self._clock() + STAGE_WAIT_S)
-        backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+        retries = _PAUSES.retries()
         while self._stopped is None:
             try:
                 return plan(runs)
             except NotReadyYetError:
                 if self._clock() >= ends_s:
                     raise
-                await asyncio.sleep(backoff.next_s())
+                await retries.sleep()
         return ()
 
     def _note_admitted(self, request: ValidRequest, plans: Sequence[Plan]) -> None:
@@ -369,15 +370,7 @@ def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
     that this process does not know, which may do so, too. It also excludes the seed, because a caller that attaches
     again may set the seed that was chosen for its first call.
     """
-    content = orchestrator_pb2.GenerateRequest()
-    content.CopyFrom(request)
-    content.DiscardUnknownFields()
-    for name in _CHANGING_FIELDS:
-        content.ClearField(name)  # type: ignore[arg-type]
-    content.parameters.ClearField("seed")
-    if not content.parameters.ByteSize():
-        content.ClearField("parameters")
-    return hashlib.blake2b(content.SerializeToString(deterministic=True), digest_size=16).digest()
+    return digest_of(without_fields(request, *_CHANGING_FIELDS))
 
 
 def _latest_attempt(error: StagemeshError | None) -> int | None:

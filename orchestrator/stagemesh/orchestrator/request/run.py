@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 
-from stagemesh.common.backoff import backoff_s
+from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, InternalError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.process.logs import bind_log_context
@@ -42,7 +42,7 @@ _STEP_MARGIN_S = 0.5
 _REPORT_TIMEOUT_S = 0.2
 # After _QUICK_RESTARTS, further restarts of a stage are delayed. After MAX_RESTARTS, the request fails.
 _QUICK_RESTARTS, MAX_RESTARTS = 3, 24
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_RESTART_PAUSES = Backoff(first_s=0.1, longest_s=2.0)
 # After this number of processes of a stage have died while running a request, the request runs alone on its replica.
 _SUSPECT_DEATHS = 2
 
@@ -245,8 +245,7 @@ class RequestRun:
 
     async def _place(self, state: StepState) -> None:
         if state.restarts > _QUICK_RESTARTS:
-            failures = state.restarts - _QUICK_RESTARTS
-            await asyncio.sleep(backoff_s(failures, first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S))
+            await asyncio.sleep(_RESTART_PAUSES.pause_s(state.restarts - _QUICK_RESTARTS))
         state.alone = len(state.dead_replicas) >= _SUSPECT_DEATHS
         replica = await self._find_replica(state)
         if replica is None:

@@ -40,7 +40,7 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 _log = logging.getLogger(__name__)
 DRAINED = "DRAINED"
 """The error reason of a step that was paused because its replica drains. The step continues on another replica."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.1
+_PAUSES = Backoff(first_s=0.05, longest_s=0.1)
 _REBIND_S = 5.0
 _CANCEL_S = 5.0
 _BINDINGS_BYTES = 256 << 10
@@ -404,9 +404,9 @@ async def _answers_again(replica: Replica, *, until_s: float) -> bool:
     Returns False if the replica has ended. Raises the replica's end cause if a different process answers: the step is
     unknown to this process, which would start the step from the beginning.
     """
-    loop, backoff = asyncio.get_running_loop(), Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+    loop, retries = asyncio.get_running_loop(), _PAUSES.retries()
     while replica.end_cause is None and (left_s := until_s - loop.time()) > 0:
-        await asyncio.sleep(min(left_s, backoff.next_s()))
+        await asyncio.sleep(min(left_s, retries.next_s()))
         with suppress(StagemeshError):
             description = await replica.client.describe(timeout_s=max(0.0, until_s - loop.time()))
             if description.incarnation == replica.incarnation:

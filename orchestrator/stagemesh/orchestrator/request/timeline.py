@@ -11,36 +11,13 @@ from typing import NamedTuple
 from stagemesh.common.errors import CancelledRequestError, StagemeshError
 from stagemesh.common.plugins.descriptors import INPUT
 from stagemesh.common.requests.output_position import OutputKey
-from stagemesh.common.wire.telemetry import MAX_SPANS, StepTrace
-from stagemesh.connectors.packets import FlowUsage
+from stagemesh.common.wire.telemetry import MAX_SPANS, Playout, StepTrace
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.spans import TraceContext
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
 
 _MAX_SPANS_BYTES = 8 << 20
 _MAX_DROPPED = 1 << 32
-
-
-@dataclass(slots=True)
-class Playout:
-    """The continuity of one stream. An underrun is a time in which the listener waits for the next part.
-
-    All times are in seconds on one clock: that of the orchestrator when it sends the parts, or that of a client when it
-    receives them.
-    """
-
-    dry_s: float
-    """The time at which all audio so far has been played. Initially the time of the first part."""
-    underrun_s: float = 0.0
-    """The sum of all underruns."""
-    longest_underrun_s: float = 0.0
-
-    def add(self, at_s: float, *, duration_s: float) -> None:
-        """Adds a part of `duration_s` seconds, which was sent or received at `at_s`."""
-        waited_s = max(0.0, at_s - self.dry_s)
-        self.underrun_s += waited_s
-        self.longest_underrun_s = max(self.longest_underrun_s, waited_s)
-        self.dry_s = max(self.dry_s, at_s) + duration_s
 
 
 class RequestState(Enum):
@@ -184,7 +161,7 @@ class Timeline:
     received_at_s: float = field(default_factory=time.time)
     """The wall-clock time of receipt in seconds since the Unix epoch. Used only for display."""
     steps: list[StepNotes] = field(default_factory=list[StepNotes])
-    inputs: list[FlowUsage] = field(default_factory=list[FlowUsage])
+    inputs: list[request_pb2.EdgeUsage] = field(default_factory=list[request_pb2.EdgeUsage])
     """The chunks and bytes of streamed input that the orchestrator has sent, for each attempt of an edge."""
     playouts: dict[OutputKey, Playout] = field(default_factory=dict[OutputKey, Playout])
     """The play-out of each output of each choice that is streamed as audio."""
@@ -247,7 +224,7 @@ class Timeline:
         if self.planned_s is None:
             self.planned_s = self.elapsed_s()
 
-    def note_input(self, usage: FlowUsage) -> None:
+    def note_input(self, usage: request_pb2.EdgeUsage) -> None:
         """Counts the streamed input that was sent over one attempt of an edge."""
         self.inputs.append(usage)
 
@@ -299,7 +276,7 @@ class EdgeTotals:
     chunks: int = 0
     size_bytes: int = 0
 
-    def add(self, usage: request_pb2.EdgeUsage | FlowUsage) -> None:
+    def add(self, usage: request_pb2.EdgeUsage) -> None:
         self.chunks += usage.chunks
         self.size_bytes += usage.size_bytes
 

@@ -10,12 +10,12 @@ from typing import Any
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.requests.output_position import OutputKey
+from stagemesh.common.wire.messages import embedded, tag_of
 from stagemesh.orchestrator.request.output_record import MAX_LINGER_S
 from stagemesh.orchestrator.session.turn_requests import Answer, Spawn, Task
 from stagemesh.v1 import orchestrator_pb2
 
-_LENGTH_DELIMITED = 2
-_GENERATED_TAG = orchestrator_pb2.ConverseResponse.GENERATED_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_GENERATED = tag_of(orchestrator_pb2.ConverseResponse.DESCRIPTOR, "generated")
 _MAX_WAITING = 4
 """The maximum number of events of an answer that wait to be sent."""
 _MAX_UNREAD = 256
@@ -33,17 +33,7 @@ def generated_response(turn: int, event: bytes) -> bytes:
 
     Does not parse `event`, because an answer consists of many of them.
     """
-    return b"".join((response(turn), _varint(_GENERATED_TAG), _varint(len(event)), event))
-
-
-def _varint(value: int) -> bytes:
-    """Encodes a number as protobuf does: seven bits in each byte, lowest first, and a bit that marks further bytes."""
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
+    return response(turn) + embedded(_GENERATED, event)
 
 
 class SessionCall:

@@ -1,6 +1,5 @@
 """The settings of a session, which its first event determines."""
 
-import hashlib
 import math
 import re
 import uuid
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 
 from stagemesh.common.errors import InvalidRequestError, OverloadedError, UnsupportedError
 from stagemesh.common.requests.request_checks import check_options, read_options
+from stagemesh.common.wire.messages import digest_of, without_fields
 from stagemesh.orchestrator.request.streamed_input import StreamedInput
 from stagemesh.orchestrator.request.validation import ValidRequest, check_pipeline, validate
 from stagemesh.pipeline import Pipeline
@@ -16,7 +16,7 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,96}")
 # The fields that may differ between the calls of a session.
-_CHANGING = ("linger_s", "earlier_calls", "turn", "next_positions", "generation")
+_CHANGING = ("linger_s", "earlier_calls", "turn", "next_positions", "generation", "parameters.seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +86,7 @@ def fingerprint(opening: orchestrator_pb2.SessionOpen) -> bytes:
 
     Excludes the seed, because a client that attaches again may set the seed that was chosen for its first call.
     """
-    content = orchestrator_pb2.SessionOpen()
-    content.CopyFrom(opening)
-    content.DiscardUnknownFields()
-    for name in _CHANGING:
-        content.ClearField(name)  # type: ignore[arg-type]
-    content.parameters.ClearField("seed")
-    return hashlib.blake2b(content.SerializeToString(deterministic=True), digest_size=16).digest()
+    return digest_of(without_fields(opening, *_CHANGING))
 
 
 def _streams(opening: orchestrator_pb2.SessionOpen) -> bool:

@@ -140,7 +140,7 @@ class PartitionsArena(Protocol):
     def open_partition(self, size_bytes: int) -> PartitionAddress:
         """Reserves a partition of `size_bytes` bytes for one worker process.
 
-        Returns the ticket with which the worker opens the partition. Raises NotReadyError if the arena has too little
+        Returns the address at which the worker opens the partition. Raises NotReadyError if the arena has too little
         free space.
         """
         ...
@@ -153,7 +153,7 @@ class PartitionsArena(Protocol):
         """
         ...
 
-    def close_partition(self, ticket: PartitionAddress) -> None:
+    def close_partition(self, address: PartitionAddress) -> None:
         """Frees a partition. Must be called only after the partition's worker has terminated."""
 
 

@@ -1,4 +1,7 @@
-"""Sets up torch in a process: its device, threads and memory, and torchvision's operators on a CPU."""
+"""Sets up torch in a process: its device, threads, precision and memory, and torchvision's operators on a CPU.
+
+No other module sets the state of torch that the engines and models of one process share.
+"""
 
 import ctypes
 import gc
@@ -35,15 +38,23 @@ def choose_device(device: str, *, ranks: int = 1, rank: int = 0) -> torch.device
 
 
 def set_up_torch(device: torch.device) -> None:
-    """Limits torch to one thread on the CPU, unless the user set OMP_NUM_THREADS. Affects the calling thread.
+    """Sets the number of threads with which the calling thread computes on the CPU, because results depend on it.
 
-    If the device is the CPU, the process also reuses the memory of freed tensors.
+    The number is OMP_NUM_THREADS, or 1 if that variable has no number. It does not depend on what torch or a library
+    has set before. Threads that use torch later inherit the number. If the device is the CPU, the process also reuses
+    the memory of freed tensors.
     """
     if device.type == "cpu":
         retain_tensor_memory()
-    if not library_variable("OMP_NUM_THREADS"):
-        # Stages share a machine. With more threads in each stage, they would compete for the cores.
-        torch.set_num_threads(1)
+    # The variable may list a number for each level of nested loops.
+    threads = library_variable("OMP_NUM_THREADS").partition(",")[0].strip()
+    # Stages share a machine. With more threads in each stage, they would compete for the cores.
+    torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else 1)
+
+
+def compute_float32_exactly() -> None:
+    """Disables the rounding of the inputs of float32 convolutions to 10 bits, which is a GPU's default."""
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
 
 
 _NAMES = ("roi_align", "ps_roi_align", "roi_pool", "ps_roi_pool", "deform_conv2d")

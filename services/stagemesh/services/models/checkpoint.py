@@ -1,12 +1,13 @@
 """Reads the config and the weights of one stage from an ordinary checkpoint folder."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from stagemesh.common.errors import NotReadyError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -17,6 +18,16 @@ _MAX_LISTED_NAMES = 10
 _OBJECT, _FILES = TypeAdapter(dict[str, Any]), TypeAdapter(dict[str, str])
 
 Section = TypeVar("Section")
+
+
+def require_folder(model: Path | None, needed_by: str, *, setting: str = "the stage's `model`") -> Path:
+    """Returns the checkpoint folder `model`. Raises InvalidRequestError (INVALID_CONFIG) if it is None.
+
+    `needed_by` names the function or transform in the message, and `setting` what sets the folder.
+    """
+    if model is None:
+        raise InvalidRequestError(f"{needed_by} needs a checkpoint folder; set {setting}", reason="INVALID_CONFIG")
+    return model
 
 
 def read_config(folder: Path, *, model_type: str | None = None) -> dict[str, Any]:
@@ -48,23 +59,24 @@ def read_section(folder: Path, config: Mapping[str, Any], *, name: str, kind: ty
         raise load_error(folder, f"in its {CONFIG}, {field} is {first['input']!r}: {first['msg']}") from exc
 
 
+def read_generation_config(folder: Path) -> Mapping[str, Any]:
+    """Returns the content of the checkpoint's generation_config.json, or nothing if it has no readable one."""
+    try:
+        return _OBJECT.validate_json((folder / "generation_config.json").read_bytes())
+    except (OSError, ValidationError):
+        return {}
+
+
 def load_weights(folder: Path, prefix: str) -> dict[str, "Tensor"]:
     """Returns the weights whose names start with `prefix`, by name, on the CPU.
 
     Opens only the files that contain such weights. Raises NotReadyError (LOAD_FAILED) if the checkpoint has no weights
     or an invalid file.
     """
-    from safetensors import SafetensorError, safe_open
-
     weights: dict[str, Tensor] = {}
     for path in _files_of(folder, prefix):
-        try:
-            opened: Any = safe_open(path, framework="pt")
-            with opened as file:
-                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  # not a mapping
-                weights |= {name: file.get_tensor(name) for name in names}
-        except (OSError, SafetensorError) as exc:
-            raise load_error(folder, f"its {path.name} cannot be read: {exc}; copy it again") from exc
+        with _opened(path, framework="pt") as file:
+            weights |= {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
     return weights
 
 
@@ -87,16 +99,10 @@ def weight_names(folder: Path, prefix: str) -> set[str]:
 
     Raises NotReadyError (LOAD_FAILED) if the checkpoint has no weights or an invalid file.
     """
-    from safetensors import SafetensorError, safe_open
-
     names: set[str] = set()
     for path in _files_of(folder, prefix):
-        try:
-            opened: Any = safe_open(path, framework="numpy")
-            with opened as file:
-                names.update(name for name in file.keys() if name.startswith(prefix))  # noqa: SIM118  # not a mapping
-        except (OSError, SafetensorError) as exc:
-            raise load_error(folder, f"its {path.name} cannot be read: {exc}; copy it again") from exc
+        with _opened(path, framework="numpy") as file:
+            names.update(name for name in file.keys() if name.startswith(prefix))  # noqa: SIM118
     return names
 
 
@@ -148,6 +154,19 @@ class _Fields(dict[str, Any]):
             self.folder,
             f"its {CONFIG} has no {self.prefix}{name}; check that it belongs to this model, and copy it again",
         )
+
+
+@contextmanager
+def _opened(path: Path, *, framework: str) -> Generator[Any]:
+    """Opens a file of weights. Raises NotReadyError (LOAD_FAILED) if the file cannot be opened or read."""
+    from safetensors import SafetensorError, safe_open
+
+    opened: Any = safe_open
+    try:
+        with opened(path, framework=framework) as file:
+            yield file
+    except (OSError, SafetensorError) as exc:
+        raise load_error(path.parent, f"its {path.name} cannot be read: {exc}; copy it again") from exc
 
 
 def _files_of(folder: Path, prefix: str) -> list[Path]:

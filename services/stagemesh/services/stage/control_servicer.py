@@ -1,11 +1,11 @@
 """The gRPC service StageControlService. Converts messages, and calls `StageRuntime` and the engine's controls."""
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.rpc.handlers import answered
+from stagemesh.rpc.pages import page_of
 from stagemesh.rpc.process_control import host_report, set_log_level
 from stagemesh.services.engines.abilities import AdapterControl, CacheControl
 from stagemesh.services.stage.runtime import StageRuntime
@@ -17,30 +17,6 @@ if TYPE_CHECKING:
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 SERVICE_NAME = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].full_name
-DEFAULT_PAGE, MAX_PAGE = 100, 1000
-
-ItemT = TypeVar("ItemT")
-
-
-class Page(NamedTuple, Generic[ItemT]):
-    """One page of a sorted list. `next_token` is the `page_token` of the request for the next page, or empty on the
-    last page.
-    """
-
-    items: Sequence[ItemT]
-    next_token: str
-
-
-def page_of(items: Iterable[ItemT], key: Callable[[ItemT], str], *, page_size: int, page_token: str) -> Page[ItemT]:
-    """Returns one page of the items whose keys are greater than `page_token`, sorted by key. `key` returns the key of
-    an item.
-
-    `page_size` is the maximum number of items on the page. 0 means DEFAULT_PAGE, and values above MAX_PAGE mean
-    MAX_PAGE.
-    """
-    left = sorted((item for item in items if key(item) > page_token), key=key)
-    page = left[: min(page_size or DEFAULT_PAGE, MAX_PAGE)]
-    return Page(page, key(page[-1]) if len(page) < len(left) else "")
 
 
 @answered
@@ -65,10 +41,9 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
     async def ListAdapters(
         self, request: control_pb2.ListAdaptersRequest, context: _Context
     ) -> control_pb2.ListAdaptersResponse:
-        adapters = self._adapters(ready=False).list_adapters()
-        page = page_of(adapters, attrgetter("name"), page_size=request.page_size, page_token=request.page_token)
-        messages = [control_pb2.Adapter(**asdict(each)) for each in page.items]
-        return control_pb2.ListAdaptersResponse(adapters=messages, next_page_token=page.next_token)
+        adapters = sorted(self._adapters(ready=False).list_adapters(), key=attrgetter("name"))
+        items = (((each.name,), control_pb2.Adapter(**asdict(each))) for each in adapters)
+        return page_of(control_pb2.ListAdaptersResponse, request, field="adapters", items=items)
 
     async def PinAdapter(
         self, request: control_pb2.PinAdapterRequest, context: _Context
@@ -77,24 +52,24 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
         return control_pb2.PinAdapterResponse(adapter=control_pb2.Adapter(**asdict(adapter)))
 
     async def Sleep(self, request: control_pb2.SleepRequest, context: _Context) -> control_pb2.SleepResponse:
-        asleep = await self._runtime.sleep(request.level, drain=_drains(request.when_busy))
+        asleep = await self._runtime.lifecycle.sleep(request.level, drain=_drains(request.when_busy))
         return control_pb2.SleepResponse(asleep=asleep)
 
     async def Wake(self, request: control_pb2.WakeRequest, context: _Context) -> control_pb2.WakeResponse:
-        return control_pb2.WakeResponse(asleep=await self._runtime.wake(request.tags))
+        return control_pb2.WakeResponse(asleep=await self._runtime.lifecycle.wake(request.tags))
 
     async def StartProfile(
         self, request: control_pb2.StartProfileRequest, context: _Context
     ) -> control_pb2.StartProfileResponse:
         max_steps = request.max_steps if request.HasField("max_steps") else None
-        profiles = self._runtime.require(self._runtime.engine.abilities.profiles, "profile")
+        profiles = self._runtime.lifecycle.require(self._runtime.engine.abilities.profiles, "profile")
         folder = await profiles.start(request.folder, max_steps=max_steps)
         return control_pb2.StartProfileResponse(folder=folder)
 
     async def StopProfile(
         self, request: control_pb2.StopProfileRequest, context: _Context
     ) -> control_pb2.StopProfileResponse:
-        profiles = self._runtime.require(self._runtime.engine.abilities.profiles, "profile", ready=False)
+        profiles = self._runtime.lifecycle.require(self._runtime.engine.abilities.profiles, "profile", ready=False)
         return control_pb2.StopProfileResponse(files=await profiles.stop())
 
     async def ClearCaches(
@@ -111,10 +86,10 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
 
     async def Drain(self, request: control_pb2.DrainRequest, context: _Context) -> control_pb2.DrainResponse:
         move_after_s = request.move_after_s if request.HasField("move_after_s") else None
-        return control_pb2.DrainResponse(running=self._runtime.start_drain(move_after_s=move_after_s))
+        return control_pb2.DrainResponse(running=self._runtime.lifecycle.start_drain(move_after_s=move_after_s))
 
     async def Resume(self, request: control_pb2.ResumeRequest, context: _Context) -> control_pb2.ResumeResponse:
-        self._runtime.end_drain()
+        self._runtime.lifecycle.end_drain()
         return control_pb2.ResumeResponse()
 
     async def Shutdown(self, request: control_pb2.ShutdownRequest, context: _Context) -> control_pb2.ShutdownResponse:
@@ -124,9 +99,9 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
     async def ListSteps(
         self, request: control_pb2.ListStepsRequest, context: _Context
     ) -> control_pb2.ListStepsResponse:
-        reports = self._runtime.reports(request.request_id)
-        page = page_of(reports, attrgetter("step_id"), page_size=request.page_size, page_token=request.page_token)
-        return control_pb2.ListStepsResponse(steps=page.items, next_page_token=page.next_token)
+        reports = sorted(self._runtime.reports(request.request_id), key=attrgetter("step_id"))
+        items = (((report.step_id,), report) for report in reports)
+        return page_of(control_pb2.ListStepsResponse, request, field="steps", items=items)
 
     async def SetLogLevel(
         self, request: control_pb2.SetLogLevelRequest, context: _Context
@@ -139,10 +114,10 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
         return control_pb2.DescribeHostResponse(report=host_report())
 
     def _adapters(self, *, ready: bool = True) -> AdapterControl:
-        return self._runtime.require(self._runtime.engine.abilities.adapters, "adapters", ready=ready)
+        return self._runtime.lifecycle.require(self._runtime.engine.abilities.adapters, "adapters", ready=ready)
 
     def _caches(self, *, ready: bool = True) -> CacheControl:
-        return self._runtime.require(self._runtime.engine.abilities.caches, "caches", ready=ready)
+        return self._runtime.lifecycle.require(self._runtime.engine.abilities.caches, "caches", ready=ready)
 
 
 def _drains(policy: "control_pb2.BusyPolicy.ValueType") -> bool:

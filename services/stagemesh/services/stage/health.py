@@ -10,11 +10,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from stagemesh.v1.stage_pb2 import ROLLOUT_VERDICT_RELEASED, ROLLOUT_VERDICT_WITHHELD
 
 if TYPE_CHECKING:
+    from stagemesh.services.stage.step.run import StepRun
     from stagemesh.v1.stage_pb2 import RolloutVerdict
 
 
@@ -28,25 +29,6 @@ events for `stall_s` seconds. A step that only waits in the engine's queue is no
 because engines run tasks in order or in turns. Later steps with a higher priority are ignored."""
 
 
-class Working(Protocol):
-    """The attributes of a step's run that hang detection reads."""
-
-    number: int
-    """The run's number. Later runs have higher numbers."""
-    priority: int
-    """The run's priority. Runs with a higher number run first."""
-    event_count: int
-    """The number of events received from the engine."""
-
-    @property
-    def computes(self) -> bool:
-        """Whether the run waits only for its engine. False while the run waits for input or for a consumer."""
-        ...
-
-
-RunT = TypeVar("RunT", bound=Working)
-
-
 class _Silence(NamedTuple):
     """A period, measured in checks, in which a run receives no events from the engine."""
 
@@ -55,14 +37,16 @@ class _Silence(NamedTuple):
     """The number of events that each run had received when the period started, by run number."""
 
 
-class StallWatch(Generic[RunT]):
+class StallWatch:
     """Watches the runs of one replica for hangs.
 
     If no run makes progress, the engine counts as hung. If one run makes no progress while later runs make progress,
     only that run counts as hung.
     """
 
-    def __init__(self, runs: Callable[[], Sequence[RunT]], *, stall_s: float, on_hung: Callable[[RunT], None]) -> None:
+    def __init__(
+        self, runs: Callable[[], Sequence["StepRun"]], *, stall_s: float, on_hung: Callable[["StepRun"], None]
+    ) -> None:
         """`runs` returns the runs that have not ended. `stall_s` is the time limit for a run without events, in
         seconds.
 
@@ -123,7 +107,7 @@ class StallWatch(Generic[RunT]):
                     self._on_hung(working[number])
         return is_stuck
 
-    def _hangs(self, run: RunT, others: Iterable[RunT]) -> bool:
+    def _hangs(self, run: "StepRun", others: Iterable["StepRun"]) -> bool:
         since = self._silent[run.number]
         return since.lasts_s >= self._stall_s and any(
             other.event_count - since.counts_then.get(other.number, 0) >= _OVERTAKEN

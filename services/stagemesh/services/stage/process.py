@@ -16,18 +16,17 @@ from stagemesh.common.process.logs import bind_process_log_context
 from stagemesh.common.process.stage_process import ReplicaState, StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.rpc.callers import OPERATOR, ORCHESTRATOR, STAGE
-from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
 from stagemesh.services.stage.control_servicer import SERVICE_NAME as CONTROL_NAME
 from stagemesh.services.stage.control_servicer import StageControlServicer
+from stagemesh.services.stage.lifecycle import ReplicaLifecycle
 from stagemesh.services.stage.registration import registered
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.servicer import SERVICE_NAME, StageServicer
 from stagemesh.v1 import control_pb2_grpc
 
-LIVENESS = "liveness"
 _STOP_GRACE_S = 1.0
 _END_S, _FAILED_END_S = 25.0, 3.0
 """Time limits in seconds for the process to terminate after the time for its running steps: of a working engine, and of
@@ -53,19 +52,16 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     share_heap_among_threads()
     bind_process_log_context(stage=config.stage, replica=config.replica)
     bind_forks_to_this_process()
-    PROCESS.use(Credentials(config.tls))
-    server = Server(config.listen, roles={ORCHESTRATOR, STAGE, OPERATOR}, health_listen=config.health_listen)
+    server = Server.of_process(config.listen, config, roles={ORCHESTRATOR, STAGE, OPERATOR})
     runtime = _make_runtime(config)
-    add_stage_service(StageServicer(runtime), server.grpc)
-    control_pb2_grpc.add_StageControlServiceServicer_to_server(StageControlServicer(runtime), server.grpc)
-    server.reflect(SERVICE_NAME)
-    server.reflect(CONTROL_NAME)
+    server.add(SERVICE_NAME, add_stage_service, StageServicer(runtime))
+    server.add(CONTROL_NAME, control_pb2_grpc.add_StageControlServiceServicer_to_server, StageControlServicer(runtime))
     runtime.on_shutdown = stopping.set
-    runtime.on_serving = lambda serving: _set_serving(server, runtime, serving=serving)
-    runtime.rollout.on_change = lambda: server.set_health(config.stage, serving=runtime.rollout.is_ready)
-    server.set_health(LIVENESS, serving=True)
+    lifecycle = runtime.lifecycle
+    lifecycle.on_serving = lambda serving: _set_serving(server, lifecycle, serving=serving)
+    lifecycle.rollout.on_change = lambda: server.set_health(config.stage, serving=lifecycle.rollout.is_ready)
     server.set_health(CONTROL_NAME, serving=False)
-    runtime.on_serving(False)
+    lifecycle.on_serving(False)
     try:
         port = await server.start()
         async with (
@@ -73,14 +69,14 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
             registered(config, incarnation=runtime.data_plane.incarnation, port=port),
         ):
             await work(runtime, server, stopping)
-            runtime.begin_shutdown()
+            lifecycle.begin_shutdown()
     finally:
         # The steps of a failed engine have ended, or never end.
-        failed = runtime.state is ReplicaState.FAILED
+        failed = lifecycle.state is ReplicaState.FAILED
         drain_s = 0.0 if failed else config.drain_s
         end_within(_FAILED_END_S if failed else drain_s + _END_S)
         server.set_health(CONTROL_NAME, serving=False)
-        await runtime.finish_steps(grace_s=drain_s)
+        await lifecycle.finish_steps(grace_s=drain_s)
         await runtime.close()
         await server.stop(grace_s=_STOP_GRACE_S)
 
@@ -98,7 +94,7 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
     # requests would accumulate.
     gc.set_threshold(*_GC_THRESHOLDS)
     # An operator may already have drained the replica.
-    runtime.on_serving(runtime.state is ReplicaState.READY)
+    runtime.lifecycle.on_serving(runtime.lifecycle.state is ReplicaState.READY)
     server.set_health(CONTROL_NAME, serving=True)
     _log.info("ready")
     stall_s = runtime.config.stall_s
@@ -151,7 +147,6 @@ def _make_runtime(config: StageConfig) -> StageRuntime:
     return StageRuntime(engine, data_plane, config, descriptor.signature(config.function, config.options))
 
 
-def _set_serving(server: Server, runtime: StageRuntime, *, serving: bool) -> None:
-    for name in ("", SERVICE_NAME):
-        server.set_health(name, serving=serving)
-    runtime.rollout.set_available(runtime.is_available)
+def _set_serving(server: Server, lifecycle: ReplicaLifecycle, *, serving: bool) -> None:
+    server.set_health("", SERVICE_NAME, serving=serving)
+    lifecycle.rollout.set_available(lifecycle.is_available)

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 _RENEWALS = 3
 """The number of times that a replica renews its registration within the duration of the registration's lease."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
+_PAUSES = Backoff(first_s=0.2, longest_s=2.0)
 _REJECTED_PAUSE_S = 10.0
 _DEREGISTER_S = 1.0
 _ANYWHERE = frozenset({"", "0.0.0.0", "[::]", "*"})  # noqa: S104
@@ -79,8 +79,8 @@ class Registration:
     ) -> None:
         self._orchestrator, self._server_name = orchestrator.endpoint, orchestrator.server_name
         self._identity, self._leaving = identity, leaving
-        self._backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
-        self._pause_s = _FIRST_PAUSE_S
+        self._retries = _PAUSES.retries()
+        self._pause_s = _PAUSES.first_s
         self._registered, self._last_failure = False, ""
 
     async def run(self) -> None:
@@ -136,8 +136,8 @@ class Registration:
     def _note_registered(self) -> None:
         if not self._registered:
             _log.info("registered with orchestrator %s", self._orchestrator)
-        self._registered, self._last_failure, self._pause_s = True, "", _FIRST_PAUSE_S
-        self._backoff.reset()
+        self._registered, self._last_failure, self._pause_s = True, "", _PAUSES.first_s
+        self._retries.reset()
 
     def _note_failure(self, error: StagemeshError) -> None:
         """Logs a registration error if its message differs from the previous error's, and sets the pause before the
@@ -147,7 +147,7 @@ class Registration:
         """
         self._registered = False
         rejected = not isinstance(error, UnavailableError | DeadlineError) and error.reason != "LEASE_ENDED"
-        self._pause_s = _REJECTED_PAUSE_S if rejected else self._backoff.next_s()
+        self._pause_s = _REJECTED_PAUSE_S if rejected else self._retries.next_s()
         if error.message != self._last_failure:
             level = logging.ERROR if rejected else logging.WARNING
             _log.log(level, "not registered with orchestrator %s: %s", self._orchestrator, error.message)

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from stagemesh.common.errors import DeadlineError, InternalError, InvalidRequestError, UnsupportedError
@@ -17,7 +16,9 @@ from stagemesh.common.plugins.descriptors import signature_to_wire
 from stagemesh.common.process import settings
 from stagemesh.common.process.host import host_token
 from stagemesh.common.process.logs import bind_log_context
+from stagemesh.common.wire.messages import embedded, tag_of, varint
 from stagemesh.common.wire.versions import OFFERS, check_version, own_protocol, unknown_kind
+from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.stream.connector_agreement import probe_to_wire
 from stagemesh.connectors.wire import key_from_wire
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
@@ -101,8 +102,8 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             incarnation=runtime.data_plane.incarnation,
             engine=config.engine,
             model=config.model or "",
-            state=runtime.state.value,
-            detail=runtime.detail,
+            state=runtime.lifecycle.state.value,
+            detail=runtime.lifecycle.detail,
             signature=signature_to_wire(
                 runtime.signature, can_pause=abilities.can_pause, can_resume=abilities.can_resume
             ),
@@ -119,7 +120,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         interval_s = _checked_interval_s(request)
         intervals = idle_intervals = max(1, round(request.idle_interval_s / interval_s))
         was_busy, adapters = False, list[str]()
-        with self._runtime.rollout.verdict(request.verdict):
+        with self._runtime.lifecycle.rollout.verdict(request.verdict):
             while not self._runtime.closed.is_set():
                 load = self._runtime.load()
                 is_busy = bool(load.running or load.queued)
@@ -255,9 +256,8 @@ class StepSession:
         self._loop = asyncio.get_running_loop()
         self._stream = ServerStream(self)
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._ready: dict[StepCall, None] = {}
+        self._ready = ReadyQueue[StepCall](self._write_ready)
         """The calls that have something to write, in the order in which they take turns."""
-        self._write_is_due = False
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         """Yields the serialized messages for the caller until the caller or the session ends the stream.
@@ -316,12 +316,12 @@ class StepSession:
             return
         if running is not None:
             running.cancel()
-        StepCall(request.call, self._where, self._changed).fail(error)
+        StepCall(request.call, self._where, self._ready.add).fail(error)
 
     async def _run(self, number: int, start: stage_pb2.StartStep) -> None:
         where = {**self._where, "request_id": start.step.request_id}
         bind_log_context(**where, attempt=str(start.step.attempt))
-        call = StepCall(number, where, self._changed)
+        call = StepCall(number, where, self._ready.add)
         try:
             await self._follow(call, start)
         except Exception as exc:  # noqa: BLE001
@@ -346,14 +346,7 @@ class StepSession:
         await asyncio.sleep(_READ_S)
         self._stream.close()
 
-    def _changed(self, call: StepCall) -> None:
-        self._ready[call] = None
-        if not self._write_is_due:
-            self._write_is_due = True
-            self._loop.call_soon(self._write_ready)
-
     def _write_ready(self) -> None:
-        self._write_is_due = False
         while self._stream.is_writable and (message := self._next_message()):
             self._stream.write(message)
 
@@ -362,9 +355,8 @@ class StepSession:
         message, which is empty if they have nothing.
         """
         left_bytes, responses = _MESSAGE_BYTES, list[bytes]()
-        while self._ready and left_bytes > 0:
-            call = next(iter(self._ready))
-            del self._ready[call]
+        while left_bytes > 0 and (call := self._ready.first()) is not None:
+            self._ready.discard(call)
             taken = call.take(left_bytes, at_least_one=not responses)
             left_bytes -= sum(map(len, taken))
             responses += taken
@@ -378,34 +370,13 @@ def _framed(head: bytes, field: bytes) -> bytes:
     """Returns a serialized ExecuteStepsResponse with one StepMessage.
 
     `head` contains the serialized fields of the StepMessage and the tag of its last field, whose content is `field`.
-    Joining serialized fields needs no parser.
     """
-    size = _varint(len(field))
-    return b"".join((_MESSAGE, _varint(len(head) + len(size) + len(field)), head, size, field))
+    return embedded(_MESSAGE, head, varint(len(field)), field)
 
 
-def _varint(number: int) -> bytes:
-    """Returns a number that is not negative in protobuf's encoding of variable length."""
-    if number < len(_SMALL_NUMBERS):
-        return _SMALL_NUMBERS[number]
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
-
-
-def _tag(message: Descriptor, field: str) -> bytes:
-    """Returns the bytes that precede the length and the content of a field that is a message."""
-    return _varint(message.fields_by_name[field].number << 3 | 2)
-
-
-_SMALL_NUMBERS = [bytes((number,)) for number in range(0x80)]
-"""The encodings of the numbers that need one byte."""
-_MESSAGE = _tag(stage_pb2.ExecuteStepsResponse.DESCRIPTOR, "messages")
-_EVENT = _tag(stage_pb2.StepMessage.DESCRIPTOR, "event")
-_ENDED = _tag(stage_pb2.StepMessage.DESCRIPTOR, "ended")
+_MESSAGE = tag_of(stage_pb2.ExecuteStepsResponse.DESCRIPTOR, "messages")
+_EVENT = tag_of(stage_pb2.StepMessage.DESCRIPTOR, "event")
+_ENDED = tag_of(stage_pb2.StepMessage.DESCRIPTOR, "ended")
 
 
 def _error_of(exc: Exception, where: Mapping[str, str]) -> chunk_pb2.Error:

@@ -290,7 +290,7 @@ class ReaderSuite(Suite):
         async with self.hosts() as (a, b):
             outlet, inlet = open_flow(a, b, connector=AUTO)
             assert_same(await exchange(outlet, inlet, sent), sent)
-            assert outlet.usage.connector != self.connector
+            assert outlet.attempt.connector != self.connector
 
     async def test_flow_with_failed_reads_continues_by_another_connector(
         self, pair: Connected, monkeypatch: pytest.MonkeyPatch
@@ -312,7 +312,7 @@ class ReaderSuite(Suite):
             async with self.hosts() as (a, b):
                 outlet, inlet = open_flow(a, b, connector=AUTO)
                 assert_same(await exchange(outlet, inlet, sent), sent)
-                assert outlet.usage.connector != self.connector
+                assert outlet.attempt.connector != self.connector
                 await asyncio.gather(a.settled(), b.settled())
 
     async def _assert_unusable(self, reason: str) -> None:

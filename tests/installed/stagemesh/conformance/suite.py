@@ -52,5 +52,5 @@ class Suite:
         """
         outlet, inlet = open_flow(producer, consumer, request=request, connector=self.connector, endpoint=endpoint)
         received = await exchange(outlet, inlet, packets)
-        assert outlet.usage.connector == self.connector
+        assert outlet.attempt.connector == self.connector
         return received

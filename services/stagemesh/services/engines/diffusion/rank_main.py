@@ -60,11 +60,8 @@ def _serve(connection: ParentConnection) -> int:
 
 def _make_worker(setup: RankSetup) -> "DiffusionWorker":
     worker_class = import_worker()
-    import torch
-
     from stagemesh.services.engines.diffusion.rank_group import RankGroup
 
-    torch.set_num_threads(1)
     group = RankGroup(setup.options, rank=setup.rank, store=setup.store)
     return worker_class(setup.folder, setup.options, rank_group=group)
 

@@ -1,5 +1,5 @@
-"""Runs the waiting calls of all requests on the function's thread, in batches. Runs the calls of a failed batch
-again, one by one.
+"""Runs the waiting calls of all requests on the function's thread, in batches. If a batch fails, its calls run again,
+one by one.
 """
 
 import asyncio
@@ -9,18 +9,74 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
 from typing import NamedTuple, TypeAlias
 
-from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
 from stagemesh.common.wire.telemetry import StepTrace
-from stagemesh.connectors.packets import Packet
-from stagemesh.services.engines.function.base import Call
+from stagemesh.connectors.packets import Packet, is_list, packets_problem
+from stagemesh.services.engines.function.base import Call, Function
 from stagemesh.services.engines.function.playout import CallQueue
+from stagemesh.services.engines.user_errors import UserErrors
 
 _log = logging.getLogger(__name__)
 
 Outcome: TypeAlias = Sequence[Packet] | StagemeshError
 """The function's output packets for one call, or the error of the call."""
+
+
+class FunctionErrors:
+    """The errors of one function, as clients receive them."""
+
+    def __init__(self, name: str, *, stage: str, module: str, user_errors: UserErrors) -> None:
+        """`name` is the function's name, and `module` the module of the user's package that contains it."""
+        self._name, self._stage, self._module, self._user_errors = name, stage, module, user_errors
+
+    def to_stagemesh_error(self, exc: BaseException) -> StagemeshError:
+        """Returns the error for an exception that the function has raised, and logs its traceback."""
+        if isinstance(exc, StagemeshError):
+            return exc
+        message = self._user_errors.describe(f"function {self._name} of stage {self._stage}", exc, module=self._module)
+        return InternalError(message, reason="ENGINE_ERROR", metadata={"function": self._name})
+
+    def invalid_result(self, problem: str) -> InternalError:
+        """Returns the error for a result that is not a list of packets for each call."""
+        return InternalError(
+            f"function {self._name} of stage {self._stage} returned {problem}; "
+            "return a list with one list of Packets for each call",
+            reason="INVALID_RESULT",
+            metadata={"function": self._name},
+        )
+
+
+class BatchCalls:
+    """Calls a function with a batch, and one call at a time if the function rejects the batch."""
+
+    def __init__(self, function: Function[object], errors: FunctionErrors) -> None:
+        self._function, self._errors = function, errors
+
+    def run(self, calls: Sequence[Call[object]]) -> Sequence[Outcome]:
+        """Returns the outcome of each call. An exception of the function fails only the request that caused it."""
+        try:
+            made = self._function(calls)
+        except (Exception, SystemExit) as exc:  # noqa: BLE001  # user code raises any exception
+            return [self._errors.to_stagemesh_error(exc)] if len(calls) == 1 else self._run_one_by_one(calls)
+        if problem := _result_problem(made, calls=len(calls)):
+            error = self._errors.invalid_result(problem)
+            return [copy(error) for _ in calls]
+        return made
+
+    def _run_one_by_one(self, calls: Sequence[Call[object]]) -> Sequence[Outcome]:
+        return [self.run([call])[0] for call in calls]
+
+
+def _result_problem(made: object, *, calls: int) -> str:
+    """Returns what is wrong with the type of a function's result, or "" if it is a list of packets for each call."""
+    if not is_list(made):
+        return type(made).__name__
+    if len(made) != calls:
+        return f"{len(made)} results for {calls} calls"
+    return next((f"{problem} for a call" for problem in map(packets_problem, made) if problem), "")
 
 
 class WaitingCall(NamedTuple):

@@ -7,26 +7,31 @@ import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from copy import copy
 from functools import partial
 from typing import TypeVar, cast
 
 import numpy as np
 
-from stagemesh.common.errors import InternalError, InvalidRequestError, NotReadyError, StagemeshError, UnsupportedError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError, UnsupportedError
 from stagemesh.common.plugins.descriptors import FunctionDescriptor
 from stagemesh.common.plugins.entry_points import import_factory, load_function_descriptor
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.common.wire.tensors import Array, Tensors, Value
 from stagemesh.connectors.flow.received_rows import ReceivedRows
-from stagemesh.connectors.packets import Packet, is_list, packets_problem
+from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.engines.calls import EngineCalls
 from stagemesh.services.engines.function import check_stage_options, function_options, own_options
 from stagemesh.services.engines.function.base import Call, Function, OpensWithout, Saves
-from stagemesh.services.engines.function.batch_runner import CallRunner, Outcome, WaitingCall
+from stagemesh.services.engines.function.batch_runner import (
+    BatchCalls,
+    CallRunner,
+    FunctionErrors,
+    Outcome,
+    WaitingCall,
+)
 from stagemesh.services.engines.function.playout import EWMA_WEIGHT, AudioStream, AudioTensor, CallCosts
 from stagemesh.services.engines.input_join import packets_of
 from stagemesh.services.engines.options import request_options
@@ -148,8 +153,11 @@ class FunctionEngine:
             )
         self._stage = config.stage
         self._name = config.function
-        self._user_errors = UserErrors(details=config.error_details, log=config.log)
         self._descriptor = descriptor or load_function_descriptor(config.function)
+        user_errors = UserErrors(details=config.error_details, log=config.log)
+        self._errors = FunctionErrors(
+            config.function, stage=config.stage, module=self._descriptor.factory, user_errors=user_errors
+        )
         self._model = config.model_path
         check_stage_options(self._descriptor, config.options, stage=config.stage)
         self._own_options = own_options(config.options, stage=config.stage)
@@ -178,7 +186,7 @@ class FunctionEngine:
         self._runner = CallRunner(
             self._name,
             self._thread,
-            partial(self._compute, function),
+            BatchCalls(function, self._errors).run,
             max_batch=self._own_options.max_batch,
             on_done=self._record,
             clock=self._clock,
@@ -251,7 +259,7 @@ class FunctionEngine:
             try:
                 return work()
             except (Exception, SystemExit) as exc:
-                raise self._to_error(exc) from exc
+                raise self._errors.to_stagemesh_error(exc) from exc
 
         return await self._in_thread(run)
 
@@ -294,40 +302,6 @@ class FunctionEngine:
         if self._audio.exists and len(made) == len(calls):
             frames = [_frames_of(call.packet) for call in calls]
             self._costs.add(frames, took_s=took_s, audio_s=sum(map(self._audio.seconds, made)))
-
-    def _compute(self, function: Function[object], calls: Sequence[Call[object]]) -> Sequence[Outcome]:
-        try:
-            made = function(calls)
-        except (Exception, SystemExit) as exc:  # noqa: BLE001  # user code: any exception fails only its own request
-            if len(calls) == 1:
-                return [self._to_error(exc)]
-            return [self._compute(function, [call])[0] for call in calls]
-        problem = _problem_of(made, calls=len(calls))
-        if not problem:
-            return made
-        error = InternalError(
-            f"function {self._name} of stage {self._stage} returned {problem}; "
-            "return a list with one list of Packets for each call",
-            reason="INVALID_RESULT",
-            metadata={"function": self._name},
-        )
-        return [copy(error) for _ in calls]
-
-    def _to_error(self, exc: BaseException) -> StagemeshError:
-        if isinstance(exc, StagemeshError):
-            return exc
-        what = f"function {self._name} of stage {self._stage}"
-        message = self._user_errors.describe(what, exc, module=self._descriptor.factory)
-        return InternalError(message, reason="ENGINE_ERROR", metadata={"function": self._name})
-
-
-def _problem_of(made: object, *, calls: int) -> str:
-    """Returns what is wrong with the type of a function's result, or "" if it is a list of packets for each call."""
-    if not is_list(made):
-        return type(made).__name__
-    if len(made) != calls:
-        return f"{len(made)} results for {calls} calls"
-    return next((f"{problem} for a call" for problem in map(packets_problem, made) if problem), "")
 
 
 def _shape_of(packet: Packet | None) -> Hashable:

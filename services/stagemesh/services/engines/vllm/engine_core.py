@@ -254,6 +254,7 @@ _PRELOADED_MODULES = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
+    "stagemesh.services.engines.vllm.engine",
     "stagemesh.services.engines.vllm.arguments",
     "stagemesh.services.engines.vllm.requests",
     "stagemesh.services.engines.vllm.worker",
@@ -273,8 +274,6 @@ def preload() -> Callable[[], None]:
             import_module(module)
     except ImportError:
         return _fork_nothing
-    pass  # import removed
-
     return fork_core
 
 

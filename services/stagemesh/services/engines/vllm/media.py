@@ -62,7 +62,7 @@ class Media(RequestFeature):
     `tokenizer_thread`. vLLM runs the model's processor on another thread.
     """
 
-    runner_module = "stagemesh.services.engines.vllm.media"
+    runner_module = __name__
 
     def __init__(self, *, stage: str, media_bytes: int, tokenizer_thread: Executor) -> None:
         """Creates the feature. `media_bytes` is the maximum decoded size of the media of one request, in bytes."""

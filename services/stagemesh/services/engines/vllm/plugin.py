@@ -22,8 +22,8 @@ def register() -> None:
     """Prepares the current vLLM process (engine core or worker).
 
     - Registers the codec language models.
-    - On a CPU, disables compilation of the sampler, replaces vLLM's LoRA kernels (`cpu_lora`), and inspects classes of
-      models in this process.
+    - On a CPU, disables compilation of the sampler, replaces vLLM's LoRA kernels by `worker.SelectiveLoraKernels`, and
+      inspects classes of models in this process.
     - Makes the process terminate when its parent process terminates.
     """
     if current_platform.is_cpu():
@@ -31,7 +31,7 @@ def register() -> None:
         # log-probabilities would delay all others by seconds, or would end the engine if there is no C++ compiler.
         platform: Any = type(current_platform)
         platform.simple_compile_backend = "eager"
-        # Passed by name, so that stages without adapters do not import the class.
+        # Passed by name, because this process may not be a worker.
         platform.get_punica_wrapper = classmethod(lambda _: _PUNICA)
         # vLLM inspects a class in a process of its own, so that this one does not initialize CUDA. That process imports
         # vLLM again, which takes ten seconds.

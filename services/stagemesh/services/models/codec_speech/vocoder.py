@@ -16,7 +16,7 @@ from stagemesh.common.wire.tensors import Tensors, Value
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call, Saves
 from stagemesh.services.engines.options import parse_options
-from stagemesh.services.engines.torch_setup import choose_device, set_up_torch
+from stagemesh.services.engines.torch_setup import choose_device, compute_float32_exactly, set_up_torch
 from stagemesh.services.models.codec_speech.streaming import BatchState, StreamState
 
 _MAX_BATCH_FRAMES = {"cpu": 256, "cuda": 1024}
@@ -90,8 +90,7 @@ def choose_placement(options: Mapping[str, JsonValue]) -> Placement:
     set_up_torch(device)
     if parsed.dtype == "bfloat16" or (parsed.dtype == "auto" and device.type == "cuda"):
         return Placement(device, torch.bfloat16)
-    # By default, a GPU rounds the inputs of float32 convolutions to 10 bits.
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    compute_float32_exactly()
     return Placement(device, torch.float32)
 
 

@@ -5,17 +5,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from stagemesh.common.wire.tensors import Value
 from stagemesh.services.models import checkpoint
 from stagemesh.services.models.checkpoint import load_error
-from stagemesh.services.models.codec_speech.description import choose_speaker
+from stagemesh.services.models.codec_speech.description import Tokens, choose_speaker, talker_section
 from stagemesh.services.models.qwen2_5_omni import MODEL_TYPE
 
 SPEAKERS_FILE = "spk_dict.pt"
@@ -56,7 +55,6 @@ def _read_speaker(entry: Any) -> Speaker:
     return Speaker(int(entry["bos_token"]), entry["cond"].float().flatten(), reference.flatten(0, -2))
 
 
-Tokens: TypeAlias = npt.NDArray[np.int32]
 _SAMPLING = {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "repetition_penalty": 1.05, "max_new_tokens": 4096}
 
 
@@ -120,14 +118,11 @@ class Talker:
 def talker_config(config: Any) -> Any:
     """Returns the configuration of the talker from the configuration of the whole model.
 
-    vLLM calls the function as `hf_overrides`, first with a plain configuration of which it needs only the model type.
+    vLLM calls the function as `hf_overrides`.
     """
-    talker = getattr(config, "talker_config", None)
-    if talker is None or isinstance(talker, dict):
+    talker = talker_section(config, architecture="Qwen2_5OmniTalker")
+    if talker is None:
         return config
-    talker.architectures = ["Qwen2_5OmniTalker"]
-    talker.dtype = config.dtype
-    talker.text_vocab_size = config.thinker_config.text_config.vocab_size
     # vLLM's decoder has biases of queries, keys and values only if the configuration says so.
     talker.qkv_bias = True
     return talker

@@ -1,30 +1,28 @@
 """The talker of Qwen2.5-Omni as a model of vLLM: a language model over the codes of an audio codec."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.llama import LlamaForCausalLM
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 
-_OTHERS = ("thinker.", "token2wav.")
-_TEXT_EMBEDDING = "thinker.model.embed_tokens."
+from stagemesh.services.models.codec_speech.talker import TEXT_EMBEDDING, OmniTalker
 
 
-class Qwen2_5OmniTalker(LlamaForCausalLM, SupportsMRoPE):  # noqa: N801  # the name of the model
+class Qwen2_5OmniTalker(OmniTalker, LlamaForCausalLM):  # noqa: N801  # the name of the model
     """The talker. It has the thinker's text embeddings, too, because its rows contain text that is spoken."""
 
     adds_states = True
     code_groups = 1
+    other_parts = ("thinker.", "token2wav.")
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
             "talker.codec_head.": "lm_head.",
             "talker.": "",
-            _TEXT_EMBEDDING: "text_embedding.",
+            TEXT_EMBEDDING: "text_embedding.",
             "thinker.": None,
             "token2wav.": None,
         }
@@ -34,11 +32,9 @@ class Qwen2_5OmniTalker(LlamaForCausalLM, SupportsMRoPE):  # noqa: N801  # the n
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config: Any = vllm_config.model_config.hf_config
         self.pad_text_id: int = config.tts_text_pad_token_id
-        self._begin_code, self._pad_code, self._end_code = (
-            config.tts_codec_start_token_id,
-            config.tts_codec_pad_token_id,
-            config.tts_codec_end_token_id,
-        )
+        self._begin_code: int = config.tts_codec_start_token_id
+        self._pad_code: int = config.tts_codec_pad_token_id
+        self._end_code: int = config.tts_codec_end_token_id
         # The embeddings have the thinker's width, and a projection to the talker's own follows.
         self.model.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.embedding_size, prefix=maybe_prefix(prefix, "model.embed_tokens")
@@ -89,20 +85,3 @@ class Qwen2_5OmniTalker(LlamaForCausalLM, SupportsMRoPE):  # noqa: N801  # the n
             logits[:, self._end_code] = ends.logsumexp(-1)
             logits[:, [self._pad_code, self._begin_code]] = -torch.inf
         return logits
-
-    def get_mrope_input_positions(
-        self,
-        input_tokens: list[int],
-        mm_features: list[Any],  # noqa: ARG002  # the talker has no media
-    ) -> tuple[torch.Tensor, int]:
-        """Returns positions as of a text. The positions of the rows replace them when they arrive."""
-        return torch.arange(len(input_tokens)).expand(3, -1), 0
-
-    @staticmethod
-    def is_unused_checkpoint_weight(name: str) -> bool:
-        """Returns whether the talker does not use a weight, so that vLLM does not read files without its weights."""
-        return name.startswith(_OTHERS) and not name.startswith(_TEXT_EMBEDDING)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads the talker's weights and the thinker's text embeddings from the weights of a checkpoint."""
-        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)

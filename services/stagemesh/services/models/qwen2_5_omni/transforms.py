@@ -4,23 +4,18 @@ talker's frames to token2wav.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.packets import Packet
-from stagemesh.services.models.codec_speech.description import SpokenFrames
+from stagemesh.services.models.checkpoint import require_folder
+from stagemesh.services.models.codec_speech.description import SpokenFrames, TalkerRows, Tokens
 from stagemesh.services.models.qwen2_5_omni.description import TextTokens, read_config
 
 STATES = "hidden_states"
 _CODEC_SLOTS = 2
 """The length of the talker's codec prefix, whose codes are added to the last rows of the prompt."""
-_NO_SLOT = -1
-_AXES = 3
-Tokens: TypeAlias = npt.NDArray[np.int32]
 _NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 
@@ -34,12 +29,11 @@ class Thinker2Talker:
     """
 
     def __init__(self, model: Path | None) -> None:
-        if model is None:
-            raise InvalidRequestError(
-                "transform qwen2_5_omni.thinker2talker needs the checkpoint; set `model` of the talker's stage",
-                reason="INVALID_CONFIG",
-            )
-        self._texts = TextTokens.of(read_config(model))
+        folder = require_folder(
+            model, "the transform qwen2_5_omni.thinker2talker", setting="`model` of the talker's stage"
+        )
+        self._texts = TextTokens.of(read_config(folder))
+        self._rows = TalkerRows(codec_slots=_CODEC_SLOTS, media=self._texts.media)
         self._tokens = _NO_TOKENS
         """The prompt and the sampled tokens."""
         self._prompt_tokens = 0
@@ -47,12 +41,12 @@ class Thinker2Talker:
         """The position of the first token without a row."""
         self._early: list[tuple[Array, Array]] = []
         """States and positions whose tokens are not known yet, or may end the answer."""
-        self._next_row, self._next_position = 0, 0
 
     def push(self, packet: Packet) -> Sequence[Packet]:
         tensors = packet.tensors
         if "prompt_ids" in tensors:
             self._tokens, self._prompt_tokens = tensors["prompt_ids"].astype(np.int32), len(tensors["prompt_ids"])
+            self._rows.prompt_rows = self._prompt_tokens + _CODEC_SLOTS
         if "token_ids" in tensors:
             self._tokens = np.concatenate([self._tokens, tensors["token_ids"].astype(np.int32)])
         if STATES in tensors:
@@ -62,7 +56,7 @@ class Thinker2Talker:
     def finish(self) -> Sequence[Packet]:
         if not self._prompt_tokens or self._next_token < self._prompt_tokens:
             return []
-        return [self._text_row(self._texts.end)]
+        return [self._marker(self._texts.end)]
 
     # -- internals
 
@@ -87,37 +81,21 @@ class Thinker2Talker:
         ids, self._next_token = self._tokens[start:end], end
         if start >= self._prompt_tokens:
             # The begin marker moves the answer by one position.
-            return [self._rows(ids, positions.astype(np.int32) + 1, states)]
-        is_medium = np.isin(ids, list(self._texts.media))
-        rows = [self._rows(np.where(is_medium, np.int32(-1), ids), positions.astype(np.int32), states)]
+            return [self._rows.write(ids, positions.astype(np.int32) + 1, states)]
+        rows = [self._rows.write(self._rows.without_media(ids), positions.astype(np.int32), states)]
         if end == self._prompt_tokens:
-            rows.append(self._text_row(self._texts.begin))
+            rows.append(self._marker(self._texts.begin))
         return rows
 
-    def _text_row(self, token: int) -> Packet:
-        return self._rows(np.array([token], np.int32), np.full((1, _AXES), self._next_position, np.int32))
-
-    def _rows(self, text_ids: Tokens, positions: Tokens, states: Array | None = None) -> Packet:
-        start, end = self._next_row, self._next_row + len(text_ids)
-        self._next_row, self._next_position = end, max(self._next_position, int(positions.max()) + 1)
-        slots = np.arange(start, end) - self._prompt_tokens
-        tensors: dict[str, Array] = {
-            "text_ids": text_ids,
-            "codec_slots": np.where((slots >= 0) & (slots < _CODEC_SLOTS), slots, _NO_SLOT).astype(np.int8),
-            "positions": positions,
-        }
-        if states is not None:
-            tensors["states"] = states
-        return Packet(tensors, {"token_start": start, "prompt_tokens": self._prompt_tokens + _CODEC_SLOTS})
+    def _marker(self, token: int) -> Packet:
+        return self._rows.write_text(np.array([token], np.int32))
 
 
 def make_talker2token2wav(model: Path | None) -> SpokenFrames:
     """Returns the transform. `model` is the checkpoint folder of the stage that applies it."""
-    if model is None:
-        raise InvalidRequestError(
-            "the transform qwen2_5_omni.talker2token2wav needs a checkpoint folder; set `model` of the edge's stages",
-            reason="INVALID_CONFIG",
-        )
+    folder = require_folder(
+        model, "the transform qwen2_5_omni.talker2token2wav", setting="`model` of the edge's stages"
+    )
     # The table of the vocoder has one code more than it is trained for.
-    codes: int = read_config(model)["token2wav_config"]["dit_config"]["num_embeds"]
+    codes: int = read_config(folder)["token2wav_config"]["dit_config"]["num_embeds"]
     return SpokenFrames(codebook_size=codes + 1)

@@ -10,8 +10,7 @@ from pydantic import JsonValue, PositiveInt
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # torch's own convention
 
-from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.models.checkpoint import load_weights, read_section
+from stagemesh.services.models.checkpoint import load_weights, read_section, require_folder
 from stagemesh.services.models.codec_speech.streaming import (
     BatchState,
     TransformerConfig,
@@ -83,14 +82,10 @@ def make_code2wav(model: Path | None, options: Mapping[str, JsonValue]) -> Codec
     Raises InvalidRequestError if `model` is None or an option is invalid, and NotReadyError (LOAD_FAILED) if the
     checkpoint is incomplete or of another model.
     """
-    if model is None:
-        raise InvalidRequestError(
-            "the function qwen3_omni.code2wav needs a checkpoint folder; set the stage's `model`",
-            reason="INVALID_CONFIG",
-        )
+    folder = require_folder(model, "the function qwen3_omni.code2wav")
     placement = choose_placement(options)
-    config = read_section(model, read_config(model), name="code2wav_config", kind=Code2WavConfig)
-    weights = Weights(load_weights(model, f"{_PART}."), device=placement.device, dtype=placement.dtype)
+    config = read_section(folder, read_config(folder), name="code2wav_config", kind=Code2WavConfig)
+    weights = Weights(load_weights(folder, f"{_PART}."), device=placement.device, dtype=placement.dtype)
     decoder = Code2Wav(weights.part(_PART), config, device=placement.device)
-    weights.check(f"code2wav in {model}")
+    weights.check(f"code2wav in {folder}")
     return CodecVocoder(decoder)

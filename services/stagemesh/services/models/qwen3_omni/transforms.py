@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +14,8 @@ from pydantic import PositiveInt
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.packets import Packet
-from stagemesh.services.models.checkpoint import read_section
-from stagemesh.services.models.codec_speech.description import SpokenFrames
+from stagemesh.services.models.checkpoint import read_section, require_folder
+from stagemesh.services.models.codec_speech.description import SpokenFrames, TalkerRows, Tokens
 from stagemesh.services.models.qwen3_omni.description import TextTokens, read_config
 
 _HEADER = 3
@@ -24,10 +23,7 @@ _HEADER = 3
 _PADDED = 4
 _CODEC_SLOTS = 6
 """The length of the talker's codec prefix, whose codes are added to the last rows of the prompt."""
-_NO_SLOT = -1
-_AXES = 3
 STATES = "hidden_states_accept"
-Tokens: TypeAlias = npt.NDArray[np.int32]
 _NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 
@@ -42,20 +38,17 @@ class Thinker2Talker:
     """
 
     def __init__(self, model: Path | None) -> None:
-        if model is None:
-            raise InvalidRequestError(
-                "transform qwen3_omni.thinker2talker needs the checkpoint's config; set `model` of the talker's stage",
-                reason="INVALID_CONFIG",
-            )
-        self._tokens = TextTokens.of(model)
+        folder = require_folder(
+            model, "the transform qwen3_omni.thinker2talker", setting="`model` of the talker's stage"
+        )
+        self._tokens = TextTokens.of(folder)
+        self._rows = TalkerRows(codec_slots=_CODEC_SLOTS, media=self._tokens.media)
         self._prompt = _NO_TOKENS
         self._user: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
         """Whether the user's messages contain each token of the prompt."""
         self._user_left = 0
         self._thinker_position = -1
         """The thinker's largest position among the rows so far."""
-        self._next_row, self._next_position = 0, 0
-        self._prompt_rows = 0
         self._unspoken = _NO_TOKENS
         """The sampled tokens that are not written yet. All wait until the prompt is written."""
         self._has_spoken = False
@@ -73,12 +66,12 @@ class Thinker2Talker:
         if "token_ids" in tensors:
             self._unspoken = np.concatenate([self._unspoken, tensors["token_ids"].astype(np.int32)])
         # Tokens may arrive before the states of the prompt from which they were sampled.
-        if self._prompt_rows and not self._user_left:
+        if self._rows.prompt_rows and not self._user_left:
             rows += self._text_rows(self._take_spoken())
         return rows
 
     def finish(self) -> Sequence[Packet]:
-        return list(self._text_rows(np.array([self._tokens.eos], np.int32))) if self._prompt_rows else []
+        return [self._rows.write_text(np.array([self._tokens.eos], np.int32))] if self._rows.prompt_rows else []
 
     # -- internals
 
@@ -109,8 +102,8 @@ class Thinker2Talker:
         lengths = np.diff(np.append(starts, len(prompt)))
         self._user = np.repeat(np.append(False, roles == tokens.user), np.append(starts[0], lengths))
         self._prompt, self._user_left = prompt, int(self._user.sum())
-        self._prompt_rows = self._user_left + _HEADER + _CODEC_SLOTS
-        if not np.isin(prompt[self._user], list(tokens.media)).any():
+        self._rows.prompt_rows = self._user_left + _HEADER + _CODEC_SLOTS
+        if not self._rows.has_media(prompt[self._user]):
             yield from self._text_rows(prompt[self._user])
             self._user_left = 0
         if not self._user_left:
@@ -124,10 +117,10 @@ class Thinker2Talker:
             first, end = start + int(part[0]), start + int(part[-1]) + 1
             if first == 0 or not self._user[first - 1]:
                 self._thinker_position = int(positions[part[0]].max()) - 1
-            ids, moved = self._prompt[first:end], positions[part] - self._thinker_position - 1 + self._next_position
+            ids, rows = self._prompt[first:end], self._rows
+            moved = positions[part] - self._thinker_position - 1 + rows.next_position
             self._thinker_position = max(self._thinker_position, int(positions[part].max()))
-            is_medium = np.isin(ids, list(self._tokens.media))
-            yield self._rows(np.where(is_medium, np.int32(-1), ids), moved, states[part] if is_medium.any() else None)
+            yield rows.write(rows.without_media(ids), moved, states[part] if rows.has_media(ids) else None)
             self._user_left -= len(ids)
         if not self._user_left:
             yield from self._begin_answer()
@@ -140,33 +133,17 @@ class Thinker2Talker:
 
     def _text_rows(self, text_ids: Tokens) -> Iterator[Packet]:
         if len(text_ids):
-            positions = self._next_position + np.arange(len(text_ids), dtype=np.int32)
-            yield self._rows(text_ids, np.repeat(positions[:, None], _AXES, 1))
-
-    def _rows(self, text_ids: Tokens, positions: Tokens, states: Array | None = None) -> Packet:
-        start, end = self._next_row, self._next_row + len(text_ids)
-        self._next_row, self._next_position = end, max(self._next_position, int(positions.max()) + 1)
-        slots = np.arange(start, end) - (self._prompt_rows - _CODEC_SLOTS)
-        tensors: dict[str, Array] = {
-            "text_ids": text_ids.astype(np.int32),
-            "codec_slots": np.where((slots >= 0) & (slots < _CODEC_SLOTS), slots, _NO_SLOT).astype(np.int8),
-            "positions": positions,
-        }
-        if states is not None:
-            tensors["states"] = states
-        return Packet(tensors, {"token_start": start, "prompt_tokens": self._prompt_rows})
+            yield self._rows.write_text(text_ids)
 
 
 class Talker2Code2Wav(SpokenFrames):
     """A `Transform` that removes frames that are not audio. `model` is the folder of the stage that applies it."""
 
     def __init__(self, model: Path | None) -> None:
-        if model is None:
-            raise InvalidRequestError(
-                "the transform qwen3_omni.talker2code2wav needs a checkpoint folder; set `model` of the edge's stages",
-                reason="INVALID_CONFIG",
-            )
-        super().__init__(codebook_size=_codebook_size(model))
+        folder = require_folder(
+            model, "the transform qwen3_omni.talker2code2wav", setting="`model` of the edge's stages"
+        )
+        super().__init__(codebook_size=_codebook_size(folder))
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from pydantic import Field, JsonValue, PositiveInt
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # torch's own convention
 
-from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
+from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.wire.tensors import Tensors, Value
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call, OpensWithout, Saves
-from stagemesh.services.models.checkpoint import load_weights, read_config, read_section
+from stagemesh.services.models.checkpoint import load_weights, read_config, read_section, require_folder
 from stagemesh.services.models.codec_speech.streaming import (
     BatchState,
     CausalConv,
@@ -117,12 +117,8 @@ def make_codec_decoder(model: Path | None, options: Mapping[str, JsonValue]) -> 
     Raises InvalidRequestError if `model` is None or an option is invalid, and NotReadyError (LOAD_FAILED) if the
     checkpoint's speech tokenizer is incomplete or of another type.
     """
-    if model is None:
-        raise InvalidRequestError(
-            "the function qwen3_tts.codec_decoder needs a checkpoint folder; set the stage's `model`",
-            reason="INVALID_CONFIG",
-        )
-    placement, folder = choose_placement(options), model / CODEC_FOLDER
+    folder = require_folder(model, "the function qwen3_tts.codec_decoder") / CODEC_FOLDER
+    placement = choose_placement(options)
     config = read_config(folder, model_type=CODEC_TYPE)
     section = read_section(folder, config, name="decoder_config", kind=CodecDecoderConfig)
     weights = Weights(load_weights(folder, f"{_PART}."), device=placement.device, dtype=placement.dtype)

@@ -2,20 +2,24 @@
 between talker and codec_decoder. Does not import torch.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.vllm.codec.base import CodecModel
 from stagemesh.services.models import checkpoint
-from stagemesh.services.models.codec_speech.description import SpokenFrames
+from stagemesh.services.models.codec_speech.description import (
+    SpokenFrames,
+    check_talker_weights,
+    code_predictor_weights,
+    decoder_weights,
+    linear_weights,
+    mlp_weights,
+)
 from stagemesh.services.models.qwen3_tts import MODEL_TYPE
 
 ARCHITECTURE = "Qwen3TTSTalker"
-_PREFIX = "talker."
 _SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "max_new_tokens": 4096}
 _MIN_FRAMES = 2
 
@@ -42,11 +46,8 @@ class Talker(CodecModel):
         self.text_vocabulary: int = talker["text_vocab_size"]
         self.code_vocabularies = [talker["vocab_size"], *residuals]
         self.hf_overrides = talker_config
-        # The weights of a quantized model have further names, which vLLM knows.
-        if "quantization_config" not in config:
-            found = checkpoint.weight_names(model, _PREFIX)
-            checkpoint.check_names(_weight_names(talker), found, f"the talker in {model}")
-        given = read_generation_config(model)
+        check_talker_weights(model, config, _weight_names(talker))
+        given = checkpoint.read_generation_config(model)
         self.sampling = {name: given.get(name, value) for name, value in _SAMPLING.items()}
         self.sampling["min_new_tokens"] = _MIN_FRAMES
         _register_config()
@@ -87,35 +88,18 @@ def _register_config() -> None:
     AutoConfig.register(MODEL_TYPE, Qwen3TTSConfig, exist_ok=True)
 
 
-def read_generation_config(model: Path) -> Mapping[str, Any]:
-    """Returns the content of the checkpoint's generation_config.json, or nothing if it has no readable one."""
-    try:
-        return dict(json.loads((model / "generation_config.json").read_text()))
-    except (OSError, TypeError, ValueError):
-        return {}
-
-
-def _weight_names(talker: Mapping[str, Any]) -> set[str]:
-    """Returns the names of the talker's weights in a checkpoint. `talker` is the talker's part of the config."""
-    predictor = talker["code_predictor_config"]
-    names = ["codec_head.weight", "code_predictor.model.norm.weight"]
-    names += [f"model.{part}.weight" for part in ("codec_embedding", "text_embedding", "norm")]
-    names += _layers("model", talker["num_hidden_layers"])
-    names += _layers("code_predictor.model", predictor["num_hidden_layers"])
-    for group in range(talker["num_code_groups"] - 1):
-        names += [f"code_predictor.lm_head.{group}.weight", f"code_predictor.model.codec_embedding.{group}.weight"]
+def _weight_names(talker: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the talker's weights. `talker` is the talker's part of the config."""
     projections = ["text_projection.linear_fc1", "text_projection.linear_fc2"]
-    if predictor["hidden_size"] != talker["hidden_size"]:
+    if talker["code_predictor_config"]["hidden_size"] != talker["hidden_size"]:
         projections.append("code_predictor.small_to_mtp_projection")
-    names += [f"{projection}.{kind}" for projection in projections for kind in ("weight", "bias")]
-    return {_PREFIX + name for name in names}
-
-
-def _layers(model: str, count: int) -> Sequence[str]:
-    parts = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
-    parts += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    parts += ["input_layernorm", "post_attention_layernorm"]
-    return [f"{model}.layers.{layer}.{part}.weight" for layer in range(count) for part in parts]
+    return [
+        "codec_head.weight",
+        *(f"model.{part}.weight" for part in ("codec_embedding", "text_embedding", "norm")),
+        *decoder_weights("model", talker["num_hidden_layers"], mlp_weights("mlp")),
+        *code_predictor_weights(talker),
+        *linear_weights(*projections),
+    ]
 
 
 def make_talker2codec_decoder(model: Path | None) -> SpokenFrames:
@@ -123,10 +107,8 @@ def make_talker2codec_decoder(model: Path | None) -> SpokenFrames:
 
     `model` is the folder of the stage that applies it. Raises InvalidRequestError if it is None.
     """
-    if model is None:
-        raise InvalidRequestError(
-            "the transform qwen3_tts.talker2codec_decoder needs a checkpoint folder; set `model` of the edge's stages",
-            reason="INVALID_CONFIG",
-        )
-    predictor = read_config(model)["talker_config"]["code_predictor_config"]
+    folder = checkpoint.require_folder(
+        model, "the transform qwen3_tts.talker2codec_decoder", setting="`model` of the edge's stages"
+    )
+    predictor = read_config(folder)["talker_config"]["code_predictor_config"]
     return SpokenFrames(codebook_size=predictor["vocab_size"])

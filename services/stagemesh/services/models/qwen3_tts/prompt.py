@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +17,10 @@ from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.media_decoding import DecodedBytes, read_sound, resample
 from stagemesh.services.engines.options import parse_options
 from stagemesh.services.engines.prompts import Medium
-from stagemesh.services.models.checkpoint import load_error
+from stagemesh.services.models.checkpoint import load_error, require_folder
 from stagemesh.services.models.qwen3_tts import SAMPLE_RATE_HZ
 from stagemesh.services.models.qwen3_tts.description import read_config
-from stagemesh.services.models.qwen3_tts.voices import VoiceChoice, Voices
-
-if TYPE_CHECKING:
-    from stagemesh.services.models.qwen3_tts.voices import ReferenceEncoder
-
+from stagemesh.services.models.qwen3_tts.voices import ReferenceEncoder, VoiceChoice, Voices, load_reference_voice
 
 Codes: TypeAlias = npt.NDArray[np.int32]
 Vector: TypeAlias = npt.NDArray[np.float32]
@@ -141,7 +137,7 @@ class PromptWriter:
         self,
         config: Mapping[str, Any],
         tokenizer: _Tokenizer,
-        encoder: "ReferenceEncoder | None",
+        encoder: ReferenceEncoder | None,
         *,
         media_bytes: int,
     ) -> None:
@@ -234,22 +230,18 @@ def make_prompt_writer(model: Path | None, options: Mapping[str, JsonValue]) -> 
     Raises InvalidRequestError if `model` is None or an option is invalid, and NotReadyError if the checkpoint is
     incomplete or of another model (LOAD_FAILED) or transformers is not installed (MISSING_MODULE).
     """
-    if model is None:
-        raise InvalidRequestError(
-            "the function qwen3_tts.prompt needs a checkpoint folder; set the stage's `model`", reason="INVALID_CONFIG"
-        )
+    folder = require_folder(model, "the function qwen3_tts.prompt")
     parsed = parse_options(_PromptOptions, options, stage="")
-    config = read_config(model)
+    config = read_config(folder)
     with needs_extra("vllm", "vllm-cpu", of="the function qwen3_tts.prompt"):
-        tokenizer = _load_tokenizer(model, config)
-        encoder = _load_encoder(model, device=parsed.device) if Voices(config).clones else None
+        tokenizer = _load_tokenizer(folder, config)
+        encoder = _load_encoder(folder, device=parsed.device) if Voices(config).clones else None
     return PromptWriter(config, tokenizer, encoder, media_bytes=parsed.media_bytes)
 
 
-def _load_encoder(model: Path, *, device: str) -> "ReferenceEncoder":
+def _load_encoder(model: Path, *, device: str) -> ReferenceEncoder:
     # Imported here, because a model that clones no voices needs no torch.
     from stagemesh.services.engines.torch_setup import choose_device, set_up_torch
-    from stagemesh.services.models.qwen3_tts.voices import load_reference_voice
 
     chosen = choose_device(device)
     set_up_torch(chosen)

@@ -12,14 +12,12 @@ import numpy.typing as npt
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.wire.tensors import Value
-from stagemesh.services.engines.torch_setup import declare_operators
 from stagemesh.services.models.codec_speech.description import choose_speaker
 
 if TYPE_CHECKING:
     import torch
 
     from stagemesh.services.models.qwen3_tts.voice_encoders import CodecEncoder, SpeakerEncoder
-
 
 AUTO = "auto"
 _CLONING, _NAMED = "base", "custom_voice"
@@ -119,6 +117,8 @@ def load_reference_voice(model: Path, *, device: "torch.device") -> ReferenceEnc
 
     Raises NotReadyError (LOAD_FAILED) if the checkpoint is of another model, lacks a speaker encoder, or is incomplete.
     """
+    from stagemesh.services.engines.torch_setup import declare_operators
+
     # transformers imports torchvision if it is installed.
     declare_operators()
     from stagemesh.services.models.qwen3_tts.voice_encoders import load_codec_encoder, load_speaker_encoder

@@ -3,22 +3,19 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, StagemeshError, StaleAttemptError
-from stagemesh.common.plugins.connectors import number_of
 from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.connectors import lost_peers
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet, merge
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
-from stagemesh.connectors.lost_peers import REBIND_S, is_recoverable
-from stagemesh.connectors.packets import EdgeKey, FlowStatus, FlowUsage
+from stagemesh.connectors.packets import EdgeKey
 from stagemesh.services.engines.user_errors import UserErrors
 from stagemesh.services.stage.step.inputs import EdgeInput, EdgeTransform
 from stagemesh.services.stage.step.spec import STATE_EDGE, InputBinding, OutputBinding, Rebinding, StepSpec
-from stagemesh.v1 import control_pb2, request_pb2
+from stagemesh.v1 import control_pb2
 
 
 class StepEdges:
@@ -105,13 +102,13 @@ class StepEdges:
 
     def inlet_reports(self) -> list[control_pb2.FlowReport]:
         """Returns a report on each incoming flow. `peer` is the flow's producer replica."""
-        return [_report(self._inputs[edge].producer, inlet.status) for edge, inlet in self._all_inlets().items()]
+        return [inlet.report(producer=self._inputs[edge].producer) for edge, inlet in self._all_inlets().items()]
 
     def outlet_reports(self) -> list[control_pb2.FlowReport]:
         """Returns a report on each outgoing flow, except the flow of `state_outlet`. `peer` is the flow's consumer
         replica.
         """
-        return [_report(self._outputs[edge].consumer, outlet.status) for edge, outlet in self._by_edge.items()]
+        return [outlet.report(consumer=self._outputs[edge].consumer) for edge, outlet in self._by_edge.items()]
 
     def rebind(self, rebinding: Rebinding) -> None:
         """Binds all edges in `rebinding` to other replicas. If an error is raised, no edge has been bound.
@@ -152,7 +149,7 @@ class StepEdges:
         if self.state_outlet is not None and (error is not None or not left_state):
             ended = InvalidRequestError("the request ran to its end and left no state", reason="NOT_PAUSED")
             self.state_outlet.abort(error or ended)
-        lost = error is not None and is_recoverable(error)
+        lost = error is not None and lost_peers.is_recoverable(error)
         await asyncio.gather(*(inlet.aclose(lost=lost) for inlet in self._all_inlets().values()))
         self._inlets, self.state_inlet, self.state_outlet = {}, None, None
 
@@ -217,20 +214,4 @@ class StepEdges:
 
 
 def _rebind_s(edge: str) -> float:
-    return 0.0 if edge == STATE_EDGE else REBIND_S
-
-
-def _report(peer: str, status: FlowStatus) -> control_pb2.FlowReport:
-    fields: dict[str, Any] = asdict(status) | {"connector": number_of(status.connector)}
-    return control_pb2.FlowReport(**fields, peer=peer)
-
-
-def usage_to_wire(usage: FlowUsage) -> request_pb2.EdgeUsage:
-    """Returns the message with the usage of a flow."""
-    return request_pb2.EdgeUsage(
-        edge=usage.edge,
-        connector=number_of(usage.connector),
-        chunks=usage.chunks,
-        size_bytes=usage.size_bytes,
-        handed_over_bytes=usage.handed_over_bytes,
-    )
+    return 0.0 if edge == STATE_EDGE else lost_peers.REBIND_S

@@ -5,7 +5,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from stagemesh.common.errors import (
     CancelledRequestError,
@@ -15,7 +15,7 @@ from stagemesh.common.errors import (
     StagemeshError,
 )
 from stagemesh.common.media.store import MediaStore
-from stagemesh.common.notification import Journal, Notifier
+from stagemesh.common.notification import Notifier
 from stagemesh.common.plugins.descriptors import Signature
 from stagemesh.common.process.logs import bind_log_context
 from stagemesh.common.process.stage_process import StageConfig
@@ -25,11 +25,11 @@ from stagemesh.connectors.flow.received_rows import add_rows
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
 from stagemesh.services.engines.user_errors import UserErrors
+from stagemesh.services.stage.step.checkpoints import PausedStates, StepJournal, drained_error, without_large_state
 from stagemesh.services.stage.step.checks import FiniteCheck, ResultCheck
-from stagemesh.services.stage.step.edges import StepEdges, usage_to_wire
+from stagemesh.services.stage.step.edges import StepEdges
 from stagemesh.services.stage.step.inputs import EdgeInput, opened_media
 from stagemesh.services.stage.step.outputs import FileOutputs, ProgressThrottle, StreamedOutputs, finish_to_wire
-from stagemesh.services.stage.step.paused_states import PausedStates, drained_error, without_large_state, without_state
 from stagemesh.services.stage.step.spec import STATE_EDGE, StepSpec, checkpoint_to_wire
 from stagemesh.services.stage.step.timings import FrameIntervals, RowTimer, Stopwatch
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
@@ -48,6 +48,28 @@ _SPANS = 64
 _numbers = itertools.count(1)
 
 
+@dataclass(frozen=True)
+class StepContext:
+    """The parts of one replica that all of its runs share."""
+
+    engine: Engine
+    data_plane: DataPlane
+    signature: Signature
+    """The stage's inputs and outputs."""
+    config: StageConfig
+    _: KW_ONLY
+    states: PausedStates
+    """The states from which requests can resume."""
+    store: MediaStore | None
+    """The pipeline's store for media, or None if it has none."""
+    results: ResultCheck
+    """The check of what the engine makes."""
+    where: Mapping[str, str]
+    """The names of the stage and of the replica, for log records and errors."""
+    frame_intervals: FrameIntervals
+    """The measurements to which each run adds its own."""
+
+
 class StepRun:
     """The run of one step on the engine, from the step's inlets to its outlets. Appends the step's events to `journal`.
 
@@ -55,57 +77,35 @@ class StepRun:
     ABORT_S seconds after `stop`. Callers and peer stages therefore do not wait for an engine that ignores an abort.
     """
 
-    def __init__(
-        self,
-        spec: StepSpec,
-        *,
-        engine: Engine,
-        data_plane: DataPlane,
-        signature: Signature,
-        states: PausedStates,
-        store: MediaStore | None,
-        config: StageConfig,
-        results: ResultCheck,
-        where: Mapping[str, str],
-        frame_intervals: FrameIntervals,
-    ) -> None:
-        """`signature` describes the stage's inputs and outputs. `states` retains the states from which requests can
-        resume. `store` is the pipeline's store for media, or None if it has none. `results` checks what the engine
-        makes. `where` contains the names of the stage and of the replica, for log records and errors. The run adds its
-        measurements to `frame_intervals`.
-        """
+    def __init__(self, spec: StepSpec, context: StepContext) -> None:
+        config, signature, store = context.config, context.signature, context.store
         if spec.task.resume_from is not None:
-            spec = states.with_state(spec)
+            spec = context.states.with_state(spec)
         self.request_id, self.step_id, self.attempt = spec.request_id, spec.step_id, spec.attempt
         self.fingerprint, self.priority = spec.fingerprint, spec.task.priority
         self._left = Notifier()
         """Fires when the last caller has disconnected."""
-        self.journal = Journal[bytes](on_abandoned=self._abandoned)
-        """The events of the step as serialized messages. Message objects would need ten times as much memory."""
-        self._spec, self._trace = spec, spec.trace
-        self._engine, self._data_plane, self._signature, self._states = engine, data_plane, signature, states
-        self._store = store
-        self._where = {**where, "request_id": spec.request_id}
+        self._events = StepJournal(spec, context.states, on_abandoned=self._abandoned)
+        self.journal = self._events.journal
+        """The events of the step as serialized messages."""
+        self._spec, self._context = spec, context
+        self._where = {**context.where, "request_id": spec.request_id}
         resume_from = spec.task.resume_from or Checkpoint(0)
         sent = [each.tensor for each in spec.streamed if not each.is_file]
         self._outputs = StreamedOutputs(sent, signature.emits, made=resume_from.outputs)
         self._files = FileOutputs([each for each in spec.streamed if each.is_file], signature.emits, store=store)
         self._rows = dict(resume_from.rows)
-        self._row_timer, self._frame_intervals = RowTimer(), frame_intervals
+        self._row_timer = RowTimer()
         self._paused: Checkpoint | None = None
         """The checkpoint at which the run paused. None if the run has not paused."""
-        self._journaled: tuple[int, Checkpoint] | None = None
-        """The index of the newest checkpoint in the journal, and a copy of this checkpoint without its state. The copy
-        later replaces the checkpoint. None if the journal contains no checkpoint with a state."""
         self._user_errors = UserErrors(details=config.error_details, log=config.log)
-        self.edges = StepEdges(spec, data_plane, model=config.model_path, user_errors=self._user_errors)
+        self.edges = StepEdges(spec, context.data_plane, model=config.model_path, user_errors=self._user_errors)
         self._stopwatch, self._progress = Stopwatch(), ProgressThrottle()
         self._usage = Usage()
-        self._results = results
         self._finite = FiniteCheck(
             signature.emits,
             encoded=[each.tensor for each in spec.streamed if each.is_file],
-            maker=results.maker,
+            maker=context.results.maker,
             fails=config.non_finite == "error",
         )
         self._audio_s = 0.0
@@ -246,7 +246,7 @@ class StepRun:
         except asyncio.CancelledError:
             return self._cause or CancelledRequestError("the stage is shutting down", reason="ABORTED")
         except Exception as exc:  # noqa: BLE001  # an engine's exception fails only its own request
-            return InternalError(self._user_errors.describe(self._results.maker, exc), reason="ENGINE_ERROR")
+            return InternalError(self._user_errors.describe(self._context.results.maker, exc), reason="ENGINE_ERROR")
         finally:
             self._interruptible = False
         return None
@@ -254,15 +254,15 @@ class StepRun:
     async def _execute(self) -> None:
         self._raise_cause()
         self._interruptible = True
-        inputs = self.edges.open(self._signature.accepts, self._stopwatch.start)
+        inputs = self.edges.open(self._context.signature.accepts, self._stopwatch.start)
         self._inputs = list(inputs.values())
-        accepted = stage_pb2.StepAccepted(queue_position=self._engine.load().queued)
-        self._append(stage_pb2.ExecuteStepResponse(accepted=accepted))
+        accepted = stage_pb2.StepAccepted(queue_position=self._context.engine.load().queued)
+        self._events.append(stage_pb2.ExecuteStepResponse(accepted=accepted))
         spec = self._spec
         if not spec.inputs:
             self._stopwatch.start()
         await self._files.open()
-        async with opened_media(spec.task.prompt, self._store) as prompt:
+        async with opened_media(spec.task.prompt, self._context.store) as prompt:
             await self._compute(
                 replace(
                     spec.task,
@@ -272,8 +272,8 @@ class StepRun:
                     resume_from=await self._resumed_from(),
                     pause_requested=self._pause_requested,
                     wanted=spec.wanted_tensors,
-                    tokens=spec.wanted_rows(self._signature),
-                    trace=self._trace,
+                    tokens=spec.wanted_rows(self._context.signature),
+                    trace=spec.trace,
                     deadline_s=self._timer.when() if self._timer is not None else None,
                 )
             )
@@ -300,7 +300,7 @@ class StepRun:
     async def _compute(self, task: Task) -> None:
         sent = self._spec.sent_tensors or frozenset()
         sends_all = self._spec.makes_files or self._spec.sent_tensors is None
-        events, outlets = self._engine.submit(task), self.edges.outlets
+        events, outlets = self._context.engine.submit(task), self.edges.outlets
         self._with_engine = True
         try:
             async for event in events:
@@ -309,8 +309,7 @@ class StepRun:
                     if self._cause is not None:
                         raise self._cause
                     self.event_count += 1
-                    if self._trace is not None:
-                        self._append_spans(at_least=_SPANS)
+                    self._events.append_spans(at_least=_SPANS)
                     if isinstance(event, Emission):
                         self._append_outputs(event)
                         # Engines often emit what only the caller receives, such as text, in packets of their own.
@@ -340,9 +339,12 @@ class StepRun:
             case Progress():
                 if self._progress.is_due(event):
                     progress = stage_pb2.StepProgress(steps=event.steps, total_steps=event.total_steps)
-                    self._append(stage_pb2.ExecuteStepResponse(progress=progress))
+                    self._events.append(stage_pb2.ExecuteStepResponse(progress=progress))
             case Checkpoint():
-                self._append_checkpoint(event)
+                # The row counts of a checkpoint would not match the rows of an edge that transfers only some of them. A
+                # file cannot be continued elsewhere.
+                if not self._spec.makes_files and self._spec.edges_take_all_rows(self._context.signature):
+                    self._events.append_checkpoint(self._with_counts(event))
             case Paused():
                 self._paused = self._with_counts(event.checkpoint)
             case Usage():
@@ -355,7 +357,7 @@ class StepRun:
         self._row_timer.emitted(self._rows)
         self._with_engine = False
         for output in await self._files.push(packet):
-            self._append(stage_pb2.ExecuteStepResponse(output=output))
+            self._events.append(stage_pb2.ExecuteStepResponse(output=output))
         if outlets is not None:
             await outlets.send(packet)
         self._row_timer.resumed()
@@ -368,14 +370,6 @@ class StepRun:
         if self._cause is not None:
             raise self._cause
 
-    def _append(self, event: stage_pb2.ExecuteStepResponse) -> int:
-        return self.journal.append(event.SerializeToString())
-
-    def _append_spans(self, *, at_least: int = 1) -> None:
-        """Appends the new spans of a traced step to the journal if there are `at_least` of them."""
-        if self._trace is not None and len(self._trace) >= at_least:
-            self._append(stage_pb2.ExecuteStepResponse(spans=self._trace.take(), ignorable=True))
-
     def _append_outputs(self, emission: Emission) -> None:
         """Checks and counts the tensors of one engine step, and appends the outputs for callers to the journal.
 
@@ -383,7 +377,7 @@ class StepRun:
         every token of every request.
         """
         packet = emission.packet
-        self._results.check(packet)
+        self._context.results.check(packet)
         if self._finite.checks or emission.non_finite:
             self._finite.check(packet, non_finite=emission.non_finite)
         self._stopwatch.first_output()
@@ -408,70 +402,45 @@ class StepRun:
             frames=done.frames,
         )
 
-    def _append_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Appends a checkpoint to the journal. The checkpoint covers all outputs that the engine emitted before it.
-
-        Skips the checkpoint if an edge transfers only some of the emitted rows, because the checkpoint's row counts
-        would not match the rows of that edge. Also skips it if the run makes files, which cannot be continued.
-        """
-        if self._spec.makes_files or not self._spec.edges_take_all_rows(self._signature):
-            return
-        state = self._with_counts(checkpoint)
-        journaled = without_large_state(state)
-        if journaled is not state:
-            self._states.keep(self.request_id, state)
-        self._clear_journaled()
-        self._journaled = self._append(_checkpoint_event(journaled)), without_state(state)
-
-    def _clear_journaled(self) -> None:
-        """Replaces the newest checkpoint in the journal with a copy without the state, to free memory.
-
-        Callers that subscribe later resume from a newer checkpoint or do not need one.
-        """
-        if self._journaled is not None:
-            index, placeholder = self._journaled
-            self.journal.replace(index, _checkpoint_event(placeholder).SerializeToString())
-            self._journaled = None
-
     def _with_counts(self, checkpoint: Checkpoint) -> Checkpoint:
         return replace(checkpoint, outputs=self._outputs.made, rows=dict(self._rows))
 
     async def _finish(self) -> None:
-        self._row_timer.report(self._rows, self._frame_intervals)
+        self._row_timer.report(self._rows, self._context.frame_intervals)
         finish = self._usage.finish
         for part in self._outputs.finish(finish if self._paused is None else None):
-            self._append(part)
+            self._events.append(part)
         if self._paused is not None:
             await self._send_state(self._paused)
-            self._clear_journaled()
+            self._events.clear_checkpoint()
             # `PausedStates` retains the whole state if its limit allows. The callers receive this checkpoint.
             self._paused = without_large_state(self._paused)
-            self._append_spans()
+            self._events.append_spans()
             paused = stage_pb2.StepPaused(checkpoint=checkpoint_to_wire(self._paused))
-            self._append(stage_pb2.ExecuteStepResponse(paused=paused))
+            self._events.append(stage_pb2.ExecuteStepResponse(paused=paused))
             return
         for output in await self._files.finish(finish):
-            self._append(stage_pb2.ExecuteStepResponse(output=output))
+            self._events.append(stage_pb2.ExecuteStepResponse(output=output))
         outlets = self.edges.outlets
         if outlets is not None:
             await outlets.finish()
         await self.edges.discard_unread()
         # The last wait of the run: afterwards nothing can fail, so that no stored file belongs to a failed step.
         for output in await self._files.commit(finish):
-            self._append(stage_pb2.ExecuteStepResponse(output=output))
-        self._clear_journaled()
-        self._append_spans()
+            self._events.append(stage_pb2.ExecuteStepResponse(output=output))
+        self._events.clear_checkpoint()
+        self._events.append_spans()
         finished = stage_pb2.StepFinished(
             usage=self.usage(),
             timings=self._stopwatch.timings(),
-            edges=list(map(usage_to_wire, outlets.usages if outlets else ())),
+            edges=outlets.usages if outlets else (),
             finish=finish_to_wire(finish),
             warnings=self._finite.warnings,
         )
-        self._append(stage_pb2.ExecuteStepResponse(finished=finished))
+        self._events.append(stage_pb2.ExecuteStepResponse(finished=finished))
 
     async def _send_state(self, state: Checkpoint) -> None:
-        self._states.keep(self.request_id, state)
+        self._context.states.keep(self.request_id, state)
         outlet = self.edges.state_outlet
         if outlet is not None:
             await outlet.send(Packet(state.tensors, {"steps": state.steps}))
@@ -496,22 +465,18 @@ class StepRun:
             # The error is copied, because one cause may end several runs.
             error = copy(error).located(**self._where)
             if not self.journal.closed:
-                self._append_spans()
-                self._append(stage_pb2.ExecuteStepResponse(usage=self.usage()))
+                self._events.append_spans()
+                self._events.append(stage_pb2.ExecuteStepResponse(usage=self.usage()))
         edges, edges_error = self.edges, error
         if error is None and self._paused is not None and self._pause_requested.is_set():
             # The peer stages wait for the replica that resumes the request.
             edges_error = drained_error(self._where)
         await edges.close(edges_error, left_state=self._paused is not None)
         if error is None and self._paused is None:
-            self._states.forget(self.request_id)
+            self._context.states.forget(self.request_id)
         # The run is stored for callers that attach again. They need only the journal.
         self._spec = StepSpec(self.step_id, self.attempt, Task(self.request_id, self._spec.task.seed))
-        self.edges = StepEdges(self._spec, self._data_plane, model=None, user_errors=self._user_errors)
+        self.edges = StepEdges(self._spec, self._context.data_plane, model=None, user_errors=self._user_errors)
         self._inputs, self._paused = [], None
         self.journal.close(error)
         return None if edges_error is not None or edges.is_over else edges
-
-
-def _checkpoint_event(state: Checkpoint) -> stage_pb2.ExecuteStepResponse:
-    return stage_pb2.ExecuteStepResponse(checkpoint=checkpoint_to_wire(state))

@@ -1,6 +1,5 @@
 """The spec of a step: the content of an ExecuteStep or RebindStep request, and its conversion from and to messages."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +18,7 @@ from stagemesh.common.requests.request_checks import (
     read_tensors,
 )
 from stagemesh.common.wire.chunk_policies import ChunkPolicy, FramesPolicy, PlayoutPace, StepPolicy, WholePolicy
+from stagemesh.common.wire.messages import digest_of, without_fields
 from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.common.wire.versions import refuse_unknown
@@ -275,14 +275,12 @@ def _fingerprint(request: stage_pb2.ExecuteStepRequest) -> bytes:
     These are the trace context, and what an orchestrator measures or negotiates: the connectors of edges and the pace
     in their chunk policies. A call that attaches to a running step does not change them.
     """
-    content = stage_pb2.ExecuteStepRequest()
-    content.CopyFrom(request)
-    content.ClearField("traceparent")
+    content = without_fields(request, "traceparent")
     for output in content.outputs:
         output.ClearField("connector")
         if output.policy.HasField("frames"):
             output.policy.frames.ClearField("pace")
-    return hashlib.blake2b(content.SerializeToString(deterministic=True), digest_size=16).digest()
+    return digest_of(content)
 
 
 def _task(request: stage_pb2.ExecuteStepRequest) -> Task:

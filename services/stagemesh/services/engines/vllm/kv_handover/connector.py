@@ -12,24 +12,23 @@ vLLM creates `NixlConnector` by its name. Some of vLLM's checks compare this nam
 import os
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
+from stagemesh.connectors.nixl.environment import provide_nixl
+
+provide_nixl()
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: E402  # imports nixl
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (  # noqa: E402
     NixlPullConnector,
     NixlPullConnectorScheduler,
     NixlPullConnectorWorker,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
-
-from stagemesh.connectors.nixl.environment import provide_nixl
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id  # noqa: E402
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-
-provide_nixl()
 
 
 class NixlConnector(NixlPullConnector):

@@ -28,7 +28,7 @@ class Embeddings(InputRows):
     sampled tokens.
     """
 
-    runner_module = "stagemesh.services.engines.vllm.rows.embeddings"
+    runner_module = __name__
 
     def __init__(self, *, dtype: str, stage: str) -> None:
         super().__init__(stage=stage)

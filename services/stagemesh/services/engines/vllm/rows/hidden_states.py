@@ -27,11 +27,8 @@ from stagemesh.services.engines.vllm.rows.row_writer import Attachment, Requeste
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-
-if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 CONFIG_KEY = "stagemesh_layers"
@@ -44,7 +41,7 @@ class HiddenStates(RequestFeature):
     After `configure`, all methods must be called on the event loop's thread.
     """
 
-    runner_module = "stagemesh.services.engines.vllm.rows.hidden_states"
+    runner_module = __name__
 
     def __init__(
         self, options: HiddenStatesOptions, arena: PartitionsArena | None, *, share_bytes: int, stage: str

@@ -1,0 +1,79 @@
+"""Serialized protobuf messages: numbers of variable length, embedded messages, and digests of messages."""
+
+import hashlib
+from typing import TypeVar
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError, Message
+
+_LENGTH_DELIMITED = 2
+_SMALL_NUMBERS = [bytes((number,)) for number in range(0x80)]
+"""The encodings of the numbers that need one byte."""
+
+_MessageT = TypeVar("_MessageT", bound=Message)
+
+
+def varint(number: int) -> bytes:
+    """Returns a number that is not negative in protobuf's encoding of variable length.
+
+    Each byte contains seven bits, lowest first, and a bit that marks further bytes.
+    """
+    if number < len(_SMALL_NUMBERS):
+        return _SMALL_NUMBERS[number]
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def read_varint(view: memoryview, at: int) -> tuple[int, int]:
+    """Decodes the varint at the offset `at`. Returns its value and the offset after it.
+
+    Raises IndexError if the varint is truncated, or DecodeError if the varint is longer than 10 bytes.
+    """
+    number = 0
+    for shift in range(0, 70, 7):
+        byte = view[at]
+        number |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return number, at
+    raise DecodeError("a number has more than 10 bytes")
+
+
+def tag_of(message: Descriptor, field: str) -> bytes:
+    """Returns the bytes that precede the length and the content of a field that contains a message or bytes."""
+    return varint(message.fields_by_name[field].number << 3 | _LENGTH_DELIMITED)
+
+
+def embedded(tag: bytes, *parts: bytes) -> bytes:
+    """Returns a serialized field whose content is the concatenation of `parts`. `tag` is the result of `tag_of`.
+
+    Embedding a serialized message needs no parser.
+    """
+    return b"".join((tag, varint(sum(map(len, parts))), *parts))
+
+
+def without_fields(message: _MessageT, *names: str) -> _MessageT:
+    """Returns a copy of a message without these fields and without fields that this process does not know.
+
+    A name such as "parameters.seed" means a field of an embedded message. The copy omits the embedded message if no
+    other field of it is set.
+    """
+    content = type(message)()
+    content.CopyFrom(message)
+    content.DiscardUnknownFields()
+    for name in names:
+        outer, _, inner = name.partition(".")
+        if inner and content.HasField(outer):
+            getattr(content, outer).ClearField(inner)
+        if not inner or not getattr(content, outer).ByteSize():
+            content.ClearField(outer)
+    return content
+
+
+def digest_of(message: Message) -> bytes:
+    """Returns a digest of a message, which is equal for equal messages of the same version of Stagemesh."""
+    return hashlib.blake2b(message.SerializeToString(deterministic=True), digest_size=16).digest()

@@ -1,0 +1,114 @@
+"""Loads pipeline files whose engines and transforms have only descriptors, and tables of mistakes in such files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from stagemesh.common.errors import InvalidPipelineError, NotFoundError
+from stagemesh.common.plugins.descriptors import Emitted, EngineDescriptor, OptionSpec, Signature, TransformDescriptor
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.pipeline import Catalog, Pipeline, load_pipeline
+
+_TEXT = TensorSpec.parse("uint8[bytes]")
+_SAMPLES = TensorSpec.parse("float32[samples]")
+_FRAMES = TensorSpec.parse("float32[frames, 8]")
+_SIGNATURES = {
+    "talk": Signature(emits={"text": Emitted(_TEXT, kind="text"), "token_ids": Emitted(TensorSpec.parse("int64[n]"))}),
+    "read": Signature(accepts={"text": _TEXT}, emits={"frames": Emitted(_FRAMES)}),
+    "sing": Signature(
+        accepts={"frames": _FRAMES}, emits={"audio": Emitted(TensorSpec.parse("float32[samples]"), kind="audio")}
+    ),
+    "film": Signature(
+        accepts={"frames": _FRAMES},
+        emits={
+            "video": Emitted(TensorSpec.parse("float32[frames, 3, height, width]")),
+            "poster": Emitted(TensorSpec.parse("uint8[bytes]"), kind="image"),
+        },
+    ),
+    "hear": Signature(accepts={"audio": _SAMPLES}, emits={"speech": Emitted(TensorSpec.parse("float64[events, 2]"))}),
+    "lipread": Signature(accepts={"audio": _SAMPLES, "text": _TEXT}, emits={"speech": Emitted(_TEXT)}),
+    "listen": Signature(
+        accepts={"audio": _SAMPLES, "text": _TEXT},
+        emits={"speech": Emitted(_TEXT)},
+        optional=frozenset({"audio", "text"}),
+    ),
+    "wide": Signature(accepts={"frames": TensorSpec.parse("float32[frames, 16]")}, emits={"text": Emitted(_TEXT)}),
+    "mix": Signature(accepts={"text": _TEXT, "frames": _FRAMES}, emits={"text": Emitted(_TEXT)}),
+    "blend": Signature(
+        accepts={"text": _TEXT, "frames": _FRAMES},
+        emits={"frames": Emitted(_FRAMES)},
+        options={"speed": OptionSpec(1.0, 0.5, 2.0)},
+        optional=frozenset({"text", "frames"}),
+    ),
+    "drawl": Signature(
+        accepts={"frames": _FRAMES}, emits={"frames": Emitted(_FRAMES)}, options={"speed": OptionSpec(0.7, 0.6, 3.0)}
+    ),
+}
+_ENGINES = {
+    "plain": EngineDescriptor(
+        factory="",
+        signature=lambda name, _: _find(_SIGNATURES, name or "", "function"),
+        needs_model=False,
+        needs_function=True,
+        stage_options=frozenset({"max_len", "device"}),
+    ),
+    "heavy": EngineDescriptor(factory="", signature=lambda *_: _SIGNATURES["talk"], needs_model=True),
+    "lone": EngineDescriptor(factory="", signature=lambda *_: _SIGNATURES["blend"], needs_model=False, joins=False),
+}
+_TRANSFORMS = {
+    "text.upper": TransformDescriptor(takes={"text": _TEXT}, gives={"text": _TEXT}, factory=""),
+    "text.split": TransformDescriptor(
+        takes={"text": _TEXT}, gives={"text": _TEXT, "words": TensorSpec.parse("int32[words]")}, factory=""
+    ),
+    "frames.wider": TransformDescriptor(
+        takes={"frames": _FRAMES}, gives={"frames": TensorSpec.parse("float32[frames, 16]")}, factory=""
+    ),
+}
+
+_T = TypeVar("_T")
+
+
+def _find(known: dict[str, _T], name: str, what: str) -> _T:
+    if name not in known:
+        raise NotFoundError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
+    return known[name]
+
+
+CATALOG = Catalog(
+    engine=lambda name: _find(_ENGINES, name, "engine"),
+    transform=lambda name: _find(_TRANSFORMS, name, "transform"),
+)
+
+
+def edited(text: str, *edits: str) -> str:
+    """Returns a text after some edits. `edits` are pairs: a text that must occur, and its replacement."""
+    for before, after in zip(edits[::2], edits[1::2], strict=True):
+        assert before in text
+        text = text.replace(before, after)
+    return text
+
+
+def load(folder: Path, text: str, **arguments: Any) -> Pipeline:
+    """Loads a pipeline file with this text. `arguments` are passed to `load_pipeline`."""
+    path = folder / "pipeline.yaml"
+    path.write_text(text)
+    given: dict[str, Any] = {"catalog": CATALOG, "variables": {}, **arguments}
+    return load_pipeline(str(path), **given)
+
+
+def errors(folder: Path, text: str, **arguments: Any) -> list[str]:
+    """Returns the errors of a pipeline file with this text, each as "LINE: error; remedy"."""
+    with pytest.raises(InvalidPipelineError) as caught:
+        load(folder, text, **arguments)
+    return caught.value.message.replace(f"{folder}/pipeline.yaml:", "").splitlines()
+
+
+def mistakes(good: str, table: Mapping[str, tuple[str, ...]]) -> pytest.MarkDecorator:
+    """Runs a test for each mistake, with the parameters `text`, the text of the file, and `error`.
+
+    `table` maps the name of a mistake to the edits of the text `good`, followed by the error.
+    """
+    cases = [pytest.param(edited(good, *edits), error, id=name) for name, (*edits, error) in table.items()]
+    return pytest.mark.parametrize(("text", "error"), cases)

@@ -1,0 +1,199 @@
+"""The rules of the Helm chart, and pipeline files within values files of the chart."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from stagemesh.pipeline import kubernetes_hints
+from tests.pipeline.files import errors, load, mistakes
+
+load_chart = partial(load, for_kubernetes=True)
+chart_errors = partial(errors, for_kubernetes=True)
+
+GOOD = """\
+pipeline: song
+stages:
+  thinker: {engine: plain, function: talk}
+  reader: {engine: plain, function: read, group: voice}
+  singer: {engine: plain, function: sing, group: voice}
+edges:
+  - {from: thinker, to: reader}
+  - {from: reader, to: singer, connector: shm}
+outputs: {text: thinker, audio: singer}
+"""
+VALUES = f"""\
+images:
+  stage: {{repository: "${{REGISTRY}}/stage"}}
+pipeline:
+{"".join(f"  {line}" for line in GOOD.splitlines(keepends=True))}
+stages: {{thinker: {{gpus: 1}}}}
+"""
+LONG = "a-name-with-thirty-one-letters-"
+
+
+@mistakes(GOOD, {
+    "shm between pods": ("{from: thinker, to: reader}", "{from: thinker, to: reader, connector: shm}",
+        ("7: edge 'thinker->reader' uses shm, but its stages do not share a pod; give both stages the same `group`, "
+         "or set `connector: auto`")),
+    "shm between groups": ("sing, group: voice", "sing, group: choir",
+        ("8: edge 'reader->singer' uses shm, but its stages do not share a pod; give both stages the same `group`, "
+         "or set `connector: auto`")),
+    "other number of replicas in a group": ("sing, group: voice", "sing, group: voice, replicas: 2",
+        ("5: stages 'reader' and 'singer' share the pods of group 'voice', but have 1 and 2 replicas; set the same "
+         "`replicas`")),
+    "invalid group": ("sing, group: voice", "sing, group: My_Voice",
+        "5: stages.singer.group is 'My_Voice'; use lower-case letters, digits and '-', a letter first"),
+    "group with the name of another stage": ("voice", "thinker",
+        "4: group 'thinker' has the name of a stage that is not in the group; rename the group"),
+    "reserved group": ("voice", "media",
+        ("4: group 'media' has a name that the chart needs (admin, gateway, jobs, media, orchestrator, test, "
+         "and names that end with -warm); rename it")),
+    "reserved stage": ("thinker", "admin",
+        ("3: stage 'admin' has a name that the chart needs (admin, gateway, jobs, media, orchestrator, test, "
+         "and names that end with -warm); rename it")),
+    "stage like a warm tier": ("thinker", "reader-warm",
+        ("3: stage 'reader-warm' has a name that the chart needs (admin, gateway, jobs, media, orchestrator, "
+         "test, and names that end with -warm); rename it")),
+    "long stage": ("thinker", "a-name-with-thirty-one-letters-x",
+        "3: stage 'a-name-with-thirty-one-letters-x' has 32 characters, more than the chart allows (30); shorten it"),
+    "stage that ends with a hyphen": ("thinker", "think-",
+        "3: stage 'think-' ends with '-', but names of Kubernetes objects end with a letter or digit; rename it"),
+    "group that ends with a hyphen": ("voice", "voice-",
+        "4: group 'voice-' ends with '-', but names of Kubernetes objects end with a letter or digit; rename it"),
+    "stage with the name of the liveness service": ("thinker", "liveness",
+        "3: stage 'liveness' has the name of the health service for liveness; rename it"),
+    "number that Helm rounds": ("function: talk", "function: talk, options: {max_len: 9007199254740993}",
+        "3: stages.thinker.options.max_len is 9007199254740993, which Helm rounds; write a number of at most 2**53"),
+    "variable for a connector": ("connector: shm", "connector: '${CONNECTOR:-auto}'",
+        "8: edges.1.connector is ${CONNECTOR:-auto}, but the chart cannot read variables here; write the value"),
+    "variable for a size of the arena": ("function: talk", "function: talk, data_plane: {arena_bytes: '${SIZE:-1}'}",
+        ("3: stages.thinker.data_plane.arena_bytes is ${SIZE:-1}, but the chart cannot read variables here; write "
+         "the value")),
+    "variable for the store": ("outputs:", "media: {store: 's3://${BUCKET:-b}'}\noutputs:",
+        "9: media.store is s3://${BUCKET:-b}, but the chart cannot read variables here; write the value"),
+})  # fmt: skip
+def test_a_mistake_is_reported_with_its_line_and_remedy(tmp_path: Path, text: str, error: str) -> None:
+    assert error in chart_errors(tmp_path, text)
+
+
+@pytest.mark.parametrize("key", ["engine", "replicas", "group"])
+def test_a_variable_is_rejected_if_the_chart_reads_the_value(key: str, tmp_path: Path) -> None:
+    text = GOOD.replace("{engine: plain, function: talk}", f"{{engine: plain, function: talk, {key}: '${{X:-y}}'}}")
+    assert any(f"stages.thinker.{key} is ${{X:-y}}, but the chart" in line for line in chart_errors(tmp_path, text))
+
+
+@pytest.mark.parametrize("end", ["from: thinker", "to: reader"])
+def test_a_variable_cannot_name_the_end_of_an_edge(end: str, tmp_path: Path) -> None:
+    key, name = end.split(": ")
+    text = GOOD.replace(f"{end}", f"{key}: ${{X:-{name}}}")
+    assert f"edges.0.{key} is ${{X:-{name}}}, but the chart" in chart_errors(tmp_path, text)[0]
+
+
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
+    text = GOOD.replace("thinker", "admin").replace("singer", "loud-warm").replace("sing, group: voice", "sing")
+    assert [line.split(": ")[0] for line in chart_errors(tmp_path, text)] == ["3", "5", "8"]
+
+
+def test_variables_may_be_used_in_other_places(tmp_path: Path) -> None:
+    text = GOOD.replace("function: talk", "function: '${F:-talk}', options: {max_len: '${N:-3}'}")
+    assert load_chart(tmp_path, text).stages["thinker"].function == "talk"
+
+
+def test_an_override_replaces_a_variable(tmp_path: Path) -> None:
+    text = GOOD.replace("function: talk", "function: talk, replicas: '${N:-3}'")
+    assert load_chart(tmp_path, text, overrides={"stages.thinker.replicas": "4"}).stages["thinker"].replicas == 4
+
+
+def test_a_name_may_have_thirty_characters(tmp_path: Path) -> None:
+    name = f"{LONG[:-2]}x"
+    assert len(name) == 30
+    assert name in load_chart(tmp_path, GOOD.replace("thinker", name)).stages
+
+
+def test_a_group_may_have_the_name_of_its_stage(tmp_path: Path) -> None:
+    groups = {
+        stage.name: stage.group_name for stage in load_chart(tmp_path, GOOD.replace("voice", "singer")).stages.values()
+    }
+    assert groups == {"thinker": "thinker", "reader": "singer", "singer": "singer"}
+
+
+def test_groups_do_not_change_the_generation(tmp_path: Path) -> None:
+    apart = load_chart(tmp_path, GOOD.replace(", group: voice", "").replace("shm", "auto"))
+    assert apart.generation == load_chart(tmp_path, GOOD).generation
+
+
+def test_the_rules_of_the_chart_are_not_checked_otherwise(tmp_path: Path) -> None:
+    text = GOOD.replace("thinker", "admin").replace(", group: voice", "")
+    assert "admin" in load(tmp_path, text).stages
+
+
+def test_a_values_file_contains_a_pipeline(tmp_path: Path) -> None:
+    pipeline = load(tmp_path, VALUES)
+    assert (pipeline.name, list(pipeline.stages)) == ("song", ["thinker", "reader", "singer"])
+
+
+def test_a_mistake_has_its_line_in_the_values_file(tmp_path: Path) -> None:
+    text = VALUES.replace("sing, group: voice", "sing").replace("audio: singer", "audio: singr")
+    edge, output = chart_errors(tmp_path, text)
+    assert edge.startswith("11: edge 'reader->singer' uses shm, but its stages do not share a pod; give both")
+    assert output == "12: output 'audio' names an unknown stage 'singr'; did you mean 'singer'?"
+
+
+def test_an_incomplete_values_file_names_the_line_of_the_pipeline(tmp_path: Path) -> None:
+    lines = chart_errors(tmp_path, "images: {}\npipeline: {}\n")
+    assert lines == [
+        "2: the file has no 'pipeline'; add it",
+        "2: the file has no 'stages'; add it",
+        "2: the file has no 'outputs'; add it",
+    ]
+
+
+def test_the_content_has_references_instead_of_values(tmp_path: Path) -> None:
+    text = GOOD.replace("function: talk", "function: ${F}, options: {max_len: ${N:-3}, device: '$${D} ${D:-}'}")
+    content = load_chart(
+        tmp_path,
+        text,
+        for_kubernetes=True,
+        variables={"F": "talk"},
+        overrides={"stages.reader.options": "{device: '${X}'}"},
+    ).content
+    stages = content["stages"]
+    assert isinstance(stages, dict)
+    assert stages["thinker"]["function"] == "${F}"
+    assert stages["thinker"]["options"] == {"max_len": "${N:-3}", "device": "$${D} ${D:-}"}
+    assert stages["reader"]["options"] == {"device": "$${X}"}
+    assert stages["reader"]["group"] == "voice"
+
+
+EXTERNAL = """\
+pipeline: song
+stages:
+  thinker: {engine: plain, function: talk}
+  upper:
+    engine: external
+    signature: {accepts: {text: "uint8[bytes]"}, emits: {text: {type: "uint8[bytes]", kind: text}}}
+edges:
+  - {from: thinker, to: upper}
+outputs: {text: upper}
+"""
+
+
+def test_an_external_stage_without_addresses_is_a_hint(tmp_path: Path) -> None:
+    (hint,) = kubernetes_hints(load_chart(tmp_path, EXTERNAL))
+    assert hint.startswith("stage 'upper' is external and has no addresses; set stages.upper.external.service and ")
+    text = EXTERNAL.replace("engine: external", "engine: external\n    addresses: ['upper.other:50051']")
+    assert kubernetes_hints(load_chart(tmp_path, text)) == ()
+
+
+def test_an_external_stage_shares_no_pod(tmp_path: Path) -> None:
+    (error,) = chart_errors(tmp_path, EXTERNAL.replace("to: upper}", "to: upper, connector: shm}"))
+    assert error.endswith("set `connector: auto`, because an external stage is in another pod")
+
+
+def test_a_folder_for_media_is_a_hint(tmp_path: Path) -> None:
+    assert (
+        "media.store is the folder /srv/media, which is a different folder in each pod"
+        in kubernetes_hints(load_chart(tmp_path, f"{GOOD}media: {{store: /srv/media}}\n"))[0]
+    )
+    assert kubernetes_hints(load_chart(tmp_path, f"{GOOD}media: {{store: 'memory://media'}}\n")) == ()
