@@ -3,9 +3,9 @@
 import pytest
 
 from stagemesh.common.errors import CancelledRequestError, InternalError
+from stagemesh.common.wire.telemetry import Playout
 from stagemesh.orchestrator.request.timeline import (
     History,
-    Playout,
     RequestState,
     StepNotes,
     Timeline,
