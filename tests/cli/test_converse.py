@@ -2,7 +2,6 @@ import asyncio
 import json
 import signal
 import wave
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +25,6 @@ from tests.client.scripted_sessions import (
     texts,
     turn_ended,
 )
-from tests.deployment import Deployment, deployed
-from tests.system.conversing import ExpectedConversation, sound_of, talking
-
-STEPS = 10
 
 
 def _answer(turn: int, line: str) -> Talk:
@@ -42,12 +37,6 @@ def _answer(turn: int, line: str) -> Talk:
         generated(turn, finished()),
         turn_ended(turn, line),
     ]
-
-
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(talking(tmp_path_factory.mktemp("talk"), steps=STEPS)) as up:
-        yield up
 
 
 def _write_recording(path: Path, seconds: float) -> None:
@@ -181,15 +170,3 @@ async def test_ctrl_c_interrupts_the_answer_and_then_ends(orchestrator: Scripted
         process.send_signal(signal.SIGINT)
         assert await process.wait() == ExitCode.INTERRUPTED
     assert kinds(orchestrator.events[0]) == ["open", "append", "commit", "interrupt", "close"]
-
-
-async def test_a_whole_conversation(up: Deployment, tmp_path: Path) -> None:
-    expected, lines = ExpectedConversation(7, steps=STEPS), ("one", "two", "three")
-    arguments = ["--seed", "7", "--server", up.endpoint, "--audio", str(tmp_path / "a.wav")]
-    ran = await run_process("converse", *arguments, stdin="\n".join(lines))
-    answers = list[str]()
-    for line in lines:
-        answers.append(expected.answer(line))
-        expected.add(line, heard=answers[-1])
-    assert (ran.exit_code, ran.stdout) == (0, "".join(f"{answer}\n" for answer in answers)), ran.stderr
-    assert _frames(tmp_path / "a.wav") == len(sound_of("".join(answers)))

@@ -41,15 +41,15 @@ async def test_a_gateway_answers_the_official_client_and_ends_with_the_launcher(
     launcher = Launcher(load_pipeline(str(tiny)), listen=LISTEN, gateway_listen=LISTEN, metrics=True)
     async with launcher.running(), _client(launcher) as client:
         await launcher.wait_ready()
-        assert launcher.processes["gateway"].state is ProcessState.READY
+        gateway = launcher.processes["gateway"]
+        assert gateway.state is ProcessState.READY
         assert launcher.metrics_endpoints["gateway"] == launcher.gateway_endpoint
         assert [model.id async for model in client.models.list()] == ["tiny"]
         assert (await _answer(client)).startswith("Step 0 is ")
-        process_id = launcher.processes["gateway"].process_id
-    assert process_id is not None
+    assert gateway.process_id is not None
     assert launcher.processes["gateway"].state is ProcessState.STOPPED
     with pytest.raises(ProcessLookupError):
-        os.kill(process_id, 0)
+        os.kill(gateway.process_id, 0)
 
 
 async def test_a_killed_gateway_is_restarted_and_serves(tiny: Path) -> None:

@@ -11,13 +11,13 @@ from stagemesh.cli.local.up import run_until_signal
 from stagemesh.cli.requests.generate import GENERATE, run_request
 from stagemesh.cli.requests.request_options import client_arguments
 from stagemesh.cli.requests.result_output import show_result
-from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import (
+    PIPELINE,
+    REPLICAS,
     REQUIRED,
+    SETTINGS,
     Parameter,
-    PipelineName,
-    Replicas,
-    Settings,
     option,
     read_overrides,
     with_parameters,
@@ -25,15 +25,15 @@ from stagemesh.cli.terminal.options import (
 from stagemesh.common.errors import ExitCode, InternalError
 
 _DEMO: Mapping[str, Parameter] = {
-    "pipeline": Parameter(PipelineName),
+    "pipeline": PIPELINE,
     "prompt": option(str, "Set the prompt to send to the pipeline.", default=REQUIRED, metavar="TEXT"),
     **{name: GENERATE[name] for name in ("audio", "image", "negative_prompt", "max_tokens", "seed")},
-    "settings": Parameter(Settings, None),
-    "replicas": Parameter(Replicas, None),
+    "settings": SETTINGS,
+    "replicas": REPLICAS,
     "timeout": option(
         float, "Fail if the request takes longer than this number of seconds.", default=300.0, metavar="SECONDS"
     ),
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 

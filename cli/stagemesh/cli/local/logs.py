@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Parameter, argument, flag, option, with_parameters
 from stagemesh.cli.terminal.output import Column, make_table, print_all, print_json
 from stagemesh.common.process import settings
@@ -25,7 +25,7 @@ _LOGS: Mapping[str, Parameter] = {
     "follow": option(bool, "Wait for further lines until the run ends.", "--follow", "-f", default=False),
     "lines": option(int, "Show only this number of lines, the last ones.", "-n", "--lines", min=0, metavar="NUMBER"),
     "runs": flag("List the runs whose logs are kept: those of the last 7 days, at most 200 runs and 1 GiB.", "--list"),
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 

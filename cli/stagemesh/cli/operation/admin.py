@@ -12,7 +12,7 @@ import typer
 from stagemesh.cli.operation.admin_commands import COMMANDS, GROUPS, Command
 from stagemesh.cli.operation.admin_targets import complete_target
 from stagemesh.cli.terminal.connection_options import ADMIN_SERVER
-from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Parameter, argument, option, with_parameters
 from stagemesh.cli.terminal.output import enum_word, print_all, print_json, show_views, ticks, to_json
 from stagemesh.common.errors import DeadlineError, ExitCode, NotFoundError, UnavailableError
@@ -56,7 +56,7 @@ _WAIT: Mapping[str, Parameter] = {
         metavar="SECONDS",
     ),
     **ADMIN_SERVER,
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 
@@ -152,7 +152,7 @@ app = typer.Typer(help="Inspect and control a running pipeline.", no_args_is_hel
 
 
 def _callback(command: Command) -> Callable[..., None]:
-    @with_parameters({**command.parameters, **ADMIN_SERVER, "as_json": Parameter(AsJson, False)})
+    @with_parameters({**command.parameters, **ADMIN_SERVER, **AS_JSON})
     def callback(*, admin_server: str, as_json: bool, **values: Any) -> None:
         from stagemesh.cli.operation.admin_connection import AdminConnection
 

@@ -9,7 +9,7 @@ import typer
 from stagemesh.cli.operation import views
 from stagemesh.cli.terminal.connection_options import ADMIN_SERVER, SERVER, is_given
 from stagemesh.cli.terminal.contexts import split_addresses
-from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Parameter, with_parameters
 from stagemesh.cli.terminal.output import (
     WATCH,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from stagemesh.v1.protocol_pb2 import Protocol
 
 
-_STAGES: Mapping[str, Parameter] = {**WATCH, **SERVER, "as_json": Parameter(AsJson, False)}
+_STAGES: Mapping[str, Parameter] = {**WATCH, **SERVER, **AS_JSON}
 
 
 @with_parameters(_STAGES)
@@ -81,7 +81,7 @@ def _stages_table(pipeline: "orchestrator_pb2.DescribePipelineResponse") -> "Tab
     return make_table(columns, rows, title=title)
 
 
-_DOCTOR: Mapping[str, Parameter] = {**ADMIN_SERVER, "as_json": Parameter(AsJson, False)}
+_DOCTOR: Mapping[str, Parameter] = {**ADMIN_SERVER, **AS_JSON}
 
 
 @with_parameters(_DOCTOR)
@@ -133,7 +133,7 @@ def _show(findings: "list[Finding]") -> None:
 _VERSION: Mapping[str, Parameter] = {
     "ctx": Parameter(typer.Context),
     **SERVER,
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 

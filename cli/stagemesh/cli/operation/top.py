@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagemesh.cli.operation import views
 from stagemesh.cli.terminal.connection_options import ADMIN_SERVER
-from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Parameter, flag, option, with_parameters
 from stagemesh.cli.terminal.output import (
     INTERVAL,
@@ -33,7 +33,7 @@ _TOP: Mapping[str, Parameter] = {
     "slowest": option(int, "Show at most this number of requests, the slowest first.", default=10, min=1),
     "once": flag("Print one update after one interval, and exit.", "--once"),
     **ADMIN_SERVER,
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagemesh.cli.operation.admin_targets import complete_request
 from stagemesh.cli.terminal.connection_options import ADMIN_SERVER
-from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Parameter, argument, option, with_parameters
 from stagemesh.cli.terminal.output import Column, duration, make_table, number, print_all, print_json
 from stagemesh.common.errors import InvalidRequestError
@@ -33,7 +33,7 @@ _TRACE: Mapping[str, Parameter] = {
         bool, "Draw each chunk and each call of an engine in a line of its own.", "--expand", default=False
     ),
     **ADMIN_SERVER,
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 

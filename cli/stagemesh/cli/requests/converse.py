@@ -10,7 +10,7 @@ import typer
 from stagemesh.cli.requests.request_options import ADMISSION, CONTENT, SAMPLING, STAGES, client_arguments, typed_value
 from stagemesh.cli.terminal.connection_options import SERVER
 from stagemesh.cli.terminal.contexts import split_addresses
-from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Parameter, flag, option, read_pairs, with_parameters
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ _CONVERSE: Mapping[str, Parameter] = {
         "Set the id that identifies the session in logs. The request of turn N has the id ID.N. Random if omitted.",
         metavar="ID",
     ),
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 

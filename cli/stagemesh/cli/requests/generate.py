@@ -11,7 +11,7 @@ from stagemesh.cli.requests.request_options import ADMISSION, CONTENT, SAMPLING,
 from stagemesh.cli.requests.result_output import show_result
 from stagemesh.cli.terminal.connection_options import SERVER
 from stagemesh.cli.terminal.contexts import split_addresses
-from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Parameter, argument, flag, option, with_parameters
 from stagemesh.cli.terminal.output import print_json
 
@@ -78,7 +78,7 @@ GENERATE: Mapping[str, Parameter] = {
     "request_id": option(
         str, "Set the id that identifies the request in logs and admin commands. Random if omitted.", metavar="ID"
     ),
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 
@@ -167,7 +167,7 @@ async def run_request(
 _CANCEL: Mapping[str, Parameter] = {
     "request_id": argument(str, "Cancel the request with this id.", metavar="ID"),
     **SERVER,
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 

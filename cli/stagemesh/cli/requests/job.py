@@ -13,7 +13,7 @@ from stagemesh.cli.requests.generate import GENERATE, read_prompt
 from stagemesh.cli.requests.request_options import client_arguments
 from stagemesh.cli.terminal.connection_options import SERVER
 from stagemesh.cli.terminal.contexts import split_addresses
-from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Parameter, argument, option, read_pairs, with_parameters
 from stagemesh.cli.terminal.output import Column, duration, make_table, number, print_all, print_json, size, state_cell
 from stagemesh.common.errors import CancelledRequestError, NotReadyError
@@ -31,7 +31,7 @@ _JOB = argument(str, "Name the job by its id.", metavar="ID")
 _CALLER = option(
     str, "Set the name of the caller whose jobs are meant. Credentials determine it.", default="", metavar="NAME"
 )
-_COMMON: Mapping[str, Parameter] = {**SERVER, "caller": _CALLER, "as_json": Parameter(AsJson, False)}
+_COMMON: Mapping[str, Parameter] = {**SERVER, "caller": _CALLER, **AS_JSON}
 _ONE: Mapping[str, Parameter] = {"job_id": _JOB, **_COMMON}
 _SUBMIT: Mapping[str, Parameter] = {
     **{name: each for name, each in GENERATE.items() if name not in _OF_GENERATE_ALONE},

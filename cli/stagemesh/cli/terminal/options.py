@@ -9,31 +9,6 @@ from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import typer
 
-PipelineName = Annotated[
-    str,
-    typer.Argument(
-        metavar="PIPELINE",
-        help="Use the built-in pipeline with this name, for example speech, or the YAML file at this path.",
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a value of the pipeline file, for example edges.*.connector=grpc. Repeatable.",
-    ),
-]
-Replicas = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--replicas",
-        metavar="STAGE=N",
-        help="Set the number of replicas of a stage, for example thinker=2. Repeatable. Other stages have the "
-        "number of replicas that the pipeline file sets.",
-    ),
-]
-
 _Value = TypeVar("_Value")
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
@@ -83,14 +58,21 @@ class Parameter(NamedTuple):
 
 
 def argument(
-    kind: Any, text: str, *, metavar: str, complete: Callable[..., list[str]] | None = None, default: Any = REQUIRED
+    kind: Any,
+    text: str,
+    *,
+    metavar: str,
+    complete: Callable[..., list[str]] | None = None,
+    default: Any = REQUIRED,
+    **settings: Any,
 ) -> Parameter:
     """Returns an argument of a command. `kind` is its type. `text` is its help text.
 
     - `complete` is a shell completion callback, or None for no completion.
     - `default` is the argument's value if the argument is omitted. The argument is required by default.
+    - `settings` are passed to `typer.Argument`.
     """
-    info = typer.Argument(metavar=metavar, help=text, autocompletion=complete, show_default=False)
+    info = typer.Argument(metavar=metavar, help=text, autocompletion=complete, show_default=False, **settings)
     return Parameter(Annotated[kind, info], default)
 
 
@@ -110,6 +92,26 @@ def option(kind: Any, text: str, *names: str, default: Any = None, **settings: A
 def flag(text: str, name: str) -> Parameter:
     """Returns an option that is True if it is present and False if it is omitted. `text` is its help text."""
     return option(bool, text, name, default=False)
+
+
+PIPELINE = argument(
+    str,
+    "Use the built-in pipeline with this name, for example speech, or the YAML file at this path.",
+    metavar="PIPELINE",
+)
+SETTINGS = option(
+    list[str],
+    "Override a value of the pipeline file, for example edges.*.connector=grpc. Repeatable.",
+    "--set",
+    metavar="KEY=VALUE",
+)
+REPLICAS = option(
+    list[str],
+    "Set the number of replicas of a stage, for example thinker=2. Repeatable. Other stages have the number of "
+    "replicas that the pipeline file sets.",
+    "--replicas",
+    metavar="STAGE=N",
+)
 
 
 def with_parameters(parameters: Mapping[str, Parameter]) -> Callable[[_Command], _Command]:
