@@ -101,7 +101,7 @@ async def _running_stage(config: StageConfig) -> AsyncGenerator[LocalReplica]:
         for name in ("", SERVICE_NAME):
             server.set_health(name, serving=serving)
 
-    runtime.on_serving = show_readiness
+    runtime.lifecycle.on_serving = show_readiness
     try:
         await runtime.start()
         show_readiness(True)
