@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from stagemesh.orchestrator.request.timeline import Playout
+from stagemesh.common.wire.telemetry import Playout
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Runs `stagemesh` in this process or in a process of its own."""
+"""Runs `stagemesh` in this process, or in a process of its own."""
 
 import asyncio
 import sys
@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from stagemesh.cli.app import app
 
-COMMAND = (sys.executable, "-m", "stagemesh.cli.app")
+COMMAND = (sys.executable, "-m", "stagemesh.cli")
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,32 @@ class Ran:
     stdout: str
     stderr: str
 
+    @property
+    def error_text(self) -> str:
+        """Standard error on one line, without the frame around usage errors."""
+        return " ".join(self.stderr.replace("│", " ").split())
 
-def invoke(*arguments: str) -> Ran:
-    """Runs a command in this process. The command must not need an event loop."""
-    result = CliRunner().invoke(app, list(arguments))
+
+def invoke(*arguments: str, stdin: str = "") -> Ran:
+    """Runs a command in this process, and in this thread, in which no event loop may run."""
+    result = CliRunner().invoke(app, list(arguments), input=stdin)
     return Ran(result.exit_code, result.stdout, result.stderr)
 
 
 async def stagemesh(*arguments: str, stdin: str = "") -> Ran:
-    """Runs a command in a process of its own, and waits until it ends."""
+    """Runs a command in a thread of this process, beside the servers of the test. One command at a time."""
+    return await asyncio.to_thread(invoke, *arguments, stdin=stdin)
+
+
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    """Starts a command in a process of its own, with pipes to its standard streams."""
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+    return await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+async def run_process(*arguments: str, stdin: str = "") -> Ran:
+    """Runs a command in a process of its own, and waits until it ends."""
+    process = await start(*arguments)
     stdout, stderr = await process.communicate(stdin.encode())
     assert process.returncode is not None
     return Ran(process.returncode, stdout.decode(), stderr.decode())

@@ -1,4 +1,8 @@
-"""The servers of every service: gRPC with health checks, reflection and limits, and metrics over HTTP."""
+"""The servers of every service process: gRPC with health checks, reflection and limits, and metrics over HTTP.
+
+A service process creates its server with `Server.of_process`, adds its services, and serves them within
+`async with server.serving(...)`.
+"""
 
 import asyncio
 import errno
@@ -6,7 +10,7 @@ import logging
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import TypeAlias
+from typing import Self, TypeAlias, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -16,18 +20,23 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from stagemesh.common.errors import NotReadyError
+from stagemesh.common.process.config import ServiceConfig, TokenConfig
 from stagemesh.rpc.authentication import TokenChecker, authentication
 from stagemesh.rpc.callers import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role
 from stagemesh.rpc.channels import SERVER_OPTIONS
-from stagemesh.rpc.credentials import PROCESS
+from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.handlers import streaming
 from stagemesh.rpc.interceptors import CALLS_PER_CALLER, CallLimits, MalformedFilter, RoleFilter
 
 _log = logging.getLogger(__name__)
 
+LIVENESS = "liveness"
+"""The health name whose status is SERVING from the start of a server until its end, even while it cannot work."""
+
 _HEALTH_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _Request: TypeAlias = health_pb2.HealthCheckRequest
 _Response: TypeAlias = health_pb2.HealthCheckResponse
+_Servicer = TypeVar("_Servicer")
 _Context: TypeAlias = "grpc.aio.ServicerContext[_Request, _Response]"
 
 
@@ -67,13 +76,53 @@ class Server:
         self._health_server: grpc.aio.Server | None = None
         self._services = [_HEALTH_NAME, reflection.SERVICE_NAME]
 
-    def set_health(self, service: str, *, serving: bool) -> None:
-        """Sets the health status of a service. The service name "" stands for the whole server."""
-        self._health.set(service, serving=serving)
+    @classmethod
+    def of_process(
+        cls,
+        listen: str,
+        config: ServiceConfig,
+        *,
+        roles: Collection[Role],
+        tokens: TokenConfig | None = None,
+        calls_per_caller: int | None = None,
+    ) -> Self:
+        """Creates the main server of a process from the process's config. Sets the credentials of the process.
+
+        Raises InvalidRequestError if the certificates (INVALID_TLS) or the tokens (INVALID_TOKENS) cannot be read.
+        """
+        PROCESS.use(Credentials(config.tls))
+        return cls(
+            listen,
+            roles=roles,
+            tokens=None if tokens is None else TokenChecker(tokens),
+            health_listen=config.health_listen,
+            calls_per_caller=calls_per_caller,
+        )
+
+    def add(self, service: str, register: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer) -> None:
+        """Adds a service to the server and to its reflection. Call this method before `start`.
+
+        `service` is the full name of the service, and `register` is the generated function that adds its servicer.
+        """
+        register(servicer, self.grpc)
+        self.reflect(service)
 
     def reflect(self, service: str) -> None:
         """Adds the service with this full name to the server's reflection. Call this method before `start`."""
         self._services.append(service)
+
+    def set_health(self, *services: str, serving: bool) -> None:
+        """Sets the health status of services. The service name "" stands for the whole server."""
+        for service in services:
+            self._health.set(service, serving=serving)
+
+    @asynccontextmanager
+    async def serving(self, *, grace_s: float) -> AsyncGenerator[int]:
+        """Serves within the block, as `start` and `stop` do. Yields the bound port number."""
+        try:
+            yield await self.start()
+        finally:
+            await self.stop(grace_s=grace_s)
 
     async def start(self) -> int:
         """Starts the server and returns the bound port number.
@@ -112,7 +161,7 @@ class _Health(health_pb2_grpc.HealthServicer):
     """
 
     def __init__(self) -> None:
-        self._statuses: dict[str, int] = {"": _Response.NOT_SERVING}
+        self._statuses: dict[str, int] = {"": _Response.NOT_SERVING, LIVENESS: _Response.SERVING}
         self._changed = asyncio.Event()
         self._ended = False
 

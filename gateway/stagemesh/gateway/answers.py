@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
-from starlette.responses import StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from stagemesh.client import Finished, Queued
+from stagemesh.client import AsyncGeneration, Event, Finished, Queued
 from stagemesh.common.errors import CancelledRequestError, StagemeshError
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import error_body
@@ -25,6 +25,20 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 T = TypeVar("T")
 E = TypeVar("E")
+
+
+async def respond(
+    request: Request,
+    generation: AsyncGeneration,
+    *,
+    streams: bool | None,
+    chunks: Callable[[AsyncIterator[Event]], AsyncGenerator[bytes]],
+    whole: Callable[[AsyncGeneration], Awaitable[dict[str, Any]]],
+) -> Response:
+    """Returns the answer of a model: a stream of `chunks` if the caller asks for a stream, or else the `whole`."""
+    if streams:
+        return await stream(request, aiter(generation), chunks)
+    return JSONResponse(await until_disconnected(request, whole(generation)))
 
 
 async def stream(
@@ -122,4 +136,14 @@ def usage_of(finished: Finished, model: Model) -> dict[str, Any]:
         "completion_tokens": made,
         "total_tokens": prompt + made,
         "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in stages)},
+    }
+
+
+def token_counts(finished: Finished, model: Model) -> dict[str, int]:
+    """Returns the numbers of tokens of `usage_of` by the names that OpenAI's newer endpoints have for them."""
+    used = usage_of(finished, model)
+    return {
+        "input_tokens": used["prompt_tokens"],
+        "output_tokens": used["completion_tokens"],
+        "total_tokens": used["total_tokens"],
     }

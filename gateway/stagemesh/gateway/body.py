@@ -114,18 +114,22 @@ class SamplingBody(StageBody):
 B = TypeVar("B", bound=BaseModel)
 
 
+def validate(body: type[B], values: object) -> B:
+    """Returns the values of a JSON object or of a form as a body.
+
+    Raises RequestValidationError, which names each wrong value.
+    """
+    try:
+        return body.model_validate(values)
+    except ValidationError as exc:
+        raise RequestValidationError(exc.errors()) from exc
+
+
 class Form(NamedTuple):
     """The parts of a form: the fields by name, and the content of the file."""
 
     fields: dict[str, str]
     data: bytes
-
-    def validate(self, body: type[B]) -> B:
-        """Returns the fields as a body. Raises RequestValidationError, which names each wrong field."""
-        try:
-            return body.model_validate(self.fields)
-        except ValidationError as exc:
-            raise RequestValidationError(exc.errors()) from exc
 
 
 async def read_form(request: Request, *, file: str, max_bytes: int) -> Form:

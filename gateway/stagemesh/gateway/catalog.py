@@ -286,6 +286,14 @@ async def find_model(request: HTTPConnection, model_id: str) -> Model:
     return await (await callers.catalog(request)).find(model_id)
 
 
+async def find_models(request: HTTPConnection) -> list[Model]:
+    """Returns the models of the caller of a request whose orchestrators can be reached. Raises the errors of
+    `Callers.catalog`.
+    """
+    callers: Callers = request.app.state.callers
+    return await (await callers.catalog(request)).models()
+
+
 async def find_owner(request: HTTPConnection) -> str:
     """Returns the owner of what the caller of a request stores. Raises the errors of `Callers.catalog` and
     `Catalog.owner`.

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stagemesh.common.process.config import ProcessConfig
+
 
 @dataclass(frozen=True)
-class GatewayConfig:
+class GatewayConfig(ProcessConfig):
     """The configuration of a process that serves OpenAI's API for some pipelines."""
 
     listen: str
@@ -30,11 +32,6 @@ class GatewayConfig:
     """The folder in which the process stores the voices that callers create, or None if callers cannot create voices.
 
     Several gateways may share a folder.
-    """
-    parent_pid: int | None = None
-    """The id of the parent process. If the parent terminates, this process terminates too.
-
-    None if this process may outlive its parent.
     """
 
     def __post_init__(self) -> None:

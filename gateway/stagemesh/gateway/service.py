@@ -26,7 +26,7 @@ from stagemesh.gateway.websockets import WebSocketLimit
 from stagemesh.rpc.credentials import CERTIFICATE, KEY, Credentials
 from stagemesh.rpc.server import listen_error, parse_address
 
-page_router = APIRouter()
+_page = APIRouter()
 
 _PAGE_FOLDER = Path(__file__).parent / "page"
 _INDEX, _ASSETS = StaticFiles(directory=_PAGE_FOLDER), StaticFiles(directory=_PAGE_FOLDER / "assets")
@@ -44,13 +44,13 @@ _PAGE_HEADERS = {
 }
 
 
-@page_router.get("/")
+@_page.get("/")
 async def read_page(request: Request) -> Response:
     """Returns the page."""
     return await _read_file(_INDEX, "index.html", request)
 
 
-@page_router.get("/assets/{name}")
+@_page.get("/assets/{name}")
 async def read_asset(name: str, request: Request) -> Response:
     """Returns a script, a style sheet or an image of the page."""
     return await _read_file(_ASSETS, name, request)
@@ -80,13 +80,10 @@ def create_app(config: GatewayConfig) -> FastAPI:
 
     app = FastAPI(title="Stagemesh", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.voices = None if config.voices is None else VoiceStore(Path(config.voices))
-    for module in (
-        *(chat, completions, images, models, models, connection, speech, speech, transcriptions, videos),
-        voices,
-    ):
+    for module in (chat, completions, images, models, connection, speech, transcriptions, videos, voices):
         app.include_router(module.router)
     if config.page:
-        app.include_router(page_router)
+        app.include_router(_page)
 
     @app.get("/health")
     async def read_health() -> dict[str, str]:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagemesh.common.process.config import TokenConfig, check_tokens
+from stagemesh.common.process.config import ClientServiceConfig
 from stagemesh.common.process.media_config import MediaConfig
 
 
 @dataclass(frozen=True)
-class JobServerConfig:
+class JobServerConfig(ClientServiceConfig):
     """The configuration of a process that serves JobService for one pipeline, and runs its jobs."""
 
     pipeline: str
@@ -48,23 +48,9 @@ class JobServerConfig:
     """The time in seconds after which a job whose server no longer renews its lease is run by another job server."""
     keep_s: float = 86_400.0
     """The time in seconds for which a job and its files are kept after its end."""
-    tls: str | None = None
-    """The folder with the certificates of this process: `ca.crt`, `tls.crt` and `tls.key` in PEM. None for no TLS.
-
-    The service then serves TLS alone, and calls the orchestrators as the client that its certificate names.
-    """
-    health_listen: str | None = None
-    """The address of a further port for health checks without TLS, "host:port", or None for no such port."""
-    tokens: TokenConfig | None = None
-    """The tokens by which clients identify themselves, or None if they need a certificate. Needs `tls`."""
-    parent_pid: int | None = None
-    """The id of the parent process. If the parent terminates, this process terminates too.
-
-    None if this process may outlive its parent.
-    """
 
     def __post_init__(self) -> None:
-        check_tokens(self.tokens, tls=self.tls)
+        super().__post_init__()
         if not self.servers:
             raise ValueError("servers: name the address of an orchestrator of the pipeline")
         if not self.media.store:

@@ -1,6 +1,7 @@
 """Creates a job server from its config, and serves its gRPC API."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from sqlalchemy import URL
@@ -14,15 +15,11 @@ from stagemesh.jobs.database import Database, when_available
 from stagemesh.jobs.job_table import JobTable
 from stagemesh.jobs.servicer import SERVICE_NAME, JobServicer
 from stagemesh.jobs.worker import Worker
-from stagemesh.rpc.authentication import TokenChecker
 from stagemesh.rpc.callers import CLIENT
-from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.interceptors import CALLS_PER_CALLER
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import jobs_pb2_grpc
 
-LIVENESS = "liveness"
-"""The health name whose status is SERVING while the process serves, whether or not it has its database."""
 _GRACE_S = 2.0
 
 
@@ -36,24 +33,19 @@ async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
     store = MediaStore(config.media, writer=f"{config.pipeline}.{config.name}", spool=settings.spool_dir())
     store.check_packages()
     store.sweep()
-    PROCESS.use(Credentials(config.tls))
-    tokens = None if config.tokens is None else TokenChecker(config.tokens)
-    server = Server(
-        config.listen,
-        roles={CLIENT},
-        tokens=tokens,
-        health_listen=config.health_listen,
-        calls_per_caller=CALLS_PER_CALLER,
+    server = Server.of_process(
+        config.listen, config, roles={CLIENT}, tokens=config.tokens, calls_per_caller=CALLS_PER_CALLER
     )
     database = Database(_database_url(config))
     table = JobTable(database, config)
     client = AsyncClient(*config.servers)
     worker = Worker(config, table, client=client, store=store, spool=settings.spool_dir())
-    jobs_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(config, table, store=store, worker=worker), server.grpc)
-    server.reflect(SERVICE_NAME)
-    server.set_health(LIVENESS, serving=True)
-    try:
-        await server.start()
+    servicer = JobServicer(config, table, store=store, worker=worker)
+    server.add(SERVICE_NAME, jobs_pb2_grpc.add_JobServiceServicer_to_server, servicer)
+    async with AsyncExitStack() as stack:
+        stack.callback(database.close)
+        stack.push_async_callback(client.close)
+        await stack.enter_async_context(server.serving(grace_s=_GRACE_S))
         working = asyncio.create_task(_work(database, worker, server), name="work")
         waiting = asyncio.create_task(stopping.wait())
         await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -65,10 +57,6 @@ async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
         if not working.cancelled():
             # Only a defect, or a database of a later version, ends the work.
             await working
-    finally:
-        await server.stop(grace_s=_GRACE_S)
-        await client.close()
-        database.close()
 
 
 def _database_url(config: JobServerConfig) -> str | URL:
@@ -90,6 +78,5 @@ def _database_url(config: JobServerConfig) -> str | URL:
 
 async def _work(database: Database, worker: Worker, server: Server) -> None:
     await when_available(database.migrate)
-    for name in ("", SERVICE_NAME):
-        server.set_health(name, serving=True)
+    server.set_health("", SERVICE_NAME, serving=True)
     await worker.run()

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from stagemesh.common.process.config import TokenConfig, check_tokens
+from stagemesh.common.process.config import ClientServiceConfig
 
 _STRICT = ConfigDict(extra="forbid")
 """The setting by which an unknown key is an error."""
@@ -51,7 +51,7 @@ class Registration:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class OrchestratorConfig:
+class OrchestratorConfig(ClientServiceConfig):
     """The config of one orchestrator process, which serves one pipeline."""
 
     pipeline: str
@@ -101,19 +101,6 @@ class OrchestratorConfig:
     """The address at which clients reach the job server, "host:port". Empty if the pipeline runs no jobs."""
     jobs_server_name: str = ""
     """The name in the job server's TLS certificate, or empty if it is the host in `jobs_endpoint`."""
-    tls: str | None = None
-    """The folder with the certificates of this process: `ca.crt`, `tls.crt` and `tls.key` in PEM. None for no TLS.
-
-    All ports then serve TLS alone, except those for metrics and health, and every peer needs a certificate of an
-    authority in `ca.crt`. The files are read again when they have changed.
-    """
-    health_listen: str | None = None
-    """The address of a further port for health checks without TLS, "host:port", or None for no such port.
-
-    The probes of Kubernetes need it if there is `tls`, because they have no certificate.
-    """
-    tokens: TokenConfig | None = None
-    """The tokens by which clients identify themselves, or None if they need a certificate. Needs `tls`."""
     max_request_s: Annotated[float, Field(gt=0)] = 3600.0
     """The maximum duration of a request, in seconds. A client may set a shorter limit for its own request."""
     drain_s: Annotated[float, Field(ge=0)] = 10.0
@@ -127,13 +114,9 @@ class OrchestratorConfig:
     If a replica terminates, the steps that it ran resume from these checkpoints on other replicas. If 0, no checkpoints
     are retained.
     """
-    parent_pid: int | None = None
-    """The id of another process. If that process terminates, the orchestrator terminates too.
-
-    None if there is no such process.
-    """
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         addresses: dict[str, str] = {}
         for name in ("listen", "admin_listen", "metrics_listen", "health_listen"):
             address: str | None = getattr(self, name)
@@ -142,7 +125,6 @@ class OrchestratorConfig:
             if address in addresses:
                 raise ValueError(f"{name} is {address}, as {addresses[address]} is; they must be different addresses")
             addresses[address] = name
-        check_tokens(self.tokens, tls=self.tls)
         if self.registration is not None and self.admin_listen is None:
             raise ValueError("registration needs admin_listen, the address at which replicas register")
         names = [address.name for addresses in self.replicas.values() for address in addresses]

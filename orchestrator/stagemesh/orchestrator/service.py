@@ -19,16 +19,13 @@ from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service
 from stagemesh.orchestrator.spans import is_sampled_by_caller
 from stagemesh.pipeline import Limits, Pipeline, load_pipeline
-from stagemesh.rpc.authentication import TokenChecker
 from stagemesh.rpc.callers import CLIENT
-from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.interceptors import CALLS_PER_CALLER
 from stagemesh.rpc.server import Server, serving_metrics
 
 if TYPE_CHECKING:
     from stagemesh.orchestrator.trace_export import TraceExport
 
-LIVENESS = "liveness"
 _GRACE_S = 2.0
 _RELEASE_S = 30.0
 """The time for stages to release the requests that were stopped after `drain_s`, in seconds."""
@@ -51,13 +48,11 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     usable, and the orchestrator is not draining. The health status of "liveness" is always SERVING.
     """
     _check_stages(config, pipeline)
-    PROCESS.use(Credentials(config.tls))
-    tokens = None if config.tokens is None else TokenChecker(config.tokens)
-    server = Server(
+    server = Server.of_process(
         config.listen,
+        config,
         roles={CLIENT},
-        tokens=tokens,
-        health_listen=config.health_listen,
+        tokens=config.tokens,
         calls_per_caller=_calls_per_caller(pipeline.limits),
     )
     registration = _registration(config, pipeline)
@@ -78,19 +73,15 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     )
     if traces is not None:
         orchestrator.on_ended.append(traces.add)
-    add_orchestrator_service(OrchestratorServicer(orchestrator), server.grpc)
-    server.reflect(SERVICE_NAME)
+    server.add(SERVICE_NAME, add_orchestrator_service, OrchestratorServicer(orchestrator))
 
     def show_readiness() -> None:
-        for health_name in ("", SERVICE_NAME):
-            server.set_health(health_name, serving=fleet.ready)
+        server.set_health("", SERVICE_NAME, serving=fleet.ready)
 
     show_readiness()
-    server.set_health(LIVENESS, serving=True)
-    # The port is bound first, because nothing else is useful without it.
-    port = await server.start()
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(server.stop, grace_s=_GRACE_S)
+        # The port is bound first, because nothing else is useful without it.
+        port = await stack.enter_async_context(server.serving(grace_s=_GRACE_S))
         if config.admin_listen is not None:
             await stack.enter_async_context(serving_admin(orchestrator, registration, config.admin_listen))
         if config.metrics_listen is not None:

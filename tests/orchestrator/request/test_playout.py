@@ -2,7 +2,7 @@
 
 import pytest
 
-from stagemesh.orchestrator.request.timeline import Playout
+from stagemesh.common.wire.telemetry import Playout
 
 
 @pytest.mark.parametrize(

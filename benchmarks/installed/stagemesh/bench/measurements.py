@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from stagemesh.orchestrator.request.timeline import Playout
+from stagemesh.common.wire.telemetry import Playout
 
 
 class Failure(NamedTuple):

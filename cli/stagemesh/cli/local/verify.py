@@ -11,7 +11,7 @@ import typer
 from stagemesh.cli.local.up import run_until_signal
 from stagemesh.cli.terminal.contexts import split_addresses
 from stagemesh.cli.terminal.error_output import AsJson
-from stagemesh.cli.terminal.options import Parameter, PipelineName, Settings, option, read_overrides
+from stagemesh.cli.terminal.options import Parameter, PipelineName, Settings, option, read_overrides, with_parameters
 from stagemesh.cli.terminal.output import Cell, Column, fields, make_table, number, numbers, print_all, print_json
 from stagemesh.common.errors import ExitCode, InvalidRequestError
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_FRAMES = 300
 """References decode at most this number of audio frames at once. Some lose samples between such parts."""
 
-PARAMETERS: Mapping[str, Parameter] = {
+_VERIFY: Mapping[str, Parameter] = {
     "pipeline": Parameter(PipelineName),
     "prompt": option(
         list[str], "Verify this prompt. Repeatable. Verifies three built-in prompts if omitted.", metavar="TEXT"
@@ -65,6 +65,7 @@ PARAMETERS: Mapping[str, Parameter] = {
 _STYLES = {"equal": "green", "ties": "yellow", "differs": "red", "skipped": "dim"}
 
 
+@with_parameters(_VERIFY)
 def verify(**values: Any) -> None:
     """Compare the outputs of a pipeline with those of a reference implementation, stage by stage.
 

@@ -11,12 +11,12 @@ from stagemesh.cli.requests.request_options import ADMISSION, CONTENT, SAMPLING,
 from stagemesh.cli.terminal.connection_options import SERVER
 from stagemesh.cli.terminal.contexts import split_addresses
 from stagemesh.cli.terminal.error_output import AsJson
-from stagemesh.cli.terminal.options import Parameter, flag, option, read_pairs
+from stagemesh.cli.terminal.options import Parameter, flag, option, read_pairs, with_parameters
 
 if TYPE_CHECKING:
     from stagemesh.client import ConverseArguments
 
-PARAMETERS: Mapping[str, Parameter] = {
+_CONVERSE: Mapping[str, Parameter] = {
     **SERVER,
     "speak": flag(
         "Send each line to the stages at once, as a part of a single turn that ends with the input. For pipelines that "
@@ -62,6 +62,7 @@ PARAMETERS: Mapping[str, Parameter] = {
 }
 
 
+@with_parameters(_CONVERSE)
 def converse(**values: Any) -> None:
     """Hold a conversation with a running pipeline. Each line of standard input is a turn. Print the text of the answers
     to stdout. Ctrl-C interrupts an answer, and ends the conversation if there is none.

@@ -10,7 +10,6 @@ from typing import Any, cast
 import typer
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError
-from stagemesh.rpc.credentials import write_private
 
 DEFAULT_PORT = 7780
 DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
@@ -142,6 +141,8 @@ def save_contexts(contexts: Contexts) -> None:
 
     Raises InvalidRequestError (CANNOT_WRITE) if the file cannot be written. The earlier file then remains.
     """
+    from stagemesh.rpc.credentials import write_private
+
     path = contexts_path()
     try:
         write_private(path, f"{json.dumps(asdict(contexts), indent=2)}\n".encode())

@@ -35,6 +35,7 @@ Replicas = Annotated[
 ]
 
 _Value = TypeVar("_Value")
+_Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def read_pairs(texts: Sequence[str] | None, *, option: str, convert: Callable[[str], _Value]) -> dict[str, _Value]:
@@ -99,9 +100,10 @@ def option(kind: Any, text: str, *names: str, default: Any = None, **settings: A
     - `names` are the option's names, such as "--server". If `names` is empty, typer derives the name from the name of
       the parameter.
     - `default` is the option's value if the option is omitted. The help shows the default unless it is None or empty.
-    - `settings` are passed to `typer.Option`.
+    - `settings` are passed to `typer.Option`. With `show_default`, the help shows this text as the default.
     """
-    info = typer.Option(*names, help=text, show_default=default not in {None, ""}, **settings)
+    settings.setdefault("show_default", default not in {None, ""})
+    info = typer.Option(*names, help=text, **settings)
     return Parameter(Annotated[kind | None if default is None else kind, info], default)
 
 
@@ -110,17 +112,23 @@ def flag(text: str, name: str) -> Parameter:
     return option(bool, text, name, default=False)
 
 
-def with_parameters(function: Callable[..., None], parameters: Mapping[str, Parameter]) -> Callable[..., None]:
-    """Sets the signature of `function` to the given parameters, and returns `function`.
+def with_parameters(parameters: Mapping[str, Parameter]) -> Callable[[_Command], _Command]:
+    """Returns a decorator that sets the signature of a command, from which typer reads the command's parameters.
 
-    typer reads the command's parameters from the signature. `function` must accept keyword arguments.
+    The command must accept keyword arguments.
     """
-    command = cast("Any", function)
-    command.__annotations__ = {name: each.annotation for name, each in parameters.items()}
-    command.__signature__ = inspect.Signature(
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.annotation)
-            for name, each in parameters.items()
-        ]
-    )
-    return function
+
+    def decorate(function: _Command) -> _Command:
+        command = cast("Any", function)
+        command.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+        command.__signature__ = inspect.Signature(
+            [
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.annotation
+                )
+                for name, each in parameters.items()
+            ]
+        )
+        return function
+
+    return decorate

@@ -7,10 +7,10 @@ import re
 import sys
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -71,13 +71,17 @@ def _line(text: str, error: "ErrorDetails") -> str:
 
 
 def _descriptions(kind: type[Any]) -> Mapping[str, str]:
-    """Returns the descriptions of the fields of a dataclass, from the docstrings after them in its source code."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(definition, ast.ClassDef)
+    """Returns the descriptions of the fields of a dataclass, from the docstrings after them in its source code.
+
+    The fields of its base classes are last.
+    """
     texts: dict[str, str] = {}
-    for statement, after in zip(definition.body, (*definition.body[1:], None), strict=True):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            texts[statement.target.id] = _docstring(after)
+    for each in filter(is_dataclass, kind.__mro__):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, after in zip(definition.body, (*definition.body[1:], None), strict=True):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                texts[statement.target.id] = _docstring(after)
     return texts
 
 
@@ -96,19 +100,7 @@ STDIN = "-"
 """The name by which a process reads its config from standard input."""
 
 
-class ProcessConfig(Protocol):
-    """The common attribute of the configs of all service processes."""
-
-    @property
-    def parent_pid(self) -> int | None:
-        """The id of the parent process. If the parent terminates, this process terminates too.
-
-        None if this process may outlive its parent.
-        """
-        ...
-
-
-ConfigT = TypeVar("ConfigT", bound=ProcessConfig)
+ConfigT = TypeVar("ConfigT", bound="ProcessConfig")
 
 
 def load_config(kind: type[ConfigT], path: Path) -> ConfigT:
@@ -131,7 +123,7 @@ def load_config(kind: type[ConfigT], path: Path) -> ConfigT:
         raise InvalidRequestError("\n".join(f"{name}: {each}" for each in mistakes), reason="INVALID_CONFIG") from exc
 
 
-def dump_config(config: ProcessConfig) -> bytes:
+def dump_config(config: "ProcessConfig") -> bytes:
     """Returns a config as JSON bytes, in the format that `load_config` reads."""
     return TypeAdapter(type(config)).dump_json(config)
 
@@ -168,7 +160,42 @@ class TokenConfig:
             raise ValueError(f"keys is {self.keys!r}; it must be an https URL, or the path of a file")
 
 
-def check_tokens(tokens: TokenConfig | None, *, tls: str | None) -> None:
-    """Raises ValueError if a config has tokens but no certificates."""
-    if tokens is not None and tls is None:
-        raise ValueError("tokens need tls; without it, anyone on the network can read and use them")
+@dataclass(frozen=True, kw_only=True)
+class ProcessConfig:
+    """The settings of every service process."""
+
+    parent_pid: int | None = None
+    """The id of the parent process. If the parent terminates, this process terminates too.
+
+    None if this process may outlive its parent.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig(ProcessConfig):
+    """The settings of every process that serves gRPC."""
+
+    tls: str | None = None
+    """The folder with the certificates of this process: `ca.crt`, `tls.crt` and `tls.key` in PEM. None for no TLS.
+
+    All ports then serve TLS alone, except the ports for metrics and health, and the process uses its certificate when
+    it calls other processes. Peers need a certificate of an authority in `ca.crt`. The certificate of a replica must
+    have the name `stagemesh://stage/REPLICA`. The files are read again when they have changed.
+    """
+    health_listen: str | None = None
+    """The address of a further port for health checks without TLS, "host:port", or None for no such port.
+
+    The probes of Kubernetes need it if there is `tls`, because they have no certificate.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientServiceConfig(ServiceConfig):
+    """The settings of every process that clients call."""
+
+    tokens: TokenConfig | None = None
+    """The tokens by which clients identify themselves, or None if they need a certificate. Needs `tls`."""
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.tls is None:
+            raise ValueError("tokens need tls; without it, anyone on the network can read and use them")

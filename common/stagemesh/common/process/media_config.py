@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from stagemesh.common.errors import PermissionDeniedError
-from stagemesh.common.process.config import TokenConfig, check_tokens
+from stagemesh.common.process.config import ClientServiceConfig
 
 LOCAL = "file"
 """The protocol of files in folders."""
@@ -88,7 +88,7 @@ class MediaConfig:
 
 
 @dataclass(frozen=True)
-class MediaServiceConfig:
+class MediaServiceConfig(ClientServiceConfig):
     """The configuration of a process that serves MediaService for one pipeline."""
 
     pipeline: str
@@ -97,26 +97,9 @@ class MediaServiceConfig:
     media: MediaConfig
     name: str = "media"
     """The name of the process. Processes with the same store need different names."""
-    tls: str | None = None
-    """The folder with the certificates of this process: `ca.crt`, `tls.crt` and `tls.key` in PEM. None for no TLS.
-
-    The service then serves TLS alone. The files are read again when they have changed.
-    """
-    health_listen: str | None = None
-    """The address of a further port for health checks without TLS, "host:port", or None for no such port.
-
-    The probes of Kubernetes need it if there is `tls`, because they have no certificate.
-    """
-    tokens: TokenConfig | None = None
-    """The tokens by which clients identify themselves, or None if they need a certificate. Needs `tls`."""
-    parent_pid: int | None = None
-    """The id of the parent process. If the parent terminates, this process terminates too.
-
-    None if this process may outlive its parent.
-    """
 
     def __post_init__(self) -> None:
-        check_tokens(self.tokens, tls=self.tls)
+        super().__post_init__()
         if not self.media.store:
             raise ValueError("media.store is not set; name the folder or the URL in which uploads are stored")
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, JsonValue
 
+from stagemesh.common.process.config import ServiceConfig
 from stagemesh.common.process.media_config import MediaConfig
 from stagemesh.v1 import stage_pb2
 
@@ -60,7 +61,7 @@ class OrchestratorAddress:
 
 
 @dataclass(frozen=True)
-class StageConfig:
+class StageConfig(ServiceConfig):
     """The configuration of one replica of one stage."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -117,17 +118,6 @@ class StageConfig:
 
     Empty if it is the host of the address at which they reach the replica.
     """
-    tls: str | None = None
-    """The folder with the certificates of this process: `ca.crt`, `tls.crt` and `tls.key` in PEM. None for no TLS.
-
-    The replica then serves TLS alone, and every peer needs a certificate of an authority in `ca.crt`. `tls.crt` must
-    have the name `stagemesh://stage/REPLICA`. The files are read again when they have changed.
-    """
-    health_listen: str | None = None
-    """The address of a further port for health checks without TLS, "host:port", or None for no such port.
-
-    The probes of Kubernetes need it if there is `tls`, because they have no certificate.
-    """
     metrics_listen: str | None = None
     """The address at which Prometheus reads metrics by HTTP, "host:port", or None for no such port."""
     zone: str | None = None
@@ -146,11 +136,6 @@ class StageConfig:
     """
     log: str = ""
     """The path of the replica's log, which errors name if `error_details` is True. Empty if it is not known."""
-    parent_pid: int | None = None
-    """The id of the parent process. If the parent terminates, this process terminates too.
-
-    None if this process may outlive its parent.
-    """
 
     @property
     def model_path(self) -> Path | None:

@@ -1,4 +1,4 @@
-"""The trace context and the spans of a step, and histograms for metrics."""
+"""The trace context and the spans of a step, the continuity of a stream, and histograms for metrics."""
 
 import re
 import time
@@ -127,3 +127,25 @@ class Histogram:
     def buckets(self) -> Iterator[tuple[str, float]]:
         """Yields each upper bound as text, and the number of values up to it. The last bound is "+Inf"."""
         return zip([*map(str, self._bounds), "+Inf"], accumulate(self._counts), strict=True)
+
+
+@dataclass(slots=True)
+class Playout:
+    """The continuity of one stream. An underrun is a time in which the listener waits for the next part.
+
+    All times are in seconds on one clock: that of the orchestrator when it sends the parts, or that of a client when it
+    receives them.
+    """
+
+    dry_s: float
+    """The time at which all audio so far has been played. Initially the time of the first part."""
+    underrun_s: float = 0.0
+    """The sum of all underruns."""
+    longest_underrun_s: float = 0.0
+
+    def add(self, at_s: float, *, duration_s: float) -> None:
+        """Adds a part of `duration_s` seconds, which was sent or received at `at_s`."""
+        waited_s = max(0.0, at_s - self.dry_s)
+        self.underrun_s += waited_s
+        self.longest_underrun_s = max(self.longest_underrun_s, waited_s)
+        self.dry_s = max(self.dry_s, at_s) + duration_s

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from stagemesh.client import Admitted, AsyncGeneration, AudioChunk, Event, Finished, OutputFinished, Text
 from stagemesh.common.errors import InternalError, StagemeshError
-from stagemesh.gateway.answers import usage_of
+from stagemesh.gateway.answers import token_counts, usage_of
 from stagemesh.gateway.audio import make_encoder
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import error_body
@@ -122,7 +122,12 @@ class Response:
             case OutputFinished() if self._encoder is not None:
                 await self._add_audio(self._encoder.finish())
             case Finished():
-                self._usage = _usage(usage_of(event, self._model))
+                details = usage_of(event, self._model)["prompt_tokens_details"]
+                self._usage = {
+                    **token_counts(event, self._model),
+                    "input_token_details": details,
+                    "output_token_details": {},
+                }
             case _:
                 pass
 
@@ -222,13 +227,3 @@ class Response:
             "usage": self._usage,
             "metadata": self._metadata,
         }
-
-
-def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "total_tokens": usage["total_tokens"],
-        "input_tokens": usage["prompt_tokens"],
-        "output_tokens": usage["completion_tokens"],
-        "input_token_details": usage["prompt_tokens_details"],
-        "output_token_details": {},
-    }

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from stagemesh.client import (
@@ -21,7 +21,7 @@ from stagemesh.client import (
     TokenLogprobs,
     Tool,
 )
-from stagemesh.gateway.answers import DONE, limit_logprob, now_s, sse, stream, until_disconnected, usage_of
+from stagemesh.gateway.answers import DONE, limit_logprob, now_s, respond, sse, usage_of
 from stagemesh.gateway.audio import AudioFormat, make_encoder
 from stagemesh.gateway.body import Body, Object, SamplingBody
 from stagemesh.gateway.catalog import Model, find_model
@@ -218,12 +218,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     model = await find_model(request, body.model)
     generation = model.client.generate(**body.arguments(model))
     answer = _Answer(body, model, f"chatcmpl-{generation.request_id}")
-    if body.stream:
-        includes_usage = body.includes_usage
-        return await stream(
-            request, aiter(generation), lambda events: answer.chunks(events, includes_usage=includes_usage)
-        )
-    return JSONResponse(await until_disconnected(request, answer.whole(generation)))
+    return await respond(request, generation, streams=body.stream, chunks=answer.chunks, whole=answer.whole)
 
 
 Piece: TypeAlias = str | FoundCall | bytes
@@ -296,14 +291,14 @@ class _Answer:
     """The answer to a request: as chunks while its events arrive, or whole."""
 
     def __init__(self, body: ChatBody, model: Model, answer_id: str) -> None:
-        self._model = model
+        self._model, self._includes_usage = model, body.includes_usage
         self._choices = [_Choice(body, model) for _ in range(body.n or 1)]
         self._fields = {"id": answer_id, "created": now_s(), "model": model.id}
 
-    async def chunks(self, events: AsyncIterator[Event], *, includes_usage: bool) -> AsyncGenerator[bytes]:
+    async def chunks(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes]:
         """Yields the events of a stream."""
         common: dict[str, Any] = {"object": "chat.completion.chunk", **self._fields}
-        if includes_usage:
+        if self._includes_usage:
             common["usage"] = None
 
         def chunk(index: int, change: Mapping[str, Any]) -> bytes:
@@ -316,7 +311,7 @@ class _Answer:
             if isinstance(event, Text | AudioChunk | OutputFinished):
                 for change in self._choices[event.index].changes(event):
                     yield chunk(event.index, change)
-            elif isinstance(event, Finished) and includes_usage:
+            elif isinstance(event, Finished) and self._includes_usage:
                 yield sse({**common, "choices": [], "usage": usage_of(event, self._model)})
         yield DONE
 

@@ -4,11 +4,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from stagemesh.client import AsyncGeneration, Event, Finished, GenerateArguments, OutputFinished, Text, TokenLogprobs
-from stagemesh.gateway.answers import DONE, limit_logprob, now_s, sse, stream, until_disconnected, usage_of
+from stagemesh.gateway.answers import DONE, limit_logprob, now_s, respond, sse, usage_of
 from stagemesh.gateway.body import SamplingBody
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
@@ -55,12 +55,13 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
         "created": now_s(),
         "model": model.id,
     }
-    if body.stream:
-        includes_usage = body.includes_usage
-        return await stream(
-            request, aiter(generation), lambda events: _chunks(events, model, fields, includes_usage=includes_usage)
-        )
-    return JSONResponse(await until_disconnected(request, _whole(generation, model, fields, body.n or 1)))
+    return await respond(
+        request,
+        generation,
+        streams=body.stream,
+        chunks=lambda events: _chunks(events, model, fields, includes_usage=body.includes_usage),
+        whole=lambda events: _whole(events, model, fields, body.n or 1),
+    )
 
 
 async def _chunks(

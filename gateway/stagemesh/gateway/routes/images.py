@@ -5,18 +5,18 @@ while they are made.
 import base64
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
-from pydantic import Field, ValidationError
+from fastapi.responses import Response
+from pydantic import Field
 from starlette.datastructures import UploadFile
 
 from stagemesh.client import AsyncGeneration, Content, Event, GenerateArguments, Image, ImageFile
 from stagemesh.common.errors import InternalError
-from stagemesh.gateway.answers import now_s, sse, stream, until_disconnected
-from stagemesh.gateway.body import StageBody
+from stagemesh.gateway.answers import now_s, respond, sse
+from stagemesh.gateway.body import StageBody, validate
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
 
@@ -24,7 +24,7 @@ router = APIRouter()
 
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 _MAX_FILES = 16
-MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
+_MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
 
 
 class ImageBody(StageBody):
@@ -84,32 +84,48 @@ async def create_image(body: ImageBody, request: Request) -> Response:
 @router.post("/v1/images/edits")
 async def edit_image(request: Request) -> Response:
     """Makes images of images and a prompt. The body is a form with files."""
-    async with request.form(max_files=_MAX_FILES) as form:
-        files = [(name.removesuffix("[]"), file) for name, file in form.multi_items() if isinstance(file, UploadFile)]
-        for name, file in files:
-            if name != "image":
-                raise ParameterError(name, "this parameter is not supported")
-            if file.content_type not in MEDIA_TYPES:
-                raise ParameterError(name, f"its type is {file.content_type!r}; send one of {', '.join(MEDIA_TYPES)}")
-        if not files:
-            raise ParameterError("image", "it is missing; send at least one file")
-        images = [ImageFile(await file.read(), str(file.content_type)) for _, file in files]
-        try:
-            body = ImageBody.model_validate({name: value for name, value in form.items() if isinstance(value, str)})
-        except ValidationError as exc:
-            raise RequestValidationError(exc.errors()) from exc
-    return await _answer(body, request, [*images, body.prompt])
+    form = await read_images(request, name="image", max_files=_MAX_FILES)
+    if not form.images:
+        raise ParameterError("image", "it is missing; send at least one file")
+    body = validate(ImageBody, form.fields)
+    return await _answer(body, request, [*form.images, body.prompt])
+
+
+class ImageForm(NamedTuple):
+    """The parts of a form: the fields by name, and the files, which are images."""
+
+    fields: dict[str, str]
+    images: list[ImageFile]
+
+
+async def read_images(request: Request, *, name: str, max_files: int) -> ImageForm:
+    """Reads a form whose files are images with the name `name`. A name that ends with [] has this end removed.
+
+    Raises ParameterError if a file has another name, or is not an image of a known type.
+    """
+    images = list[ImageFile]()
+    async with request.form(max_files=max_files) as form:
+        for key, file in form.multi_items():
+            if not isinstance(file, UploadFile):
+                continue
+            param, media_type = key.removesuffix("[]"), file.content_type
+            if param != name:
+                raise ParameterError(param, "this parameter is not supported")
+            if media_type not in _MEDIA_TYPES:
+                raise ParameterError(param, f"its type is {media_type!r}; send one of {', '.join(_MEDIA_TYPES)}")
+            images.append(ImageFile(await file.read(), media_type))
+        return ImageForm({key: value for key, value in form.items() if isinstance(value, str)}, images)
 
 
 async def _answer(body: ImageBody, request: Request, prompt: Content) -> Response:
     model = await find_model(request, body.model)
     generation = model.client.generate(prompt, **body.arguments(model))
-    if body.stream:
-        return await stream(request, aiter(generation), lambda events: _stream(events, body))
-    return JSONResponse(await until_disconnected(request, _whole(generation, body)))
+    return await respond(
+        request, generation, streams=body.stream, chunks=partial(_stream, body), whole=partial(_whole, body)
+    )
 
 
-async def _whole(generation: AsyncGeneration, body: ImageBody) -> dict[str, Any]:
+async def _whole(body: ImageBody, generation: AsyncGeneration) -> dict[str, Any]:
     images: list[list[str]] = [[] for _ in range(body.n or 1)]
     async for event in generation:
         if isinstance(event, Image) and not event.preview:
@@ -120,7 +136,7 @@ async def _whole(generation: AsyncGeneration, body: ImageBody) -> dict[str, Any]
     return {"created": now_s(), "data": [{"b64_json": image} for choice in images for image in choice]}
 
 
-async def _stream(events: AsyncIterator[Event], body: ImageBody) -> AsyncGenerator[bytes]:
+async def _stream(body: ImageBody, events: AsyncIterator[Event]) -> AsyncGenerator[bytes]:
     """Yields up to `partial_images` previews of each image, and the images."""
     shown = dict[int, int]()
     async for event in events:

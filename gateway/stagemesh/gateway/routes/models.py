@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from stagemesh.gateway.catalog import Callers, Model, find_model
+from stagemesh.gateway.catalog import Model, find_model, find_models
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, signature_pb2, stage_pb2
 
 router = APIRouter()
@@ -13,9 +13,7 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """Lists the models whose orchestrators can be reached."""
-    callers: Callers = request.app.state.callers
-    models = await (await callers.catalog(request)).models()
-    return {"object": "list", "data": [_to_object(model) for model in models]}
+    return {"object": "list", "data": [_to_object(model) for model in await find_models(request)]}
 
 
 @router.get("/v1/models/{model_id}")
@@ -36,10 +34,7 @@ def _to_object(model: Model) -> dict[str, Any]:
     }
 
 
-pipelines_router = APIRouter()
-
-
-@pipelines_router.get("/v1/stagemesh/pipelines/{name}")
+@router.get("/v1/stagemesh/pipelines/{name}")
 async def read_pipeline(name: str, request: Request) -> dict[str, Any]:
     """Returns the state of a pipeline, as its orchestrator reports it to the caller. Never returns an older one."""
     model = await find_model(request, name)

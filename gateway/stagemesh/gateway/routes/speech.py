@@ -25,7 +25,7 @@ from stagemesh.client import (
 )
 from stagemesh.client.session_events import SessionEvent
 from stagemesh.common.errors import NotReadyError, StagemeshError
-from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, usage_of
+from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, token_counts
 from stagemesh.gateway.audio import MEDIA_TYPES, PCM_RATE_HZ, AudioFormat, make_encoder
 from stagemesh.gateway.body import Object, StageBody
 from stagemesh.gateway.catalog import Model, find_model
@@ -150,25 +150,17 @@ async def _parts(events: AsyncIterator[Event | SessionEvent], body: SpeechBody, 
             return data
         return sse({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
 
-    usage: dict[str, object] = {}
+    usage: dict[str, int] = {}
     async for event in events:
         if isinstance(event, AudioChunk):
             if data := part(await asyncio.to_thread(encoder.push, event)):
                 yield data
         elif isinstance(event, Finished):
-            found = usage_of(event, model)
-            usage = {
-                "input_tokens": found["prompt_tokens"],
-                "output_tokens": found["completion_tokens"],
-                "total_tokens": found["total_tokens"],
-            }
+            usage = token_counts(event, model)
     if data := part(await asyncio.to_thread(encoder.finish)):
         yield data
     if is_sse:
         yield sse({"type": "speech.audio.done", "usage": usage})
-
-
-stream_router = APIRouter()
 
 
 class AppendText(ClientEvent):
@@ -194,7 +186,7 @@ _Input: TypeAlias = AppendText | EndText | ClearText
 _INPUT: TypeAdapter[_Input] = TypeAdapter(Annotated[_Input, Field(discriminator="type")])
 
 
-@stream_router.websocket("/v1/audio/speech/stream")
+@router.websocket("/v1/audio/speech/stream")
 async def stream_speech(websocket: WebSocket) -> None:
     """Speaks utterances, one after the other. The parameters of the voice are those of the URL."""
     session = await accept(websocket, _open(websocket))

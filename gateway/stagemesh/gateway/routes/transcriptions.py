@@ -10,9 +10,9 @@ from pydantic import Field, field_validator
 from pydantic_core import from_json
 
 from stagemesh.client import AsyncGeneration, AudioFile, Event, Finished, GenerateArguments, Message, Text
-from stagemesh.gateway.answers import sse, stream, until_disconnected, usage_of
+from stagemesh.gateway.answers import sse, stream, token_counts, until_disconnected
 from stagemesh.gateway.audio import find_media_type, measure
-from stagemesh.gateway.body import SamplingBody, read_form
+from stagemesh.gateway.body import SamplingBody, read_form, validate
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
 
@@ -70,7 +70,7 @@ class TranscriptionBody(SamplingBody):
 async def create_transcription(request: Request) -> Response:
     """Transcribes speech. The body is a form with the file `file`."""
     form = await read_form(request, file=_FILE, max_bytes=_MAX_BYTES)
-    body = form.validate(TranscriptionBody)
+    body = validate(TranscriptionBody, form.fields)
     if body.stream and body.response_format != "json":
         raise ParameterError("response_format", f"a stream has json alone, but it is {body.response_format!r}")
     model = await find_model(request, body.model)
@@ -97,7 +97,7 @@ async def _whole(generation: AsyncGeneration, model: Model) -> dict[str, Any]:
         if isinstance(event, Text):
             text.append(event.delta)
         elif isinstance(event, Finished):
-            usage = _usage(event, model)
+            usage = {"type": "tokens", **token_counts(event, model)}
     return {"text": "".join(text), "usage": usage}
 
 
@@ -109,14 +109,5 @@ async def _events(events: AsyncIterator[Event], model: Model) -> AsyncGenerator[
             text.append(event.delta)
             yield sse({"type": "transcript.text.delta", "delta": event.delta})
         elif isinstance(event, Finished):
-            yield sse({"type": "transcript.text.done", "text": "".join(text), "usage": _usage(event, model)})
-
-
-def _usage(finished: Finished, model: Model) -> dict[str, Any]:
-    used = usage_of(finished, model)
-    return {
-        "type": "tokens",
-        "input_tokens": used["prompt_tokens"],
-        "output_tokens": used["completion_tokens"],
-        "total_tokens": used["total_tokens"],
-    }
+            usage = {"type": "tokens", **token_counts(event, model)}
+            yield sse({"type": "transcript.text.done", "text": "".join(text), "usage": usage})

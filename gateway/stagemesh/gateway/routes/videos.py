@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Query, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.background import BackgroundTask
-from starlette.datastructures import UploadFile
 
-from stagemesh.client import Content, GenerateArguments, ImageFile, Job, MediaFile
+from stagemesh.client import Content, GenerateArguments, Job, MediaFile
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError
-from stagemesh.gateway.body import StageBody
-from stagemesh.gateway.catalog import Callers, Model, find_model
+from stagemesh.gateway.body import StageBody, validate
+from stagemesh.gateway.catalog import Model, find_model, find_models
 from stagemesh.gateway.errors import ParameterError
-from stagemesh.gateway.routes.images import MEDIA_TYPES, size_options
+from stagemesh.gateway.routes.images import read_images, size_options
 
 router = APIRouter()
 
@@ -143,32 +141,16 @@ async def _read_body(request: Request) -> tuple[VideoBody, Content]:
             values = await request.json()
         except ValueError as exc:
             raise InvalidRequestError(f"the body is not JSON: {exc}") from exc
-        body = _validate(values)
+        body = validate(VideoBody, values)
         return body, body.prompt
-    async with request.form(max_files=1) as form:
-        files = [(name, file) for name, file in form.multi_items() if isinstance(file, UploadFile)]
-        for name, file in files:
-            if name != "input_reference":
-                raise ParameterError(name, "this parameter is not supported")
-            if file.content_type not in MEDIA_TYPES:
-                raise ParameterError(name, f"its type is {file.content_type!r}; send one of {', '.join(MEDIA_TYPES)}")
-        images = [ImageFile(await file.read(), str(file.content_type)) for _, file in files]
-        body = _validate({name: value for name, value in form.items() if isinstance(value, str)})
-    return body, [*images, body.prompt] if images else body.prompt
-
-
-def _validate(values: object) -> VideoBody:
-    try:
-        return VideoBody.model_validate(values)
-    except ValidationError as exc:
-        raise RequestValidationError(exc.errors()) from exc
+    form = await read_images(request, name="input_reference", max_files=1)
+    body = validate(VideoBody, form.fields)
+    return body, [*form.images, body.prompt] if form.images else body.prompt
 
 
 async def _models(request: Request) -> list[Model]:
     """Returns the models that run jobs."""
-    callers: Callers = request.app.state.callers
-    models = await (await callers.catalog(request)).models()
-    return [model for model in models if model.description.jobs_endpoint]
+    return [model for model in await find_models(request) if model.description.jobs_endpoint]
 
 
 async def _videos_of(model: Model) -> AsyncGenerator[Job]:

@@ -12,8 +12,8 @@ from starlette.requests import HTTPConnection
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, UnsupportedError
 from stagemesh.gateway.audio import measure
-from stagemesh.gateway.body import Body, read_form
-from stagemesh.gateway.catalog import Callers, Model, find_owner
+from stagemesh.gateway.body import Body, read_form, validate
+from stagemesh.gateway.catalog import Model, find_models, find_owner
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.voices import StoredVoice, Voice, VoiceStore, is_voice_name
 
@@ -46,8 +46,8 @@ async def create_voice(request: Request) -> dict[str, Any]:
     # Raises an error for a caller that the orchestrator rejects, before the body is read.
     owner = await find_owner(request)
     form = await read_form(request, file=_FILE, max_bytes=MAX_BYTES)
-    body = form.validate(CreateVoiceBody)
-    _check_name(body.name, await _models(request))
+    body = validate(CreateVoiceBody, form.fields)
+    _check_name(body.name, await find_models(request))
     voice = await asyncio.to_thread(_describe, body, form.data)
     await asyncio.to_thread(store.create, owner, StoredVoice(voice, form.data))
     return _to_object(voice)
@@ -165,18 +165,13 @@ async def _created(request: Request) -> Sequence[Voice]:
 async def _built_in(request: Request) -> dict[str, dict[str, Any]]:
     """Returns the voices of the models that can be reached, by name."""
     ids = defaultdict[str, list[str]](list)
-    for model in await _models(request):
+    for model in await find_models(request):
         for name in model.voices:
             ids[name].append(model.id)
     return {
         name: {"id": name, "object": _OBJECT, "name": name, "type": "built_in", "models": models}
         for name, models in ids.items()
     }
-
-
-async def _models(request: Request) -> Sequence[Model]:
-    callers: Callers = request.app.state.callers
-    return await (await callers.catalog(request)).models()
 
 
 def _to_object(voice: Voice) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from google.protobuf.message import Message
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.common.wire.versions import check_version, own_protocol
-from stagemesh.keda import externalscaler_pb2_grpc
 from stagemesh.orchestrator.admin.adapters import Adapters
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
@@ -25,8 +24,6 @@ from stagemesh.orchestrator.descriptions import describe_edge, replica_status
 from stagemesh.orchestrator.fleet.membership import SERVICE_NAME as MEMBERSHIP_NAME
 from stagemesh.orchestrator.fleet.membership import MembershipServicer, RegistrationSource
 from stagemesh.orchestrator.fleet.replica_client import CONTROL_NAME
-from stagemesh.orchestrator.metrics.external_scaler import SERVICE_NAME as SCALER_NAME
-from stagemesh.orchestrator.metrics.external_scaler import ExternalScalerServicer
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState
 from stagemesh.rpc.callers import OPERATOR, STAGE
@@ -36,7 +33,6 @@ from stagemesh.rpc.server import Server
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, membership_pb2_grpc
 
 SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
-LIVENESS = "liveness"
 REPLICA_KEY = "stagemesh-replica"
 """The metadata key for the name of the replica to which a StageControlService call is forwarded."""
 
@@ -227,25 +223,22 @@ async def serving_admin(
 ) -> AsyncGenerator[int]:
     """Serves operators and stages at the address `listen` ("host:port") while the block runs. Yields the port number.
 
-    Operators call AdminService, and KEDA calls ExternalScaler. Stages call MembershipService, which rejects them if
-    `registration` is None. All health checks report SERVING.
+    Operators call AdminService. Stages call MembershipService, which rejects them if `registration` is None. All health
+    checks report SERVING.
     """
     server = Server(listen, roles={OPERATOR, STAGE})
     directory = Directory(orchestrator.pipeline, orchestrator.fleet)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(orchestrator, directory), server.grpc)
+    server.add(SERVICE_NAME, admin_pb2_grpc.add_AdminServiceServicer_to_server, AdminServicer(orchestrator, directory))
     server.grpc.add_generic_rpc_handlers((_ControlForwarder(directory),))
-    membership_pb2_grpc.add_MembershipServiceServicer_to_server(MembershipServicer(registration), server.grpc)
-    externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(ExternalScalerServicer(orchestrator), server.grpc)
-    services = (SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME, SCALER_NAME)
-    for service in services:
-        server.reflect(service)
-    for facet in ("", *services, LIVENESS):
-        server.set_health(facet, serving=True)
-    port = await server.start()
-    try:
+    server.reflect(CONTROL_NAME)
+    server.add(
+        MEMBERSHIP_NAME,
+        membership_pb2_grpc.add_MembershipServiceServicer_to_server,
+        MembershipServicer(registration),
+    )
+    server.set_health("", SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME, serving=True)
+    async with server.serving(grace_s=_GRACE_S) as port:
         yield port
-    finally:
-        await server.stop(grace_s=_GRACE_S)
 
 
 class _ControlForwarder(grpc.GenericRpcHandler):

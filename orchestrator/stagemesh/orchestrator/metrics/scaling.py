@@ -48,8 +48,6 @@ class StageSignals:
     """The work of requests that this orchestrator has not planned yet, in seconds."""
     playout_at_risk: int = 0
     """The number of audio streams that are about to run dry."""
-    in_flight: int = 0
-    """The number of steps that run or wait at the replicas, for all orchestrators."""
     own_in_flight: int = 0
     """The number of steps that this orchestrator has placed on the replicas."""
 
@@ -57,11 +55,6 @@ class StageSignals:
     def queued_s(self) -> float:
         """The work that waits, in seconds: in the queues of the replicas, and in this orchestrator."""
         return self.queued_at_replicas_s + self.unplanned_s
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the stage has any work."""
-        return bool(self.in_flight or self.own_in_flight or self.unplanned_s)
 
     def own(self, metric: Metric) -> float:
         """Returns this orchestrator's part of a metric. The sum over all orchestrators is the metric of the stage."""
@@ -72,16 +65,6 @@ class StageSignals:
                 return self.playout_at_risk
             case Metric.IN_FLIGHT:
                 return self.own_in_flight
-
-    def total(self, metric: Metric, *, orchestrators: int) -> float:
-        """Returns a metric of the stage, if each of `orchestrators` orchestrators has as many requests as this one."""
-        match metric:
-            case Metric.QUEUED:
-                return self.queued_at_replicas_s + orchestrators * self.unplanned_s
-            case Metric.PLAYOUT:
-                return orchestrators * self.playout_at_risk
-            case Metric.IN_FLIGHT:
-                return self.in_flight
 
 
 class ScalingSignals:
@@ -104,7 +87,6 @@ class ScalingSignals:
                 ),
                 unplanned_s=unplanned[stage] * fleet.step_cost(stage).seconds,
                 playout_at_risk=at_risk[stage],
-                in_flight=sum(load.running + load.queued for _, load in loads),
                 own_in_flight=sum(replica.running for replica in replicas),
             )
         return signals

@@ -15,9 +15,7 @@ from stagemesh.common.media.store import MediaStore
 from stagemesh.common.media.stored_file import StoredFileWriter
 from stagemesh.common.process import settings
 from stagemesh.common.process.media_config import MediaServiceConfig
-from stagemesh.rpc.authentication import TokenChecker
 from stagemesh.rpc.callers import CLIENT
-from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.handlers import answered, streaming
 from stagemesh.rpc.interceptors import CALLS_PER_CALLER
 from stagemesh.rpc.server import Server
@@ -117,24 +115,13 @@ async def serve(config: MediaServiceConfig, stopping: asyncio.Event) -> None:
     store = MediaStore(config.media, writer=f"{config.pipeline}.{config.name}", spool=settings.spool_dir())
     store.check_packages()
     store.sweep()
-    PROCESS.use(Credentials(config.tls))
-    tokens = None if config.tokens is None else TokenChecker(config.tokens)
-    server = Server(
-        config.listen,
-        roles={CLIENT},
-        tokens=tokens,
-        health_listen=config.health_listen,
-        calls_per_caller=CALLS_PER_CALLER,
+    server = Server.of_process(
+        config.listen, config, roles={CLIENT}, tokens=config.tokens, calls_per_caller=CALLS_PER_CALLER
     )
-    media_pb2_grpc.add_MediaServiceServicer_to_server(MediaServicer(store), server.grpc)
-    server.reflect(SERVICE_NAME)
-    await server.start()
-    for name in ("", SERVICE_NAME):
-        server.set_health(name, serving=True)
-    try:
+    server.add(SERVICE_NAME, media_pb2_grpc.add_MediaServiceServicer_to_server, MediaServicer(store))
+    async with server.serving(grace_s=_GRACE_S):
+        server.set_health("", SERVICE_NAME, serving=True)
         await stopping.wait()
-    finally:
-        await server.stop(grace_s=_GRACE_S)
 
 
 @answered

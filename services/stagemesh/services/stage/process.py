@@ -16,7 +16,6 @@ from stagemesh.common.process.logs import bind_process_log_context
 from stagemesh.common.process.stage_process import ReplicaState, StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.rpc.callers import OPERATOR, ORCHESTRATOR, STAGE
-from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
@@ -28,7 +27,6 @@ from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.servicer import SERVICE_NAME, StageServicer
 from stagemesh.v1 import control_pb2_grpc
 
-LIVENESS = "liveness"
 _STOP_GRACE_S = 1.0
 _END_S, _FAILED_END_S = 25.0, 3.0
 """Time limits in seconds for the process to terminate after the time for its running steps: of a working engine, and of
@@ -54,18 +52,14 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     share_heap_among_threads()
     bind_process_log_context(stage=config.stage, replica=config.replica)
     bind_forks_to_this_process()
-    PROCESS.use(Credentials(config.tls))
-    server = Server(config.listen, roles={ORCHESTRATOR, STAGE, OPERATOR}, health_listen=config.health_listen)
+    server = Server.of_process(config.listen, config, roles={ORCHESTRATOR, STAGE, OPERATOR})
     runtime = _make_runtime(config)
-    add_stage_service(StageServicer(runtime), server.grpc)
-    control_pb2_grpc.add_StageControlServiceServicer_to_server(StageControlServicer(runtime), server.grpc)
-    server.reflect(SERVICE_NAME)
-    server.reflect(CONTROL_NAME)
+    server.add(SERVICE_NAME, add_stage_service, StageServicer(runtime))
+    server.add(CONTROL_NAME, control_pb2_grpc.add_StageControlServiceServicer_to_server, StageControlServicer(runtime))
     runtime.on_shutdown = stopping.set
     lifecycle = runtime.lifecycle
     lifecycle.on_serving = lambda serving: _set_serving(server, lifecycle, serving=serving)
     lifecycle.rollout.on_change = lambda: server.set_health(config.stage, serving=lifecycle.rollout.is_ready)
-    server.set_health(LIVENESS, serving=True)
     server.set_health(CONTROL_NAME, serving=False)
     lifecycle.on_serving(False)
     try:
@@ -154,6 +148,5 @@ def _make_runtime(config: StageConfig) -> StageRuntime:
 
 
 def _set_serving(server: Server, lifecycle: ReplicaLifecycle, *, serving: bool) -> None:
-    for name in ("", SERVICE_NAME):
-        server.set_health(name, serving=serving)
+    server.set_health("", SERVICE_NAME, serving=serving)
     lifecycle.rollout.set_available(lifecycle.is_available)
