@@ -15,8 +15,19 @@ import pytest
 
 from stagemesh.rpc.credentials import PROCESS, Credentials
 
-# pytest names the current test. Libraries set the others when they are loaded, and read them only then.
-_NOT_OURS = ("PYTEST_", "KMP_", "NIXL_", "PYTORCH_NVML_", "TILELANG_", "TORCHINDUCTOR_", "TRITON_", "UCX_")
+# pytest names the current test. Libraries read or set the others when they are loaded, and never again.
+_NOT_OURS = (
+    "PYTEST_",
+    "KMP_",
+    "NIXL_",
+    "PYTORCH_NVML_",
+    "TILELANG_",
+    "TORCHAO_",
+    "TORCHINDUCTOR_",
+    "TQDM_",
+    "TRITON_",
+    "UCX_",
+)
 # pytest-timeout owns SIGALRM, and nothing can handle SIGKILL and SIGSTOP.
 _SIGNALS = signal.valid_signals() - {signal.SIGALRM, signal.SIGKILL, signal.SIGSTOP}
 _LIMITS = {name: limit for name, limit in vars(resource).items() if name.startswith("RLIMIT_")}

@@ -72,7 +72,7 @@ def omni_up(tiny_qwen3_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         pipeline["outputs"] |= {"tokens": "thinker.token_ids", "codes": "talker.codes"}
         file = tmp_path_factory.mktemp("omni") / "omni.yaml"
         file.write_text(yaml.safe_dump(pipeline, sort_keys=False))
-        with with_torchvision(), deployed(file) as up:
+        with with_torchvision(), deployed(file, ready_s=300) as up:
             yield up
 
     yield from _released(_SHARED.enter("omni", start))
