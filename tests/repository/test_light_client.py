@@ -37,7 +37,7 @@ with Client(server) as client:
 
 # Each package that the client needs has wheels for all three systems. The client is imported without what Linux has.
 ELSEWHERE = """
-import asyncio, os, signal, socket, subprocess, sys
+import asyncio, os, signal, socket, subprocess, sys, tempfile
 import google.protobuf.message, google.rpc.status_pb2, grpc.aio, grpc_status, numpy
 
 platform, server = sys.argv[1:]
