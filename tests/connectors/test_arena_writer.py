@@ -31,6 +31,14 @@ MIB = 1 << 20
 SPAWN = multiprocessing.get_context("spawn")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unchanged_start_method() -> Iterator[None]:
+    """Restores the default start method, which the start of any process sets."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     made = Arena(4 * MIB)
