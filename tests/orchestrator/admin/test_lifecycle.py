@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
@@ -20,10 +19,9 @@ from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.request.lifecycle import RequestRegistry
 from stagemesh.orchestrator.request.timeline import History, Timeline
-from stagemesh.pipeline import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import control_pb2, control_pb2_grpc, stage_pb2
-from tests.orchestrator.mesh import CHAIN
 from tests.orchestrator.replicas import ready_replica
 
 if TYPE_CHECKING:
@@ -52,14 +50,13 @@ class Controls:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Fleet:
-    (tmp_path / "chain.yaml").write_text(CHAIN)
-    return Fleet(load_pipeline(str(tmp_path / "chain.yaml")), [])
+def fleet(pipeline: Pipeline) -> Fleet:
+    return Fleet(pipeline, [])
 
 
 @pytest.fixture
-def directory(tmp_path: Path, fleet: Fleet) -> Directory:
-    return Directory(load_pipeline(str(tmp_path / "chain.yaml")), fleet)
+def directory(pipeline: Pipeline, fleet: Fleet) -> Directory:
+    return Directory(pipeline, fleet)
 
 
 def _replica(fleet: Fleet, pipeline: Pipeline, name: str, error: StagemeshError | None = None) -> Replica:

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -21,10 +20,9 @@ from stagemesh.orchestrator.fleet.membership import (
     RegistrationSource,
     StaticSource,
 )
-from stagemesh.pipeline import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import membership_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
-from tests.orchestrator.mesh import CHAIN
 from tests.orchestrator.virtual_time import in_virtual_time
 
 
@@ -76,12 +74,6 @@ async def _registering(
     source = RegistrationSource(pipeline, lease_s=15, generations=generations)
     async with _followed(source) as listener:
         yield source, listener
-
-
-@pytest.fixture
-def pipeline(tmp_path: Path) -> Pipeline:
-    (tmp_path / "chain.yaml").write_text(CHAIN)
-    return load_pipeline(str(tmp_path / "chain.yaml"))
 
 
 def _identity(chain: Pipeline, /, **fields: object) -> membership_pb2.ReplicaIdentity:

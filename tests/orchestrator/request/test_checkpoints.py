@@ -15,11 +15,10 @@ from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.recovery import StepState
 from stagemesh.orchestrator.request.step_calls import StepCalls
 from stagemesh.orchestrator.request.validation import validate
-from stagemesh.pipeline import load_pipeline
 from stagemesh.pipeline.graph import Route
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2, tensor_pb2
-from tests.orchestrator.mesh import CHAIN
+from tests.orchestrator.mesh import load
 
 
 class Owner:
@@ -119,9 +118,8 @@ def test_a_checkpoint_without_a_state_is_useless(tmp_path: Path) -> None:
 
 
 def _calls(folder: Path, prompt_bytes: int) -> StepCalls:
-    (folder / "chain.yaml").write_text(CHAIN)
     given = orchestrator_pb2.GenerateRequest(input=request_pb2.Input(text="x" * prompt_bytes))
-    request, changed = validate(given, load_pipeline(str(folder / "chain.yaml"))), Notifier()
+    request, changed = validate(given, load(folder)), Notifier()
     return StepCalls(
         request, Route((), (), {}), {}, record=RequestRecord(), failures=Failures(changed), changed=changed
     )

@@ -21,10 +21,10 @@ from stagemesh.orchestrator.request.lifecycle import PlanRuns, RequestLifecycle,
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.run import RequestRun
 from stagemesh.orchestrator.request.validation import ValidRequest
-from stagemesh.pipeline import Limits, load_pipeline
+from stagemesh.pipeline import Limits
 from stagemesh.pipeline.graph import Route
 from stagemesh.v1 import request_pb2, stage_pb2
-from tests.orchestrator.mesh import CHAIN, mesh
+from tests.orchestrator.mesh import load, mesh
 from tests.orchestrator.scripted_stage import ACCEPTED, Response, ScriptedStage
 
 LIMITS = Limits(max_in_flight=1, max_in_flight_bytes=1 << 30, max_queued=1, max_queued_bytes=1 << 30)
@@ -118,8 +118,7 @@ class _FailingClient:
 
 
 async def test_a_failed_run_without_references_is_freed_at_once(tmp_path: Path, no_collector: None) -> None:
-    (tmp_path / "chain.yaml").write_text(CHAIN)
-    stage = load_pipeline(str(tmp_path / "chain.yaml")).stages["a"]
+    stage = load(tmp_path).stages["a"]
     replica = SimpleNamespace(
         name="a-0",
         stage="a",

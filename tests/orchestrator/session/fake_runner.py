@@ -17,8 +17,9 @@ from stagemesh.orchestrator.session.session import Session
 from stagemesh.orchestrator.session.session_call import SessionCall
 from stagemesh.orchestrator.session.settings import read_settings
 from stagemesh.orchestrator.session.turn_requests import TurnRequest, TurnRequests
-from stagemesh.pipeline import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
+from tests.orchestrator.mesh import load
 
 Request = orchestrator_pb2.ConverseRequest
 Response = orchestrator_pb2.ConverseResponse
@@ -197,9 +198,7 @@ async def chatting(
     folder: Path, text: str, *, clock: Callable[[], float] = lambda: 0.0, linger_s: int = 60, **fields: Any
 ) -> AsyncGenerator[Chat]:
     """Opens a session for a pipeline file, and attaches its first call."""
-    path = folder / "pipeline.yaml"
-    path.write_text(text)
-    pipeline = load_pipeline(str(path))
+    pipeline = load(folder, text)
     opening = orchestrator_pb2.SessionOpen(**{"session_id": "s", **fields})
     tasks = set[asyncio.Task[None]]()
 
