@@ -43,7 +43,7 @@ def invoke(*arguments: str, stdin: str = "") -> Ran:
 
 
 async def stagemesh(*arguments: str, stdin: str = "") -> Ran:
-    """Runs a command in a thread of this process, beside the servers of the test. One command at a time."""
+    """Runs a command in a thread of this process, while the servers of the test run. One command at a time."""
     return await asyncio.to_thread(invoke, *arguments, stdin=stdin)
 
 
