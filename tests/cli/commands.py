@@ -1,12 +1,15 @@
 """Runs `stagemesh` in this process, or in a process of its own."""
 
 import asyncio
+import os
 import sys
 from dataclasses import dataclass
+from unittest import mock
 
 from typer.testing import CliRunner
 
 from stagemesh.cli.app import app
+from stagemesh.rpc.credentials import PROCESS
 
 COMMAND = (sys.executable, "-m", "stagemesh.cli")
 
@@ -26,13 +29,21 @@ class Ran:
 
 
 def invoke(*arguments: str, stdin: str = "") -> Ran:
-    """Runs a command in this process, and in this thread, in which no event loop may run."""
-    result = CliRunner().invoke(app, list(arguments), input=stdin)
+    """Runs a command in this process, and in this thread, in which no event loop may run.
+
+    Restores the environment and the credentials of this process, which a command may set.
+    """
+    credentials = PROCESS.credentials
+    try:
+        with mock.patch.dict(os.environ):
+            result = CliRunner().invoke(app, list(arguments), input=stdin)
+    finally:
+        PROCESS.use(credentials)
     return Ran(result.exit_code, result.stdout, result.stderr)
 
 
 async def stagemesh(*arguments: str, stdin: str = "") -> Ran:
-    """Runs a command in a thread of this process, beside the servers of the test. One command at a time."""
+    """Runs a command in a thread of this process, while the servers of the test run. One command at a time."""
     return await asyncio.to_thread(invoke, *arguments, stdin=stdin)
 
 

@@ -369,6 +369,21 @@ def test_a_condition_that_is_not_met_has_a_cause(target: str, condition: Conditi
     assert unmet_cause(snapshot, target, condition) == cause
 
 
+def test_a_drain_that_moves_requests_does_not_wait_for_their_end(running: Deployment, long_request: str) -> None:
+    (document,) = _json(running, "request", long_request)
+    (there,) = {
+        step["replica"] for step in document["steps"] if step["stage"] == "write" and step.get("ended_s") is None
+    }
+    assert _admin(running, "drain", there, "--move", "--wait", "--timeout", "20").exit_code == 0
+    _admin(running, "resume", there)
+    (document,) = _json(running, "request", long_request)
+    states = {
+        step["replica"]: step.get("ended_s") is not None for step in document["steps"] if step["stage"] == "write"
+    }
+    assert states == {there: True, {"write-0": "write-1", "write-1": "write-0"}[there]: False}
+    assert "moved to another replica" in _admin(running, "request", long_request).stdout
+
+
 def test_a_rolling_restart_under_load_fails_no_request(running: Deployment) -> None:
     before = {name: running.process_id(name) for name in ("write-0", "write-1", "speak-0", "speak-1")}
     stop = threading.Event()
