@@ -15,6 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 GROUPS = {
     "omni": ("tests/system/test_qwen3_omni.py", "tests/system/test_spoken_turns.py"),
+    "jobs": ("tests/jobs/test_commands.py", "tests/jobs/test_databases.py", "tests/jobs/test_job_server.py"),
     "speech": ("tests/speech/test_speech.py", "tests/system/test_spoken_input.py"),
 }
 """The files of each group that is more than one file."""
