@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.deployment import Deployment, deployed, eventually
+from tests.jobs.servers import write_pipeline
 from tests.scheduling import group_of
 from tests.traces import TraceReceiver, receiving_traces
 
@@ -104,6 +105,22 @@ def speech_up(speech_traces: TraceReceiver) -> Iterator[Deployment]:
     del speech_traces  # must receive traces before the pipeline starts
     connectors = ("--set", "edges.thinker->acoustic.connector=shm", "--set", "edges.acoustic->vocoder.connector=grpc")
     yield from _released(_SHARED.enter("speech", lambda: deployed("speech", *connectors)))
+
+
+@pytest.fixture(scope="module")
+def jobs_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A deployment of the pipeline of tests/jobs/servers.py, with a job server. Tests may start further ones."""
+
+    @contextmanager
+    def start() -> Iterator[Deployment]:
+        folder = tmp_path_factory.mktemp("spoken")
+        with ExitStack() as running:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("STAGEMESH_HOME", str(folder / "home"))
+                up = running.enter_context(deployed(write_pipeline(folder), "--jobs"))
+            yield up
+
+    yield from _released(_SHARED.enter("jobs", start))
 
 
 def _released(up: Deployment) -> Iterator[Deployment]:

@@ -7,6 +7,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
+
+import psycopg
+from psycopg import sql
 
 from stagemesh.cli.launcher.ports import PortPicker
 
@@ -18,7 +22,7 @@ class Postgres:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._port = folder, PortPicker().pick()
-        self.url = f"postgresql://{_USER}@127.0.0.1:{self._port}/postgres"
+        self.url = self._url("postgres")
         _run("initdb", "--pgdata", str(folder / "data"), "--username", _USER, "--auth", "trust", "--no-sync")
 
     def start(self) -> None:
@@ -30,6 +34,19 @@ class Postgres:
     def kill(self) -> None:
         """Stops the server at once, as a crash does."""
         _run("pg_ctl", "stop", "--mode", "immediate", "--pgdata", str(self._folder / "data"))
+
+    @contextmanager
+    def new_database(self) -> Iterator[None]:
+        """Creates a database, which `url` names within the block. The server must run before and after the block."""
+        name = f"jobs{uuid4().hex}"
+        with psycopg.connect(self._url("postgres"), autocommit=True) as connection:
+            connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        self.url = self._url(name)
+        yield
+        self.url = self._url("postgres")
+
+    def _url(self, database: str) -> str:
+        return f"postgresql://{_USER}@127.0.0.1:{self._port}/{database}"
 
 
 @contextmanager

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,69 +7,59 @@ import pytest
 from stagemesh.client import read_wav
 from stagemesh.common.errors import ExitCode
 from tests.cli.commands import Ran, stagemesh
-from tests.deployment import Deployment, deployed
-from tests.jobs.servers import write_pipeline
+from tests.deployment import Deployment
 
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = tmp_path_factory.mktemp("spoken")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STAGEMESH_HOME", str(folder / "home"))
-        with deployed(write_pipeline(folder), "--jobs") as up:
-            yield up
+async def job(jobs_up: Deployment, command: str, *arguments: str) -> Ran:
+    return await stagemesh("job", command, *arguments, "--server", jobs_up.endpoint)
 
 
-async def job(up: Deployment, command: str, *arguments: str) -> Ran:
-    return await stagemesh("job", command, *arguments, "--server", up.endpoint)
-
-
-async def document(up: Deployment, command: str, *arguments: str) -> Any:
-    ran = await job(up, command, *arguments, "--json")
+async def document(jobs_up: Deployment, command: str, *arguments: str) -> Any:
+    ran = await job(jobs_up, command, *arguments, "--json")
     assert ran.exit_code == 0, ran.stderr
     return json.loads(ran.stdout)
 
 
-async def test_a_job_is_submitted_watched_and_downloaded(up: Deployment, tmp_path: Path) -> None:
-    submitted = await job(up, "submit", "hello", "--id", "first", "--label", "series=sea", "--seed", "3")
+async def test_a_job_is_submitted_watched_and_downloaded(jobs_up: Deployment, tmp_path: Path) -> None:
+    submitted = await job(jobs_up, "submit", "hello", "--id", "first", "--label", "series=sea", "--seed", "3")
     assert submitted.stdout == "first\n"
-    watched = await document(up, "watch", "first")
+    watched = await document(jobs_up, "watch", "first")
     assert (watched["state"], watched["fraction"], watched["seed"]) == ("succeeded", 1.0, 3)
     assert watched["labels"] == {"series": "sea"}
     assert {output["name"] for output in watched["outputs"]} == {"text", "song"}
-    downloaded = await document(up, "download", "first", "--output", str(tmp_path / "results"))
+    downloaded = await document(jobs_up, "download", "first", "--output", str(tmp_path / "results"))
     (path,) = downloaded["files"]
     assert len(read_wav(path).samples)
-    shown = await job(up, "get", "first")
+    shown = await job(jobs_up, "get", "first")
     assert "succeeded" in shown.stdout
     assert "song: file://" in shown.stdout
 
 
-async def test_jobs_are_listed_by_state(up: Deployment) -> None:
-    await job(up, "submit", "hello", "--id", "listed")
-    await document(up, "watch", "listed")
-    assert "listed" in (await job(up, "list", "--state", "succeeded")).stdout
-    assert "listed" not in (await job(up, "list", "--state", "failed")).stdout
-    wrong = await job(up, "list", "--state", "done")
+async def test_jobs_are_listed_by_state(jobs_up: Deployment) -> None:
+    await job(jobs_up, "submit", "hello", "--id", "listed")
+    await document(jobs_up, "watch", "listed")
+    assert "listed" in (await job(jobs_up, "list", "--state", "succeeded")).stdout
+    assert "listed" not in (await job(jobs_up, "list", "--state", "failed")).stdout
+    wrong = await job(jobs_up, "list", "--state", "done")
     assert wrong.exit_code == ExitCode.USAGE
     assert "queued, running, succeeded, failed, cancelled" in wrong.stderr
 
 
-async def test_a_cancelled_job_has_no_files_and_can_be_deleted(up: Deployment) -> None:
-    await job(up, "submit", "hello", "--max-tokens", "3000", "--id", "long")
-    assert (await document(up, "cancel", "long"))["cancel_requested"]
-    assert (await job(up, "watch", "long")).exit_code == ExitCode.FAILED
-    downloaded = await job(up, "download", "long")
+async def test_a_cancelled_job_has_no_files_and_can_be_deleted(jobs_up: Deployment) -> None:
+    await job(jobs_up, "submit", "hello", "--max-tokens", "3000", "--id", "long")
+    assert (await document(jobs_up, "cancel", "long"))["cancel_requested"]
+    assert (await job(jobs_up, "watch", "long")).exit_code == ExitCode.FAILED
+    downloaded = await job(jobs_up, "download", "long")
     assert downloaded.exit_code == ExitCode.REFUSED
     assert "has no files" in downloaded.stderr
-    assert await document(up, "delete", "long") == {"job_id": "long", "deleted": True}
-    assert (await job(up, "get", "long")).exit_code == ExitCode.NOT_FOUND
+    assert await document(jobs_up, "delete", "long") == {"job_id": "long", "deleted": True}
+    assert (await job(jobs_up, "get", "long")).exit_code == ExitCode.NOT_FOUND
 
 
-async def test_the_error_of_a_job_ends_the_command(up: Deployment) -> None:
-    await job(up, "submit", "hello", "--id", "wrong", "--outputs", "nothing")
-    watched = await job(up, "watch", "wrong")
+async def test_the_error_of_a_job_ends_the_command(jobs_up: Deployment) -> None:
+    await job(jobs_up, "submit", "hello", "--id", "wrong", "--outputs", "nothing")
+    watched = await job(jobs_up, "watch", "wrong")
     assert watched.exit_code == ExitCode.USAGE
     assert "nothing" in watched.stderr

@@ -12,7 +12,7 @@ from sqlalchemy import create_engine, inspect
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.jobs.database import JOBS
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment
 from tests.jobs.postgres import Postgres, postgres
 from tests.jobs.servers import (
     RUNNING,
@@ -23,22 +23,22 @@ from tests.jobs.servers import (
     make_server,
     stored_names,
     wait_until,
-    write_pipeline,
 )
 
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(write_pipeline(tmp_path_factory.mktemp("pipeline"))) as up:
-        yield up
+def postgresql() -> Iterator[Postgres]:
+    with postgres() as server:
+        yield server
 
 
 @pytest.fixture
-def database() -> Iterator[Postgres]:
-    with postgres() as server:
-        yield server
+def database(postgresql: Postgres) -> Iterator[Postgres]:
+    """A running server with an empty database."""
+    with postgresql.new_database():
+        yield postgresql
 
 
 def columns_of(url: str) -> set[str]:
@@ -55,16 +55,16 @@ def assert_unavailable(error: StagemeshError) -> None:
     assert error.retry_after_s
 
 
-def test_the_migrations_make_the_table_and_can_be_repeated(up: Deployment, tmp_path: Path) -> None:
-    with make_server(tmp_path, up.endpoint) as server:
+def test_the_migrations_make_the_table_and_can_be_repeated(jobs_up: Deployment, tmp_path: Path) -> None:
+    with make_server(tmp_path, jobs_up.endpoint) as server:
         for _ in range(2):
             server.start()
             assert server.stop() == 0
         assert columns_of(server.config.database) == set(JOBS.columns.keys())
 
 
-def test_a_database_of_a_later_version_is_rejected(up: Deployment, tmp_path: Path) -> None:
-    with make_server(tmp_path, up.endpoint) as server:
+def test_a_database_of_a_later_version_is_rejected(jobs_up: Deployment, tmp_path: Path) -> None:
+    with make_server(tmp_path, jobs_up.endpoint) as server:
         server.start()
         server.stop()
         with sqlite3.connect(tmp_path / "jobs.sqlite3") as connection:
@@ -76,8 +76,8 @@ def test_a_database_of_a_later_version_is_rejected(up: Deployment, tmp_path: Pat
         assert "later version of Stagemesh" in server.log.read_text()
 
 
-def test_a_locked_database_delays_jobs(up: Deployment, tmp_path: Path) -> None:
-    with job_server(tmp_path, up.endpoint) as server:
+def test_a_locked_database_delays_jobs(jobs_up: Deployment, tmp_path: Path) -> None:
+    with job_server(tmp_path, jobs_up.endpoint) as server:
         server.submit(job_id="before", steps=400)
         server.wait("before", RUNNING)
         locker = sqlite3.connect(tmp_path / "jobs.sqlite3", isolation_level=None)
@@ -91,8 +91,8 @@ def test_a_locked_database_delays_jobs(up: Deployment, tmp_path: Path) -> None:
     assert len(stored_names(tmp_path)) == 2
 
 
-def test_a_full_disk_rejects_jobs_until_there_is_space(up: Deployment, tmp_path: Path) -> None:
-    with job_server(tmp_path, up.endpoint) as server:
+def test_a_full_disk_rejects_jobs_until_there_is_space(jobs_up: Deployment, tmp_path: Path) -> None:
+    with job_server(tmp_path, jobs_up.endpoint) as server:
         assert server.process is not None
         soft, hard = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1, hard))
@@ -102,8 +102,8 @@ def test_a_full_disk_rejects_jobs_until_there_is_space(up: Deployment, tmp_path:
         assert server.wait("full").state == SUCCEEDED
 
 
-def test_jobs_survive_a_crash_of_postgresql(up: Deployment, tmp_path: Path, database: Postgres) -> None:
-    with job_server(tmp_path, up.endpoint, database=database.url) as server:
+def test_jobs_survive_a_crash_of_postgresql(jobs_up: Deployment, tmp_path: Path, database: Postgres) -> None:
+    with job_server(tmp_path, jobs_up.endpoint, database=database.url) as server:
         server.submit(job_id="running", steps=400)
         server.wait("running", RUNNING)
         server.submit(job_id="queued", priority=-1)
@@ -115,9 +115,9 @@ def test_jobs_survive_a_crash_of_postgresql(up: Deployment, tmp_path: Path, data
     assert len(stored_names(tmp_path)) == 2
 
 
-def test_a_server_starts_before_its_database(up: Deployment, tmp_path: Path, database: Postgres) -> None:
+def test_a_server_starts_before_its_database(jobs_up: Deployment, tmp_path: Path, database: Postgres) -> None:
     database.kill()
-    with make_server(tmp_path, up.endpoint, database=database.url) as server:
+    with make_server(tmp_path, jobs_up.endpoint, database=database.url) as server:
         submit = partial(server.submit, job_id="early")
         server.launch()
         # Until the process listens, the error has another reason.
@@ -136,11 +136,13 @@ def _succeeds(call: Callable[[], object]) -> bool:
     return True
 
 
-def test_servers_that_share_a_database_run_each_job_once(up: Deployment, tmp_path: Path, database: Postgres) -> None:
+def test_servers_that_share_a_database_run_each_job_once(
+    jobs_up: Deployment, tmp_path: Path, database: Postgres
+) -> None:
     names = [f"job-{number}" for number in range(24)]
     with (
-        make_server(tmp_path, up.endpoint, name="first", database=database.url, lease_s=2.0) as first,
-        make_server(tmp_path, up.endpoint, name="second", database=database.url, lease_s=2.0) as second,
+        make_server(tmp_path, jobs_up.endpoint, name="first", database=database.url, lease_s=2.0) as first,
+        make_server(tmp_path, jobs_up.endpoint, name="second", database=database.url, lease_s=2.0) as second,
     ):
         servers = (first, second)
         with ThreadPoolExecutor(2) as starting:

@@ -33,28 +33,29 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(write_pipeline(tmp_path_factory.mktemp("pipeline"))) as up:
-        yield up
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("jobs")
 
 
-@pytest.fixture
-def jobs(up: Deployment, tmp_path: Path) -> Iterator[JobServer]:
-    with job_server(tmp_path, up.endpoint) as server:
+@pytest.fixture(scope="module")
+def jobs(jobs_up: Deployment, folder: Path) -> Iterator[JobServer]:
+    """A job server for all tests whose jobs do not disturb each other. Their files are in `folder`."""
+    with job_server(folder, jobs_up.endpoint, max_request_bytes=1000) as server:
         yield server
 
 
-@pytest.fixture
-def busy(up: Deployment, tmp_path: Path) -> Iterator[JobServer]:
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobServer]:
     """A job server whose only worker waits for an orchestrator that does not exist."""
-    with job_server(tmp_path, "127.0.0.1:1", max_running=1) as server:
+    with job_server(tmp_path_factory.mktemp("busy"), "127.0.0.1:1", max_running=1) as server:
         yield server
 
 
-def test_a_job_has_the_outputs_of_its_request(up: Deployment, jobs: JobServer, tmp_path: Path) -> None:
+def test_a_job_has_the_outputs_of_its_request(jobs_up: Deployment, jobs: JobServer, folder: Path) -> None:
+    before = stored_names(folder)
     submitted = jobs.submit(parameters=seeded(3))
     job = jobs.wait(submitted.job_id)
-    with Client(up.endpoint) as client:
+    with Client(jobs_up.endpoint) as client:
         expected = client.generate("hello", seed=3, max_tokens=5).result()
     assert (job.state, job.attempts, job.seed) == (SUCCEEDED, 1, 3)
     (text,) = (output for output in job.outputs if output.name == "text")
@@ -70,7 +71,7 @@ def test_a_job_has_the_outputs_of_its_request(up: Deployment, jobs: JobServer, t
     assert song.files[0].sha256 == hashlib.sha256(content).digest()
     assert job.usage["writer"].output_tokens == expected.finished.stages["writer"].usage.output_tokens
     assert job.created_s <= job.started_s <= job.ended_s < job.expires_s
-    assert len(stored_names(tmp_path)) == 1
+    assert len(stored_names(folder)) == len(before) + 1
 
 
 def test_a_repeated_submission_returns_the_same_job(jobs: JobServer) -> None:
@@ -101,10 +102,11 @@ def test_a_caller_sees_only_its_own_jobs(jobs: JobServer) -> None:
 
 def test_jobs_are_listed_in_pages_the_newest_first(busy: JobServer) -> None:
     for name in "abc":
-        busy.submit(job_id=name)
-    first = busy.stub.ListJobs(jobs_pb2.ListJobsRequest(page_size=2), timeout=10)
+        busy.submit(job_id=name, caller="pages")
+    first = busy.stub.ListJobs(jobs_pb2.ListJobsRequest(caller="pages", page_size=2), timeout=10)
     assert [job.job_id for job in first.jobs] == ["c", "b"]
-    rest = busy.stub.ListJobs(jobs_pb2.ListJobsRequest(page_size=2, page_token=first.next_page_token), timeout=10)
+    second = jobs_pb2.ListJobsRequest(caller="pages", page_size=2, page_token=first.next_page_token)
+    rest = busy.stub.ListJobs(second, timeout=10)
     assert ([job.job_id for job in rest.jobs], rest.next_page_token) == (["a"], "")
     wrong = jobs_pb2.ListJobsRequest(page_token="x")  # noqa: S106
     error = error_of(lambda: busy.stub.ListJobs(wrong, timeout=10))
@@ -121,14 +123,15 @@ def test_a_queued_job_is_cancelled_at_once(busy: JobServer) -> None:
     assert [job.job_id for job in busy.list(states=[CANCELLED])] == ["second"]
 
 
-def test_a_running_job_is_cancelled_and_leaves_no_files(up: Deployment, jobs: JobServer, tmp_path: Path) -> None:
+def test_a_running_job_is_cancelled_and_leaves_no_files(jobs_up: Deployment, jobs: JobServer, folder: Path) -> None:
+    before = stored_names(folder)
     jobs.submit(job_id="long", steps=1500)
     jobs.wait("long", RUNNING)
     jobs.stub.CancelJob(jobs_pb2.CancelJobRequest(job_id="long"), timeout=10)
     job = jobs.wait("long", timeout_s=20)
     assert (job.state, job.cancel_requested) == (CANCELLED, True)
-    assert stored_names(tmp_path) == []
-    wait_until(up.idle, timeout_s=20)
+    assert stored_names(folder) == before
+    wait_until(jobs_up.idle, timeout_s=20)
 
 
 def test_progress_is_reported_while_a_job_runs(jobs: JobServer) -> None:
@@ -155,9 +158,8 @@ def test_an_invalid_request_fails_its_job_without_a_retry(jobs: JobServer) -> No
         ({"prompt": "x" * 2000}, "MESSAGE_TOO_LARGE"),
     ],
 )
-def test_an_invalid_submission_is_rejected(up: Deployment, tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
-    with job_server(tmp_path, up.endpoint, max_request_bytes=1000) as server:
-        error = error_of(lambda: server.submit(**fields))
+def test_an_invalid_submission_is_rejected(jobs: JobServer, fields: dict[str, Any], reason: str) -> None:
+    error = error_of(lambda: jobs.submit(**fields))
     assert error.reason == reason
     assert isinstance(error, InvalidRequestError | NotFoundError)
 
@@ -179,8 +181,8 @@ def test_the_limits_on_queued_jobs_reject_more(tmp_path: Path) -> None:
     assert all(isinstance(error, OverloadedError) and error.retry_after_s for error in errors)
 
 
-def test_expired_jobs_are_removed_with_their_files(up: Deployment, tmp_path: Path) -> None:
-    with job_server(tmp_path, up.endpoint, keep_s=1) as server:
+def test_expired_jobs_are_removed_with_their_files(jobs_up: Deployment, tmp_path: Path) -> None:
+    with job_server(tmp_path, jobs_up.endpoint, keep_s=1) as server:
         server.submit(job_id="brief")
         assert server.wait("brief").state == SUCCEEDED
         assert stored_names(tmp_path)
@@ -189,17 +191,18 @@ def test_expired_jobs_are_removed_with_their_files(up: Deployment, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("steps", "state"), [(5, SUCCEEDED), (1500, RUNNING)], ids=["ended", "running"])
-def test_a_deleted_job_leaves_nothing(jobs: JobServer, tmp_path: Path, steps: int, state: int) -> None:
+def test_a_deleted_job_leaves_nothing(jobs: JobServer, folder: Path, steps: int, state: int) -> None:
+    before = stored_names(folder)
     jobs.submit(job_id="deleted", steps=steps)
     jobs.wait("deleted", state)
     jobs.stub.DeleteJob(jobs_pb2.DeleteJobRequest(job_id="deleted"), timeout=10)
     assert error_of(lambda: jobs.get("deleted")).reason == "UNKNOWN_JOB"
-    assert jobs.list() == []
-    wait_until(lambda: stored_names(tmp_path) == [], timeout_s=20)
+    assert "deleted" not in {job.job_id for job in jobs.list()}
+    wait_until(lambda: stored_names(folder) == before, timeout_s=20)
 
 
-def test_a_job_survives_the_death_of_its_server(up: Deployment, tmp_path: Path) -> None:
-    with make_server(tmp_path, up.endpoint) as server:
+def test_a_job_survives_the_death_of_its_server(jobs_up: Deployment, tmp_path: Path) -> None:
+    with make_server(tmp_path, jobs_up.endpoint) as server:
         server.start()
         server.submit(job_id="survivor", steps=150)
         server.wait("survivor", RUNNING)
@@ -210,8 +213,11 @@ def test_a_job_survives_the_death_of_its_server(up: Deployment, tmp_path: Path) 
     assert len(stored_names(tmp_path)) == 1
 
 
-def test_a_stopping_server_releases_its_jobs(up: Deployment, tmp_path: Path) -> None:
-    with make_server(tmp_path, up.endpoint) as server, make_server(tmp_path, up.endpoint, name="second") as second:
+def test_a_stopping_server_releases_its_jobs(jobs_up: Deployment, tmp_path: Path) -> None:
+    with (
+        make_server(tmp_path, jobs_up.endpoint) as server,
+        make_server(tmp_path, jobs_up.endpoint, name="second") as second,
+    ):
         server.start()
         server.submit(job_id="released", steps=150)
         server.wait("released", RUNNING)
@@ -221,11 +227,11 @@ def test_a_stopping_server_releases_its_jobs(up: Deployment, tmp_path: Path) -> 
     assert job.state == SUCCEEDED
 
 
-def test_another_server_takes_over_when_the_lease_has_ended(up: Deployment, tmp_path: Path) -> None:
+def test_another_server_takes_over_when_the_lease_has_ended(jobs_up: Deployment, tmp_path: Path) -> None:
     settings = {"lease_s": 2.0}
     with (
-        job_server(tmp_path, up.endpoint, name="second", max_running=1, **settings) as second,
-        make_server(tmp_path, up.endpoint, **settings) as first,
+        job_server(tmp_path, jobs_up.endpoint, name="second", max_running=1, **settings) as second,
+        make_server(tmp_path, jobs_up.endpoint, **settings) as first,
     ):
         first.start()
         for number in range(4):
@@ -236,12 +242,12 @@ def test_another_server_takes_over_when_the_lease_has_ended(up: Deployment, tmp_
     assert len(stored_names(tmp_path)) == 4
 
 
-def test_jobs_wait_for_an_orchestrator_that_is_not_running(up: Deployment, tmp_path: Path) -> None:
+def test_jobs_wait_for_an_orchestrator_that_is_not_running(jobs_up: Deployment, tmp_path: Path) -> None:
     with job_server(tmp_path, "127.0.0.1:1") as server:
         server.submit(job_id="patient")
         wait_until(lambda: server.get("patient").error.reason == "UNAVAILABLE", timeout_s=30)
         assert server.get("patient").state in (QUEUED, RUNNING)
-    with job_server(tmp_path, up.endpoint) as server:
+    with job_server(tmp_path, jobs_up.endpoint) as server:
         job = server.wait("patient")
     assert (job.state, job.error.reason) == (SUCCEEDED, "")
 
