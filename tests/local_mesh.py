@@ -7,11 +7,13 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from anyio.from_thread import start_blocking_portal
 
 from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.cli.launcher.process_configs import stage_config
+from stagemesh.common.plugins.descriptors import EXTERNAL
 from stagemesh.common.plugins.entry_points import import_factory, load_engine_descriptor
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
@@ -32,20 +34,29 @@ from tests.orchestrator.mesh import until_health
 class LocalMesh(Replicas):
     """An orchestrator and the replicas of each stage, in this process."""
 
-    def __init__(self, endpoint: str, admin_endpoint: str, endpoints: Mapping[str, str]) -> None:
-        self.endpoint, self.admin_endpoint = endpoint, admin_endpoint
-        self._endpoints = endpoints
+    def __init__(self, endpoint: str, admin_endpoint: str, stages: Mapping[str, "LocalReplica"]) -> None:
+        self.endpoint, self.admin_endpoint, self.stages = endpoint, admin_endpoint, stages
 
     def replicas(self) -> list[str]:
-        return list(self._endpoints)
+        return list(self.stages)
 
     def endpoint_of(self, replica: str) -> str:
-        return self._endpoints[replica]
+        return self.stages[replica].endpoint
+
+
+class LocalReplica(NamedTuple):
+    """A replica of a stage in this process."""
+
+    runtime: StageRuntime
+    endpoint: str
 
 
 @contextmanager
 def local_mesh(pipeline: str | Path, *, overrides: Mapping[str, str] | None = None) -> Iterator[LocalMesh]:
-    """Runs a pipeline file in a thread of this process, and yields when every stage is ready."""
+    """Runs a pipeline file in a thread of this process, and yields when every stage is ready.
+
+    The replicas of external stages must run at the addresses in the file.
+    """
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(running_mesh(pipeline, overrides)) as up:
         yield up
 
@@ -55,25 +66,27 @@ async def running_mesh(pipeline: str | Path, overrides: Mapping[str, str] | None
     """Runs a pipeline file in the event loop of the caller, and yields when every stage is ready."""
     loaded = load_pipeline(str(pipeline), overrides=overrides)
     async with AsyncExitStack() as stack:
-        endpoints = dict[str, str]()
+        stages = dict[str, LocalReplica]()
         addresses = dict[str, tuple[ReplicaAddress, ...]]()
         for stage in loaded.stages.values():
+            if stage.engine == EXTERNAL:
+                continue
             names = [f"{stage.name}-{number}" for number in range(stage.replicas)]
             for name in names:
                 config = stage_config(loaded, stage, replica=name, listen="127.0.0.1:0")
-                endpoints[name] = await stack.enter_async_context(_running_stage(config))
-            addresses[stage.name] = tuple(ReplicaAddress(name, endpoints[name]) for name in names)
+                stages[name] = await stack.enter_async_context(_running_stage(config))
+            addresses[stage.name] = tuple(ReplicaAddress(name, stages[name].endpoint) for name in names)
         admin = f"127.0.0.1:{PortPicker().pick()}"
-        config = OrchestratorConfig(str(pipeline), addresses, "127.0.0.1:0", admin_listen=admin, drain_s=0.1)
-        endpoint = f"127.0.0.1:{await stack.enter_async_context(serving(config, loaded))}"
+        own = OrchestratorConfig(str(pipeline), addresses, "127.0.0.1:0", admin_listen=admin, drain_s=0.1)
+        endpoint = f"127.0.0.1:{await stack.enter_async_context(serving(own, loaded))}"
         async with open_channel(endpoint) as channel:
             await until_health(channel, serving=True)
-        yield LocalMesh(endpoint, admin, endpoints)
+        yield LocalMesh(endpoint, admin, stages)
 
 
 @asynccontextmanager
-async def _running_stage(config: StageConfig) -> AsyncGenerator[str]:
-    """Runs a replica, and yields its address."""
+async def _running_stage(config: StageConfig) -> AsyncGenerator[LocalReplica]:
+    """Runs a replica, and yields it when it is ready."""
     descriptor = load_engine_descriptor(config.engine)
     data_plane = DataPlane(
         replica=config.replica, pipeline=config.pipeline, generation=config.generation, **asdict(config.data_plane)
@@ -88,11 +101,11 @@ async def _running_stage(config: StageConfig) -> AsyncGenerator[str]:
         for name in ("", SERVICE_NAME):
             server.set_health(name, serving=serving)
 
-    runtime.on_serving = show_readiness
+    runtime.lifecycle.on_serving = show_readiness
     try:
         await runtime.start()
         show_readiness(True)
-        yield f"127.0.0.1:{await server.start()}"
+        yield LocalReplica(runtime, f"127.0.0.1:{await server.start()}")
     finally:
         await runtime.close()
         await server.stop(grace_s=0)

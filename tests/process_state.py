@@ -9,16 +9,28 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
 
 from stagemesh.rpc.credentials import PROCESS, Credentials
 
-# pytest names the current test, and these libraries set variables when they are imported.
-_NOT_OURS = ("PYTEST_", "KMP_", "PYTORCH_NVML_", "TILELANG_", "TORCHINDUCTOR_", "TRITON_")
+# pytest names the current test. Libraries read or set the others when they are loaded, and never again.
+_NOT_OURS = (
+    "PYTEST_",
+    "KMP_",
+    "NIXL_",
+    "PYTORCH_NVML_",
+    "TILELANG_",
+    "TORCHAO_",
+    "TORCHINDUCTOR_",
+    "TQDM_",
+    "TRITON_",
+    "UCX_",
+)
 # pytest-timeout owns SIGALRM, and nothing can handle SIGKILL and SIGSTOP.
-_SIGNALS = signal.valid_signals() - {signal.SIGALRM, signal.SIGKILL, signal.SIGSTOP}
+_SIGNALS = set(signal.Signals) - {signal.SIGALRM, signal.SIGKILL, signal.SIGSTOP}
 _LIMITS = {name: limit for name, limit in vars(resource).items() if name.startswith("RLIMIT_")}
 
 
@@ -29,7 +41,14 @@ class _Part(NamedTuple):
 
 @pytest.fixture(scope="module", autouse=True)
 def unchanged_process_state() -> Iterator[None]:
-    """Fails after the last test of a file if the file leaves the process changed, and restores the process."""
+    """Fails after the last test of a file if the file leaves the process changed."""
+    with unchanged():
+        yield
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Restores what the block changes of the process, and then fails the test if the block changed anything."""
     before = {name: part.read() for name, part in _parts().items()}
     yield
     leaks = list[str]()
@@ -47,7 +66,7 @@ def _parts() -> Mapping[str, _Part]:
         "environment": _Part(_environment, _replace_environment),
         "working directory": _Part(os.getcwd, os.chdir),
         "umask": _Part(_umask, os.umask),
-        "signal handlers": _Part(lambda: {each: signal.getsignal(each) for each in _SIGNALS}, _handle),
+        "signal handlers": _Part(lambda: {each.name: signal.getsignal(each) for each in _SIGNALS}, _handle),
         "resource limits": _Part(lambda: {name: resource.getrlimit(each) for name, each in _LIMITS.items()}, _limit),
         "credentials": _Part(lambda: PROCESS.credentials.tls, lambda _: PROCESS.use(Credentials())),
         "start method of multiprocessing": _Part(
@@ -99,11 +118,11 @@ def _umask() -> int:
     return umask
 
 
-def _handle(wanted: Mapping[signal.Signals, Any]) -> None:
-    for number, handler in wanted.items():
+def _handle(wanted: Mapping[str, Any]) -> None:
+    for name, handler in wanted.items():
         # Python cannot set a handler that it did not set itself.
-        if handler is not None and handler != signal.getsignal(number):
-            signal.signal(number, handler)
+        if handler is not None and handler != signal.getsignal(signal.Signals[name]):
+            signal.signal(signal.Signals[name], handler)
 
 
 def _limit(wanted: Mapping[str, tuple[int, int]]) -> None:

@@ -16,6 +16,11 @@ from xdist.scheduler import LoadScopeScheduling
 GROUPS = {
     "omni": ("tests/system/test_qwen3_omni.py", "tests/system/test_spoken_turns.py"),
     "jobs": ("tests/jobs/test_commands.py", "tests/jobs/test_databases.py", "tests/jobs/test_job_server.py"),
+    # They share the wheel and its environments.
+    "packaging": tuple(
+        f"tests/repository/test_{name}.py" for name in ("images", "installations", "light_client", "release", "wheel")
+    ),
+    "split": ("tests/system/test_split.py", "tests/system/test_forked_stages.py"),
     "speech": ("tests/speech/test_speech.py", "tests/system/test_spoken_input.py"),
 }
 """The files of each group that is more than one file."""

@@ -13,8 +13,6 @@ import pytest
 import yaml
 
 from tests.deployment import Deployment, deployed, eventually
-from tests.jobs.servers import write_pipeline
-from tests.models.qwen3_omni.deployment import with_torchvision
 from tests.scheduling import group_of
 from tests.traces import TraceReceiver, receiving_traces
 
@@ -57,24 +55,40 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def omni_up(tiny_qwen3_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """A deployment of examples/qwen3-omni/tiny.yaml, of which a client may ask tokens and codes, too.
 
-    A talker of 1,024 tokens, small batches and small chunks show that tokens and audio depend on none of these.
+    A talker of 1,536 tokens, small batches and small chunks show that tokens and audio depend on none of these.
     """
 
     @contextmanager
     def start() -> Iterator[Deployment]:
+        # Imports torch, which most tests do without.
+        from tests.models.qwen3_omni.deployment import with_torchvision
+
         pipeline = yaml.safe_load(_TINY_OMNI.read_text())
         for stage in ("thinker", "talker", "code2wav"):
             pipeline["stages"][stage]["model"] = str(tiny_qwen3_omni)
         pipeline["stages"]["thinker"]["options"]["max_num_batched_tokens"] = 64
-        pipeline["stages"]["talker"]["options"] |= {"max_num_batched_tokens": 64, "max_model_len": 1024}
+        pipeline["stages"]["talker"]["options"] |= {"max_num_batched_tokens": 64, "max_model_len": 1536}
         pipeline["edges"][-1]["chunk"] = {"frames": 8, "initial_frames": 3}
         pipeline["outputs"] |= {"tokens": "thinker.token_ids", "codes": "talker.codes"}
         file = tmp_path_factory.mktemp("omni") / "omni.yaml"
         file.write_text(yaml.safe_dump(pipeline, sort_keys=False))
-        with with_torchvision(), deployed(file) as up:
+        with with_torchvision(), deployed(file, ready_s=300) as up:
             yield up
 
     yield from _released(_SHARED.enter("omni", start))
+
+
+@pytest.fixture(scope="module")
+def split_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A deployment of a model on vLLM as prefill and decode replicas, and of the same model in one stage."""
+
+    def start() -> AbstractContextManager[Deployment]:
+        # Imports torch, which most tests do without.
+        from tests.system.split_stage import write_pipeline
+
+        return deployed(write_pipeline(tmp_path_factory.mktemp("pair")), ready_s=300)
+
+    yield from _released(_SHARED.enter("split", start))
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +110,8 @@ def speech_up(speech_traces: TraceReceiver) -> Iterator[Deployment]:
 def jobs_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """A deployment of the pipeline of tests/jobs/servers.py, with a job server. Tests may start further ones."""
 
+    from tests.jobs.servers import write_pipeline
+
     @contextmanager
     def start() -> Iterator[Deployment]:
         folder = tmp_path_factory.mktemp("spoken")
@@ -110,5 +126,5 @@ def jobs_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 def _released(up: Deployment) -> Iterator[Deployment]:
     yield up
-    up.wait(Deployment.all_ready)
+    up.wait(Deployment.all_ready, timeout_s=300)
     eventually(up.idle, timeout_s=30)

@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import cast
 
+from google.protobuf.message import Message
+
 from stagemesh.common.errors import NotFoundError, UnavailableError, UnsupportedError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.plugins.connectors import ConnectorName
@@ -263,8 +265,8 @@ class SimulatedReplica:
         self._check_alive()
         return EdgeProbe("shm", {})
 
-    async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:  # noqa: ARG002
-        raise UnsupportedError(f"a simulated replica does not support {method}")
+    async def control(self, request: Message, response: type[Message], *, timeout_s: float) -> Message:  # noqa: ARG002
+        raise UnsupportedError(f"a simulated replica does not support {request.DESCRIPTOR.name}")
 
     def _load(self) -> stage_pb2.WatchLoadResponse:
         chunks_left = sum(step.chunks_left for step in self._working)

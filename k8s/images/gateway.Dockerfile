@@ -12,14 +12,14 @@ FROM ${BUILD_BASE}${BUILD_BASE_DIGEST:+@${BUILD_BASE_DIGEST}} AS dependencies
 # The base fixes the release of Debian. A pinned version would disappear from it with the next security update.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends python3-pip python3-venv \
+    && apt-get install --yes --no-install-recommends binutils python3-pip python3-venv \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /build
 COPY requirements/gateway.txt requirements/
-# numpy contains its tests, 17 MB.
+COPY k8s/images/remove_unused.py .
 RUN python3 -m venv --without-pip /opt/stagemesh \
     && python3 -m pip --python /opt/stagemesh install --no-cache-dir --no-deps --requirement requirements/gateway.txt \
-    && find /opt/stagemesh -type d -name tests -prune -exec rm -r {} +
+    && python3 remove_unused.py /opt/stagemesh
 
 # A layer of its own, so that a new version of Stagemesh does not transfer its dependencies again.
 FROM dependencies AS project

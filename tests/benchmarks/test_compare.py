@@ -1,5 +1,6 @@
 """The comparison of the benchmarks of two versions."""
 
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +11,20 @@ from benchmarks.compare import Comparison, Key, checked_out, compare, measure
 
 BENCHMARK = """\
 import json, sys
+from importlib.metadata import entry_points
 from pathlib import Path
-from stagemesh.common.made import VALUE
+VALUE = entry_points(group="stagemesh.engines")["made"].load()
 result = {"name": "time", "value": VALUE, "unit": "s", "goal": "<=2", "subject": "all"}
 Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps({"benchmark": "made", "results": [result]}))
 sys.exit(1)
+"""
+PROJECT = """\
+[project]
+version = "1"
+scripts = {{}}
+entry-points = {{"stagemesh.engines" = {{made = "stagemesh.{package}.made:VALUE"}}}}
+[tool.hatch.build]
+dev-mode-dirs = ["{root}"]
 """
 
 
@@ -46,22 +56,26 @@ def test_figures_that_one_version_lacks_are_left_out() -> None:
     assert found.ratio == pytest.approx(3.0)
 
 
-def test_each_version_measures_its_own_code(tmp_path: Path) -> None:
+def test_each_version_measures_its_own_source_roots_and_entry_points(tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         identity = ("-c", "user.name=test", "-c", "user.email=test@example.com")
         command = ["git", "-C", str(tmp_path), *identity, *arguments]
         subprocess.run(command, check=True, capture_output=True)
 
-    module = tmp_path / "common/stagemesh/common/made.py"
-    for folder in ("benchmarks", "common/stagemesh/common"):
-        (tmp_path / folder).mkdir(parents=True)
+    def write(root: str, package: str, value: float) -> None:
+        module = tmp_path / root / "stagemesh" / package / "made.py"
+        module.parent.mkdir(parents=True)
+        module.write_text(f"VALUE = {value}\n")
+        (tmp_path / "pyproject.toml").write_text(PROJECT.format(root=root, package=package))
+
+    (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks/made.py").write_text(BENCHMARK)
-    module.with_name("__init__.py").touch()
-    module.write_text("VALUE = 1.0\n")
+    write("services", "engines", 1.0)
     git("init", "--quiet")
     git("add", ".")
     git("commit", "--quiet", "--message", "base")
-    module.write_text("VALUE = 3.0\n")
+    shutil.rmtree(tmp_path / "services")
+    write("engines", "plugins", 3.0)
     with checked_out("HEAD", root=tmp_path) as base:
         values = [list(measure("made", version).values()) for version in (base, tmp_path)]
     assert values == [[1.0], [3.0]]
@@ -69,5 +83,6 @@ def test_each_version_measures_its_own_code(tmp_path: Path) -> None:
 
 
 def test_a_benchmark_without_figures_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(PROJECT.format(root="services", package="engines"))
     with pytest.raises(RuntimeError, match="No module named"):
         measure("missing", tmp_path)

@@ -1,14 +1,17 @@
-"""Runs `stagemesh` in this process or in a process of its own."""
+"""Runs `stagemesh` in this process, or in a process of its own."""
 
 import asyncio
+import os
 import sys
 from dataclasses import dataclass
+from unittest import mock
 
 from typer.testing import CliRunner
 
 from stagemesh.cli.app import app
+from stagemesh.rpc.credentials import PROCESS
 
-COMMAND = (sys.executable, "-m", "stagemesh.cli.app")
+COMMAND = (sys.executable, "-m", "stagemesh.cli")
 
 
 @dataclass(frozen=True)
@@ -19,17 +22,40 @@ class Ran:
     stdout: str
     stderr: str
 
+    @property
+    def error_text(self) -> str:
+        """Standard error on one line, without the frame around usage errors."""
+        return " ".join(self.stderr.replace("│", " ").split())
 
-def invoke(*arguments: str) -> Ran:
-    """Runs a command in this process. The command must not need an event loop."""
-    result = CliRunner().invoke(app, list(arguments))
+
+def invoke(*arguments: str, stdin: str = "") -> Ran:
+    """Runs a command in this process, and in this thread, in which no event loop may run.
+
+    Restores the environment and the credentials of this process, which a command may set.
+    """
+    credentials = PROCESS.credentials
+    try:
+        with mock.patch.dict(os.environ):
+            result = CliRunner().invoke(app, list(arguments), input=stdin)
+    finally:
+        PROCESS.use(credentials)
     return Ran(result.exit_code, result.stdout, result.stderr)
 
 
 async def stagemesh(*arguments: str, stdin: str = "") -> Ran:
-    """Runs a command in a process of its own, and waits until it ends."""
+    """Runs a command in a thread of this process, while the servers of the test run. One command at a time."""
+    return await asyncio.to_thread(invoke, *arguments, stdin=stdin)
+
+
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    """Starts a command in a process of its own, with pipes to its standard streams."""
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+    return await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+async def run_process(*arguments: str, stdin: str = "") -> Ran:
+    """Runs a command in a process of its own, and waits until it ends."""
+    process = await start(*arguments)
     stdout, stderr = await process.communicate(stdin.encode())
     assert process.returncode is not None
     return Ran(process.returncode, stdout.decode(), stderr.decode())

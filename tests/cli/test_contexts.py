@@ -39,7 +39,7 @@ def _address(parameters: Mapping[str, Parameter], *arguments: str) -> Ran:
     def connect(**values: Any) -> None:
         typer.echo(values.get("server") or values.get("admin_server"))
 
-    app.command()(with_parameters(connect, parameters))
+    app.command()(with_parameters(parameters)(connect))
     app.command("other")(lambda: None)
     result = CliRunner().invoke(app, ["connect", *arguments])
     return Ran(result.exit_code, result.stdout.strip(), result.stderr)

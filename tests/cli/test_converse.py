@@ -2,7 +2,6 @@ import asyncio
 import json
 import signal
 import wave
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from stagemesh.client import WavWriter
 from stagemesh.common.errors import ExitCode, InternalError, NotReadyError, UnsupportedError
 from stagemesh.v1 import orchestrator_pb2
 from stagemesh.v1.request_pb2 import ROLE_SYSTEM
-from tests.cli.commands import COMMAND, stagemesh
+from tests.cli.commands import run_process, start
 from tests.client.scripted import Pause, ScriptedOrchestrator, Talk, admitted, audio, finished
 from tests.client.scripted_sessions import (
     committed,
@@ -26,10 +25,6 @@ from tests.client.scripted_sessions import (
     texts,
     turn_ended,
 )
-from tests.deployment import Deployment, deployed
-from tests.system.conversing import ExpectedConversation, sound_of, talking
-
-STEPS = 10
 
 
 def _answer(turn: int, line: str) -> Talk:
@@ -42,12 +37,6 @@ def _answer(turn: int, line: str) -> Talk:
         generated(turn, finished()),
         turn_ended(turn, line),
     ]
-
-
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(talking(tmp_path_factory.mktemp("talk"), steps=STEPS)) as up:
-        yield up
 
 
 def _write_recording(path: Path, seconds: float) -> None:
@@ -63,7 +52,7 @@ def _frames(path: Path) -> int:
 async def test_each_line_is_a_turn(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
     orchestrator.talks.append([opened(), *_answer(1, "Hi."), *_answer(2, "Fine."), "close"])
     arguments = ["--server", orchestrator.endpoint, "--audio", str(tmp_path / "a.wav")]
-    ran = await stagemesh("converse", *arguments, stdin="hello\n\nhow are you?\n")
+    ran = await run_process("converse", *arguments, stdin="hello\n\nhow are you?\n")
     assert (ran.exit_code, ran.stdout) == (0, "Hi.\nFine.\n")
     assert texts(orchestrator.events[0]) == ["hello", "how are you?"]
     assert all(part in ran.stderr for part in ("turn 1: first text", "turn 2: first text", "first audio", "wrote"))
@@ -72,7 +61,7 @@ async def test_each_line_is_a_turn(orchestrator: ScriptedOrchestrator, tmp_path:
 
 async def test_spoken_lines_are_one_streamed_turn(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.talks.append([opened(), *_answer(1, "Hi."), "close"])
-    ran = await stagemesh("converse", "--speak", "--server", orchestrator.endpoint, stdin="One.\nTwo.")
+    ran = await run_process("converse", "--speak", "--server", orchestrator.endpoint, stdin="One.\nTwo.")
     assert (ran.exit_code, texts(orchestrator.events[0])) == (0, ["One.\n", "Two."])
     assert orchestrator.events[0][0].open.input_mode == orchestrator_pb2.INPUT_MODE_STREAM
 
@@ -82,7 +71,7 @@ async def test_options_reach_the_server(orchestrator: ScriptedOrchestrator) -> N
     options = ["--system", "Be brief.", "--max-tokens", "9", "--option", "speed=1.5", "--outputs", "audio"]
     options += ["--seed", "3"]
     options += ["--stage-parameter", "talker.voice=alto", "--timeout", "2.5", "--session-id", "s", "--caller", "me"]
-    ran = await stagemesh("converse", "--server", orchestrator.endpoint, *options)
+    ran = await run_process("converse", "--server", orchestrator.endpoint, *options)
     assert ran.exit_code == 0, ran.stderr
     sent = orchestrator.events[0][0].open
     assert (sent.conversation.messages[0].role, sent.conversation.messages[0].content) == (ROLE_SYSTEM, "Be brief.")
@@ -95,7 +84,7 @@ async def test_options_reach_the_server(orchestrator: ScriptedOrchestrator) -> N
 async def test_a_microphone_is_one_turn(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
     _write_recording(tmp_path / "me.wav", 0.35)
     orchestrator.talks.append([opened(), *_answer(1, "Hi."), "close"])
-    ran = await stagemesh("converse", "--microphone", str(tmp_path / "me.wav"), "--server", orchestrator.endpoint)
+    ran = await run_process("converse", "--microphone", str(tmp_path / "me.wav"), "--server", orchestrator.endpoint)
     assert (ran.exit_code, ran.stdout) == (0, "Hi.\n")
     pieces = [event.append.part.audio for event in orchestrator.events[0] if event.HasField("append")]
     assert [(piece.samples.shape[0], piece.sample_rate_hz) for piece in pieces] == [(800, 8_000)] * 3 + [(400, 8_000)]
@@ -109,7 +98,7 @@ async def test_the_pipeline_detects_turns(orchestrator: ScriptedOrchestrator, tm
     orchestrator.talks.append(["open", opened(), "append", *steps, "close"])
     options = ["--interruptible", "--detection-option", "silence_ms=100"]
     arguments = ["--microphone", str(tmp_path / "me.wav"), "--server", orchestrator.endpoint]
-    ran = await stagemesh("converse", *arguments, *options)
+    ran = await run_process("converse", *arguments, *options)
     assert (ran.exit_code, ran.stdout) == (0, "Hi.\n"), ran.stderr
     detection = orchestrator.events[0][0].open.turn_detection
     assert (detection.interrupts, detection.options["silence_ms"].integer) == (True, 100)
@@ -118,7 +107,7 @@ async def test_the_pipeline_detects_turns(orchestrator: ScriptedOrchestrator, tm
 async def test_events_can_be_printed_as_json(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
     orchestrator.talks.append([opened(), *_answer(1, "Hi."), "close"])
     arguments = ["--json", "--audio", str(tmp_path / "a.wav"), "--server", orchestrator.endpoint]
-    ran = await stagemesh("converse", *arguments, stdin="hello\n")
+    ran = await run_process("converse", *arguments, stdin="hello\n")
     events = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [next(name for name in event if name not in {"turn", "ignorable"}) for event in events] == [
         "opened",
@@ -134,16 +123,16 @@ async def test_events_can_be_printed_as_json(orchestrator: ScriptedOrchestrator,
 async def test_a_failed_turn_determines_the_exit_code(orchestrator: ScriptedOrchestrator) -> None:
     failed: Talk = ["commit", committed(1), text(1, "Hi"), turn_ended(1, "Hi", InternalError("the stage failed"))]
     orchestrator.talks.append([opened(), *failed, *_answer(2, "Fine."), "close"])
-    ran = await stagemesh("converse", "--server", orchestrator.endpoint, stdin="one\ntwo\n")
+    ran = await run_process("converse", "--server", orchestrator.endpoint, stdin="one\ntwo\n")
     assert (ran.exit_code, ran.stdout) == (ExitCode.FAILED, "Hi\nFine.\n")
     assert "error: the stage failed" in ran.stderr
 
 
 async def test_a_session_that_cannot_be_opened_is_an_error(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.talks.append([UnsupportedError("the pipeline streams no input")])
-    ran = await stagemesh("converse", "--speak", "--server", orchestrator.endpoint, stdin="one\n")
+    ran = await run_process("converse", "--speak", "--server", orchestrator.endpoint, stdin="one\n")
     assert (ran.exit_code, ran.stderr) == (ExitCode.FAILED, "error: the pipeline streams no input\n")
-    ran = await stagemesh("converse", "--server", "127.0.0.1:1", stdin="one\n")
+    ran = await run_process("converse", "--server", "127.0.0.1:1", stdin="one\n")
     assert ran.exit_code == ExitCode.UNAVAILABLE
 
 
@@ -160,7 +149,7 @@ async def test_a_session_that_cannot_be_opened_is_an_error(orchestrator: Scripte
 async def test_wrong_options_are_rejected(
     orchestrator: ScriptedOrchestrator, arguments: list[str], message: str
 ) -> None:
-    ran = await stagemesh("converse", "--server", orchestrator.endpoint, *arguments)
+    ran = await run_process("converse", "--server", orchestrator.endpoint, *arguments)
     assert ran.exit_code == ExitCode.USAGE
     assert message in " ".join(ran.stderr.replace("│", " ").split())
     assert orchestrator.events == []
@@ -169,9 +158,7 @@ async def test_wrong_options_are_rejected(
 async def test_ctrl_c_interrupts_the_answer_and_then_ends(orchestrator: ScriptedOrchestrator) -> None:
     stop: Talk = ["interrupt", interrupted(1, text=2), turn_ended(1, "Hi")]
     orchestrator.talks.append([opened(), *_answer(1, "Hi")[:4], *stop, "close", Pause.FOREVER])
-    pipe = asyncio.subprocess.PIPE
-    arguments = [*COMMAND, "converse", "--server", orchestrator.endpoint]
-    process = await asyncio.create_subprocess_exec(*arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+    process = await start("converse", "--server", orchestrator.endpoint)
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -183,15 +170,3 @@ async def test_ctrl_c_interrupts_the_answer_and_then_ends(orchestrator: Scripted
         process.send_signal(signal.SIGINT)
         assert await process.wait() == ExitCode.INTERRUPTED
     assert kinds(orchestrator.events[0]) == ["open", "append", "commit", "interrupt", "close"]
-
-
-async def test_a_whole_conversation(up: Deployment, tmp_path: Path) -> None:
-    expected, lines = ExpectedConversation(7, steps=STEPS), ("one", "two", "three")
-    arguments = ["--seed", "7", "--server", up.endpoint, "--audio", str(tmp_path / "a.wav")]
-    ran = await stagemesh("converse", *arguments, stdin="\n".join(lines))
-    answers = list[str]()
-    for line in lines:
-        answers.append(expected.answer(line))
-        expected.add(line, heard=answers[-1])
-    assert (ran.exit_code, ran.stdout) == (0, "".join(f"{answer}\n" for answer in answers)), ran.stderr
-    assert _frames(tmp_path / "a.wav") == len(sound_of("".join(answers)))

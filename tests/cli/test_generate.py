@@ -1,5 +1,6 @@
 import json
 import wave
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -9,22 +10,25 @@ from stagemesh.v1 import request_pb2
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse as Response
 from stagemesh.v1.request_pb2 import Media
-from tests.cli.commands import stagemesh
-from tests.client.scripted import ScriptedOrchestrator, admitted, audio, ended, finished, queued, text
+from tests.cli.commands import Ran, stagemesh
+from tests.client.scripted import Script, ScriptedOrchestrator, admitted, audio, ended, finished, queued, text
+
+
+async def _generate(orchestrator: ScriptedOrchestrator, *arguments: str, parts: Script = (), stdin: str = "") -> Ran:
+    """Runs `stagemesh generate` against an orchestrator that sends these parts between the first and last events."""
+    orchestrator.scripts = deque([[admitted(), *parts, finished()]])
+    return await stagemesh("generate", *arguments, "--server", orchestrator.endpoint, stdin=stdin)
 
 
 async def test_text_goes_to_stdout_and_the_rest_to_stderr(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([admitted(), text("Hi "), text("you"), audio([0.0] * 240), finished()])
-    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
+    ran = await _generate(orchestrator, "hello", parts=[text("Hi "), text("you"), audio([0.0] * 240)])
     assert (ran.exit_code, ran.stdout) == (0, "Hi you\n")
     assert all(part in ran.stderr for part in ("time to first text", "real-time factor", "thinker->vocoder", "shm"))
 
 
 async def test_audio_is_written_to_the_file(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
-    orchestrator.scripts.append([admitted(), audio([0.0] * 10), audio([0.5] * 5), finished()])
-    ran = await stagemesh(
-        "generate", "hello", "--server", orchestrator.endpoint, "--audio", str(tmp_path / "out" / "a.wav")
-    )
+    path = str(tmp_path / "out" / "a.wav")
+    ran = await _generate(orchestrator, "hello", "--audio", path, parts=[audio([0.0] * 10), audio([0.5] * 5)])
     assert ran.exit_code == 0
     with wave.open(str(tmp_path / "out" / "a.wav")) as file:
         assert (file.getnframes(), file.getframerate()) == (15, 24000)
@@ -37,9 +41,8 @@ async def test_encoded_media_are_written_as_they_are(orchestrator: ScriptedOrche
         for name, each in names.items()
         for at, data in ((0, b"ab"), (2, b"c"))
     ]
-    orchestrator.scripts.append([admitted(), *parts, finished()])
     arguments = ["--output", str(tmp_path), "--audio", str(tmp_path / "a.ogg"), "--image", str(tmp_path / "new" / "v")]
-    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, *arguments)
+    ran = await _generate(orchestrator, "hello", *arguments, parts=parts)
     assert ran.exit_code == 0
     for name in ("a.ogg", "new/v", "clip.webm"):
         assert (tmp_path / name).read_bytes() == b"abc"
@@ -48,14 +51,13 @@ async def test_encoded_media_are_written_as_they_are(orchestrator: ScriptedOrche
 
 async def test_a_stored_output_is_named(orchestrator: ScriptedOrchestrator) -> None:
     file = request_pb2.MediaFile(uri="s3://b/a.mp4", media_type="video/mp4", size_bytes=7, sha256=b"\x0f" * 32)
-    orchestrator.scripts.append([admitted(), Response(output=request_pb2.Output(name="film", file=file)), finished()])
-    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
+    stored = Response(output=request_pb2.Output(name="film", file=file))
+    ran = await _generate(orchestrator, "hello", parts=[stored])
     assert f"stored s3://b/a.mp4 (video/mp4, 7 bytes, SHA-256 {'0f' * 32})" in ran.stderr
 
 
 async def test_a_folder_receives_every_output(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
-    orchestrator.scripts.append([admitted(), audio([0.0]), finished()])
-    await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--output", str(tmp_path))
+    await _generate(orchestrator, "hello", "--output", str(tmp_path), parts=[audio([0.0])])
     assert (tmp_path / "audio.wav").exists()
 
 
@@ -83,17 +85,15 @@ async def test_choices_are_printed_one_after_another_and_their_files_are_numbere
 
 
 async def test_options_reach_the_server(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([admitted(), finished()])
     arguments = ["--outputs", "text,audio", "--max-tokens", "9", "--seed", "0", "--option", "speed=1.5"]
-    await stagemesh("generate", "-", "--server", orchestrator.endpoint, *arguments, stdin="from stdin")
+    await _generate(orchestrator, "-", *arguments, stdin="from stdin")
     request = orchestrator.requests[0]
     assert (request.input.text, list(request.outputs)) == ("from stdin", ["text", "audio"])
     assert (request.parameters.sampling.max_tokens, request.parameters.options["speed"].number) == (9, 1.5)
 
 
 async def test_what_is_not_given_is_not_sent(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([admitted(), finished()])
-    await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
+    await _generate(orchestrator, "hello")
     assert orchestrator.requests[0].parameters.sampling == request_pb2.Sampling()
     assert not orchestrator.requests[0].parameters.options
 
@@ -116,7 +116,6 @@ async def test_a_queued_request_prints_its_position(orchestrator: ScriptedOrches
 
 
 async def test_every_sampling_option_reaches_the_server(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([admitted(), finished()])
     numbers: dict[str, float] = {
         "max_tokens": 9,
         "temperature": 0.5,
@@ -132,7 +131,7 @@ async def test_every_sampling_option_reaches_the_server(orchestrator: ScriptedOr
     arguments = [text for name, value in numbers.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     arguments += ["--stop", "end", "--stop", "fin", "--stop-token", "3", "--bad-word", "bad", "--ignore-eos"]
     arguments += ["--allowed-text", "yes", "--allowed-text", "no", "--adapter", "style"]
-    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, *arguments)
+    ran = await _generate(orchestrator, "hello", *arguments)
     assert ran.exit_code == 0, ran.stderr
     parameters = orchestrator.requests[0].parameters
     sampling = parameters.sampling
@@ -150,12 +149,11 @@ async def test_every_sampling_option_reaches_the_server(orchestrator: ScriptedOr
 
 
 async def test_options_and_parameters_of_a_stage_have_types(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([admitted(), finished()])
     arguments = ["--option", "voice=alto", "--option", "steps=3", "--option", "echo=true", "--option", "speed=1.5"]
     own = ["talker.max_tokens=200", "talker.stop=end", "talker.regex=1", "talker.voice=bass", "talker.adapter=7"]
     own += ["talker.chunk=8", "vocoder.chunk=whole"]
     arguments += [text for each in own for text in ("--stage-parameter", each)]
-    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, *arguments)
+    ran = await _generate(orchestrator, "hello", *arguments)
     assert ran.exit_code == 0, ran.stderr
     parameters = orchestrator.requests[0].parameters
     kinds = {name: value.WhichOneof("kind") for name, value in parameters.options.items()}
@@ -173,20 +171,18 @@ async def test_a_malformed_parameter_of_a_stage_is_a_usage_error(orchestrator: S
 
 
 async def test_structures_are_read_from_files(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
-    orchestrator.scripts.append([admitted(), finished()])
     (tmp_path / "a").write_text("content")
     for option in ("--json-schema", "--grammar"):
-        await stagemesh("generate", "hello", "--server", orchestrator.endpoint, option, str(tmp_path / "a"))
+        await _generate(orchestrator, "hello", option, str(tmp_path / "a"))
     sent = [request.parameters.sampling for request in orchestrator.requests]
     assert (sent[0].json_schema, sent[1].grammar) == ("content", "content")
 
 
 async def test_attached_files_go_before_the_prompt(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
-    orchestrator.scripts.append([admitted(), finished()])
     for name in ("cat.png", "purr.wav", "cat.mp4"):
         (tmp_path / name).write_bytes(name.encode())
     arguments = [text for name in ("cat.png", "purr.wav", "cat.mp4") for text in ("--attach", str(tmp_path / name))]
-    ran = await stagemesh("generate", "what?", "--server", orchestrator.endpoint, *arguments)
+    ran = await _generate(orchestrator, "what?", *arguments)
     assert ran.exit_code == 0, ran.stderr
     parts = orchestrator.requests[0].input.conversation.messages[0].parts
     assert [part.WhichOneof("content") for part in parts] == ["image", "audio_file", "video_file", "text"]
@@ -200,8 +196,7 @@ async def test_an_attachment_of_an_unknown_type_is_an_error(orchestrator: Script
 
 
 async def test_the_result_can_be_printed_as_json(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([admitted(), text("Hi"), finished()])
-    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--json")
+    ran = await _generate(orchestrator, "hello", "--json", parts=[text("Hi")])
     document = json.loads(ran.stdout)
     assert (document["texts"], document["edges"][0]["connector"]) == ({"text": "Hi"}, "shm")
 
@@ -219,21 +214,19 @@ async def test_a_stage_that_ended_early_is_named(orchestrator: ScriptedOrchestra
 
 
 async def test_a_named_file_without_an_output_is_reported(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
-    orchestrator.scripts.append([admitted(), text("Hi"), finished()])
-    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--audio", str(tmp_path / "a.wav"))
+    ran = await _generate(orchestrator, "hello", "--audio", str(tmp_path / "a.wav"), parts=[text("Hi")])
     assert "a.wav was not written, because the request produced no output of this kind" in ran.stderr.replace("\n", "")
 
 
 async def test_an_error_is_one_line_with_its_remedy(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([OverloadedError("64 requests are in flight", retry_after_s=60)])
-    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
+    full = OverloadedError("64 requests are in flight", retry_after_s=60)
+    ran = await _generate(orchestrator, "hello", parts=[full])
     assert ran.exit_code == ExitCode.REFUSED
     assert ran.stderr.splitlines() == ["error: 64 requests are in flight", "  try again in 60.0 s"]
 
 
 async def test_a_failure_after_some_text_ends_the_line(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([admitted(), text("Hi"), UnavailableError("stage thinker is gone")])
-    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
+    ran = await _generate(orchestrator, "hello", parts=[text("Hi"), UnavailableError("stage thinker is gone")])
     assert (ran.exit_code, ran.stdout) == (ExitCode.UNAVAILABLE, "Hi\n")
     assert "thinker" in ran.stderr
 
@@ -278,15 +271,12 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 
 
 async def test_messages_and_tools_are_read_from_files(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
-    orchestrator.scripts.append([admitted(), finished()])
     for name, content in (("messages", MESSAGES), ("tools", TOOLS)):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     for name in ("cat.png", "cat.mp4"):
         (tmp_path / name).write_bytes(name.encode())
     files = ["--messages", str(tmp_path / "messages.json"), "--tools", str(tmp_path / "tools.json")]
-    ran = await stagemesh(
-        "generate", "--server", orchestrator.endpoint, *files, "--template-arguments", '{"thinking": false}'
-    )
+    ran = await _generate(orchestrator, *files, "--template-arguments", '{"thinking": false}')
     assert ran.exit_code == 0, ran.stderr
     sent = orchestrator.requests[0].input.conversation
     assert [request_pb2.Role.Name(each.role) for each in sent.messages] == [
@@ -302,11 +292,8 @@ async def test_messages_and_tools_are_read_from_files(orchestrator: ScriptedOrch
 
 
 async def test_a_raw_prompt_keeps_its_media_apart(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
-    orchestrator.scripts.append([admitted(), finished()])
     (tmp_path / "cat.png").write_bytes(b"png")
-    ran = await stagemesh(
-        "generate", "<image>?", "--raw", "--attach", str(tmp_path / "cat.png"), "--server", orchestrator.endpoint
-    )
+    ran = await _generate(orchestrator, "<image>?", "--raw", "--attach", str(tmp_path / "cat.png"))
     assert ran.exit_code == 0, ran.stderr
     sent = orchestrator.requests[0].input
     assert (sent.raw_text, sent.media[0].image.data) == ("<image>?", b"png")

@@ -1,35 +1,40 @@
+"""`stagemesh pipeline` and `stagemesh k8s`: pipeline files are checked, explained, drawn and rendered."""
+
 import json
+from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
 
 from stagemesh.common.errors import ExitCode
 from tests.cli.commands import Ran, invoke
-
-
-def _run(*arguments: str) -> Ran:
-    return invoke("pipeline", *arguments)
+from tests.system.added_transforms import add_function
 
 
 def test_a_valid_pipeline_is_reported_as_valid(tiny: Path) -> None:
-    ran = _run("validate", str(tiny))
+    ran = invoke("pipeline", "validate", str(tiny))
     assert (ran.exit_code, "tiny is valid (2 stages, 1 edge, 1 output)" in ran.stdout) == (0, True)
 
 
 def test_a_mistake_is_shown_with_file_and_line(tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace("to: second", "to: third"))
-    ran = _run("validate", str(tiny))
+    ran = invoke("pipeline", "validate", str(tiny))
     assert ran.exit_code == ExitCode.USAGE
     assert f"{tiny}:6: unknown stage" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 
 def test_an_error_can_be_printed_as_json() -> None:
-    ran = _run("validate", "spech", "--json")
+    ran = invoke("pipeline", "validate", "spech", "--json")
     error = json.loads(ran.stderr)["error"]
     assert (ran.exit_code, error["code"], error["reason"]) == (ExitCode.NOT_FOUND, "NOT_FOUND", "UNKNOWN_PIPELINE")
 
 
 def test_explain_shows_the_origin_of_values(tiny: Path) -> None:
-    ran = _run("explain", str(tiny), "--set", "stages.first.options.steps=9", "--json")
+    ran = invoke("pipeline", "explain", str(tiny), "--set", "stages.first.options.steps=9", "--json")
     rows = {row["key"]: row for row in json.loads(ran.stdout)}
     assert (rows["stages.first.options.steps"]["value"], rows["stages.first.options.steps"]["origin"]) == (
         "9",
@@ -38,22 +43,22 @@ def test_explain_shows_the_origin_of_values(tiny: Path) -> None:
 
 
 def test_replicas_are_set_by_stage(tiny: Path) -> None:
-    ran = _run("explain", str(tiny), "--replicas", "second=3", "--json")
+    ran = invoke("pipeline", "explain", str(tiny), "--replicas", "second=3", "--json")
     assert {row["key"]: row["value"] for row in json.loads(ran.stdout)}["stages.second.replicas"] == "3"
 
 
 def test_a_text_that_is_not_a_pair_is_a_usage_error(tiny: Path) -> None:
-    assert _run("explain", str(tiny), "--set", "steps").exit_code == 2
-    assert _run("explain", str(tiny), "--replicas", "first=many").exit_code == 2
+    assert invoke("pipeline", "explain", str(tiny), "--set", "steps").exit_code == 2
+    assert invoke("pipeline", "explain", str(tiny), "--replicas", "first=many").exit_code == 2
 
 
 def test_the_tree_shows_stages_edges_and_outputs(tiny: Path) -> None:
-    ran = _run("graph", str(tiny))
+    ran = invoke("pipeline", "graph", str(tiny))
     assert all(part in ran.stdout for part in ("first", "<- prompt", "-> second", "auto", "=> text"))
 
 
 def test_the_graph_can_be_printed_as_json(tiny: Path) -> None:
-    document = json.loads(_run("graph", str(tiny), "--json").stdout)
+    document = json.loads(invoke("pipeline", "graph", str(tiny), "--json").stdout)
     assert document == {
         "pipeline": "tiny",
         "stages": ["first", "second"],
@@ -63,12 +68,338 @@ def test_the_graph_can_be_printed_as_json(tiny: Path) -> None:
 
 
 def test_the_mermaid_chart_has_every_arrow(tiny: Path) -> None:
-    lines = _run("graph", str(tiny), "--format", "mermaid").stdout.splitlines()
+    lines = invoke("pipeline", "graph", str(tiny), "--format", "mermaid").stdout.splitlines()
     assert lines[0] == "flowchart LR"
     assert sum("-->" in line for line in lines) == 3
 
 
 def test_the_dot_graph_has_every_arrow(tiny: Path) -> None:
-    dot = _run("graph", str(tiny), "--format", "dot").stdout
+    dot = invoke("pipeline", "graph", str(tiny), "--format", "dot").stdout
     assert dot.startswith('digraph "tiny" {')
     assert dot.count("->") == 3
+
+
+WRONG = """\
+pipeline: wrong
+stages:
+  thinker:
+    engine: fake
+    replicas: 0
+    optins:
+      steps: many
+      stepss: 3
+  acoustic:
+    engine: function
+    function: hibari.acoustic
+    options: {max_batch: none, pitch: 2}
+  voice: {engine: function, function: hibari.vocodr}
+edges:
+  - {from: thinker, to: acoustic, transform: text.sentence}
+  - {from: acoustic, to: voice}
+outputs: {audio: voice, text: thinkr}
+"""
+FUNCTION = """\
+from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, Signature
+from stagemesh.common.wire.tensors import TensorSpec
+
+_TEXT = Emitted(TensorSpec.parse("uint8[bytes]"), kind="text")
+DESCRIPTOR = FunctionDescriptor(Signature(emits={"text": _TEXT}), "added_talks:Talks")
+
+
+class Talks:
+    def open(self, *, seed, options): ...
+"""
+PIPELINE = "pipeline: talks\nstages:\n  talks: {engine: function, function: talks}\noutputs: {text: talks}\n"
+
+
+def _findings(file: Path, *arguments: str) -> list[dict[str, Any]]:
+    ran = invoke("pipeline", "validate", str(file), "--json", *arguments)
+    found: list[dict[str, Any]] = json.loads(ran.stdout)["findings"]
+    assert ran.exit_code == (ExitCode.USAGE if found else 0)
+    return found
+
+
+def test_mistakes_of_all_kinds_are_reported_at_once(tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text(WRONG)
+    found = _findings(tmp_path / "wrong.yaml")
+    assert [(each["line"], each["key"]) for each in found] == [
+        (5, "stages.thinker.replicas"),
+        (6, "stages.thinker.optins"),
+        (7, "stages.thinker.options.steps"),
+        (8, "stages.thinker.options.stepss"),
+        (12, "stages.acoustic.options.max_batch"),
+        (12, "stages.acoustic.options.pitch"),
+        (13, "stages.voice.function"),
+        (15, "edges.0.transform"),
+        (17, "outputs.text"),
+    ]
+    assert found[1]["message"] == "unknown key 'stages.thinker.optins'; did you mean 'options'?"
+    assert found[1]["place"] == f"{tmp_path / 'wrong.yaml'}:6"
+
+
+def test_mistakes_are_reported_as_text(tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text(WRONG)
+    ran = invoke("pipeline", "validate", str(tmp_path / "wrong.yaml"))
+    assert (ran.exit_code, len(ran.stderr.splitlines())) == (ExitCode.USAGE, 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("pipeline: p\nstages: {a: [}\n", 2, "invalid YAML"),
+        ("- pipeline\n", 1, "the file does not contain a mapping"),
+    ],
+)
+def test_a_file_that_cannot_be_parsed_is_a_finding(tmp_path: Path, text: str, line: int, message: str) -> None:
+    (tmp_path / "wrong.yaml").write_text(text)
+    (finding,) = _findings(tmp_path / "wrong.yaml")
+    assert (finding["line"], finding["place"]) == (line, f"{tmp_path / 'wrong.yaml'}:{line}")
+    assert message in finding["message"]
+
+
+def test_code_is_imported_unless_the_option_forbids_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_function(tmp_path, monkeypatch, name="talks", source=FUNCTION)
+    file = tmp_path / "talks.yaml"
+    file.write_text(PIPELINE)
+    assert _findings(file, "--no-import") == []
+    (finding,) = _findings(file)
+    assert (finding["line"], finding["key"]) == (3, "stages.talks.function")
+    assert "function 'talks': its factory 'added_talks:Talks' lacks the methods __call__" in finding["message"]
+
+
+def test_an_unknown_class_of_a_model_is_reported(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    config = model / "config.json"
+    config.write_text(json.dumps({"architectures": ["LamaForCausalLM"]}))
+    file = tmp_path / "talks.yaml"
+    file.write_text(f"pipeline: talks\nstages:\n  talks: {{engine: vllm, model: {model}}}\noutputs: {{text: talks}}\n")
+    (finding,) = _findings(file)
+    assert (finding["line"], finding["key"]) == (3, "stages.talks.model")
+    assert "vLLM knows no model class 'LamaForCausalLM'" in finding["message"]
+    assert "LlamaForCausalLM" in finding["message"]
+    # vLLM names it only as a class that earlier versions ran.
+    config.write_text(json.dumps({"architectures": ["Phi3SmallForCausalLM"]}))
+    assert len(_findings(file)) == 1
+    config.write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert _findings(file) == []
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("{}", "names no pipeline class"),
+        ('{"_class_name": "SoraPipeline"}', "does not support SoraPipeline"),
+        ('{"_class_name": "FluxPipeline"}', ""),
+    ],
+)
+def test_a_pipeline_that_diffusion_does_not_support_is_reported(
+    tmp_path: Path, index: str | None, message: str
+) -> None:
+    if index is not None:
+        (tmp_path / "model_index.json").write_text(index)
+    file = tmp_path / "draws.yaml"
+    file.write_text(
+        f"pipeline: p\nstages: {{draw: {{engine: diffusion, model: {tmp_path}}}}}\noutputs: {{image: draw}}\n"
+    )
+    found = _findings(file)
+    assert [finding["key"] for finding in found] == (["stages.draw.model"] if message else [])
+    assert all(message in finding["message"] for finding in found)
+
+
+def test_a_valid_file_has_a_generation(tmp_path: Path) -> None:
+    ran = invoke("pipeline", "validate", "speech", "--json", "--no-models")
+    document = json.loads(ran.stdout)
+    assert (document["findings"], document["pipeline"]) == ([], "speech")
+    assert f"generation {document['generation']}" in invoke("pipeline", "validate", "speech", "--no-models").stdout
+
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+CHART_EXAMPLES = sorted((ROOT / "k8s" / "chart" / "ci").glob("*-values.yaml"))
+MODELS = """\
+pipeline: song
+stages:
+  thinker: {engine: vllm, model: m/think, replicas: 2, options: {tensor_parallel_size: 2, pipeline_parallel_size: 2}}
+  acoustic: {engine: function, function: hibari.acoustic, model: hibari}
+  vocoder: {engine: function, function: hibari.vocoder}
+edges:
+  - {from: thinker, to: acoustic, transform: text.sentences}
+  - {from: acoustic, to: vocoder}
+outputs: {text: thinker, audio: vocoder}
+"""
+
+
+@pytest.fixture
+def song(tmp_path: Path) -> Path:
+    path = tmp_path / "song.yaml"
+    path.write_text(MODELS)
+    return path
+
+
+def _render(*arguments: str) -> dict[str, Any]:
+    ran = invoke("k8s", "render", *arguments)
+    assert ran.exit_code == 0, ran.stderr
+    values: dict[str, Any] = yaml.safe_load(ran.stdout)
+    return values
+
+
+def _validate(path: Path, *arguments: str) -> Ran:
+    return invoke("pipeline", "validate", "--kubernetes", str(path), *arguments)
+
+
+@pytest.mark.parametrize("name", ["speech", "digits", "rehearsal", "external"])
+def test_the_values_of_a_pipeline_are_valid(name: str, tmp_path: Path) -> None:
+    source = name if name == "speech" else str(EXAMPLES / name / "pipeline.yaml")
+    path = tmp_path / "values.yaml"
+    path.write_text(invoke("k8s", "render", source).stdout)
+    rendered, original = _validate(path, "--json"), invoke("pipeline", "validate", source, "--no-models", "--json")
+    assert rendered.exit_code == 0, rendered.stderr
+    assert json.loads(rendered.stdout)["generation"] == json.loads(original.stdout)["generation"]
+
+
+def test_json_and_yaml_contain_the_same_values(song: Path) -> None:
+    assert json.loads(invoke("k8s", "render", str(song), "--json").stdout) == _render(str(song))
+
+
+def test_the_pipeline_is_that_of_the_file(song: Path) -> None:
+    assert _render(str(song))["pipeline"] == yaml.safe_load(MODELS)
+
+
+def test_overrides_are_part_of_the_pipeline(song: Path) -> None:
+    pipeline = _render(str(song), "--replicas", "vocoder=3", "--set", "edges.1.connector=grpc")["pipeline"]
+    assert (pipeline["stages"]["vocoder"]["replicas"], pipeline["edges"][1]["connector"]) == (3, "grpc")
+
+
+def test_variables_remain_variables() -> None:
+    ran = invoke("k8s", "render", str(EXAMPLES / "rehearsal" / "pipeline.yaml"))
+    assert "probability: ${FAULTS:-0}\n" in ran.stdout
+    assert "# The pipeline reads variables: FAULTS. Set them by `env`" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    "text", ["y", "N", "on", "Off", "null", "~", "1.10", "1e5", "0x1f", "0o17", "1_000", "1:30", "_1"]
+)
+def test_text_that_looks_like_another_type_is_quoted(text: str, song: Path) -> None:
+    ran = invoke("k8s", "render", str(song), "--set", f"stages.thinker.options.tokenizer_mode='{text}'")
+    assert f'tokenizer_mode: "{text}"\n' in ran.stdout
+
+
+def test_a_key_that_looks_like_another_type_is_quoted(song: Path) -> None:
+    ran = invoke("k8s", "render", str(song), "--set", "stages.thinker.options.mm_processor_kwargs={'y': 1}")
+    assert '"y": 1\n' in ran.stdout
+
+
+def test_text_that_looks_like_a_variable_is_escaped(song: Path) -> None:
+    pipeline = _render(str(song), "--set", "stages.thinker.options.tokenizer='${A} $${B}'")["pipeline"]
+    assert pipeline["stages"]["thinker"]["options"]["tokenizer"] == "$${A} $$${B}"
+
+
+def test_the_number_of_gpus_follows_from_the_options(song: Path) -> None:
+    stages = _render(str(song))["stages"]
+    assert {name: stage.get("gpus", 0) for name, stage in stages.items()} == {"thinker": 4, "acoustic": 0, "vocoder": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus"), [("{}", 1), ("{device: cpu}", 0), ("{parallel: {cfg: 2, ulysses: 4, hsdp: 2}}", 8)]
+)
+def test_the_number_of_gpus_of_a_diffusion_stage(options: str, gpus: int, tmp_path: Path) -> None:
+    path = tmp_path / "image.yaml"
+    path.write_text(
+        f"pipeline: image\nstages: {{all: {{engine: diffusion, model: m, options: {options}}}}}\n"
+        "outputs: {image: all}\n"
+    )
+    stage = _render(str(path))["stages"]["all"]
+    assert (stage.get("gpus", 0), "image" in stage) == (gpus, gpus > 0)
+
+
+def test_images_are_named_by_repository_and_tag(song: Path) -> None:
+    values = _render(str(song))
+    tag = version("stagemesh")
+    assert {name: (image["repository"].split("/")[-1], image["tag"]) for name, image in values["images"].items()} == {
+        "orchestrator": ("orchestrator", tag),
+        "stage": ("stage-cpu", tag),
+    }
+    assert values["stages"]["thinker"]["image"]["repository"].endswith("/stage-cuda")
+
+
+def test_every_value_that_depends_on_the_cluster_is_marked(song: Path) -> None:
+    lines = invoke("k8s", "render", str(song), "--set", "edges.*.connector=nixl").stdout.splitlines()
+    keys = ("repository:", "tag:", "gpus:", "image:", "resources:", "rdma:", "modelCache:")
+    found = [(before, line) for before, line in pairwise(lines) if line.strip().startswith(keys)]
+    assert {line.split()[0] for _, line in found} == set(keys)
+    assert [line for before, line in found if not before.strip().startswith("# CHANGE: ")] == []
+
+
+@pytest.mark.parametrize("size", ["null", "two", "[2]"])
+def test_an_option_that_is_not_a_number_does_not_count(size: str, song: Path) -> None:
+    values = _render(str(song), "--set", f"stages.thinker.options.tensor_parallel_size={size}")
+    assert values["stages"]["thinker"]["gpus"] == 2
+
+
+def test_memory_includes_the_arena(song: Path) -> None:
+    large = _render(str(song), "--set", "stages.vocoder.data_plane.arena_bytes=8589934592")["stages"]["vocoder"]
+    assert large["resources"] == {"requests": {"cpu": "1", "memory": "10Gi"}, "limits": {"memory": "10Gi"}}
+
+
+def test_a_stage_with_a_model_has_a_model_cache(song: Path) -> None:
+    stages = _render(str(song))["stages"]
+    assert [name for name, stage in stages.items() if "modelCache" in stage] == ["thinker", "acoustic"]
+
+
+def test_stages_that_share_a_pod_share_its_settings(song: Path) -> None:
+    values = _render(str(song), "--set", "stages.acoustic.group=voice", "--set", "stages.vocoder.group=voice")
+    assert [name for name, stage in values["stages"].items() if "modelCache" in stage] == ["thinker"]
+    assert values["groups"] == {"voice": {"modelCache": {"existingClaim": "models"}}}
+
+
+def test_edges_by_nixl_between_pods_have_rdma(song: Path) -> None:
+    stages = _render(str(song), "--set", "edges.1.connector=nixl")["stages"]
+    assert [name for name, stage in stages.items() if "rdma" in stage] == ["acoustic", "vocoder"]
+    together = ["--set", "stages.acoustic.group=voice", "--set", "stages.vocoder.group=voice"]
+    stages = _render(str(song), "--set", "edges.1.connector=nixl", *together)["stages"]
+    assert not any("rdma" in stage for stage in stages.values())
+
+
+def test_an_external_stage_without_addresses_refers_to_a_service() -> None:
+    source = str(EXAMPLES / "external" / "pipeline.yaml")
+    assert "upper" not in _render(source)["stages"]
+    ran = invoke("k8s", "render", source, "--set", "stages.upper.addresses=[]")
+    assert yaml.safe_load(ran.stdout)["stages"]["upper"] == {"external": {"service": "upper", "port": 50051}}
+    assert "# Note: stage 'upper' is external and has no addresses; set stages.upper.external.service and" in ran.stdout
+
+
+def test_a_pipeline_that_breaks_a_rule_of_the_chart_is_rejected() -> None:
+    path = EXAMPLES / "graph" / "pipeline.yaml"
+    ran = invoke("k8s", "render", str(path))
+    assert (ran.exit_code, ran.stdout) == (ExitCode.USAGE, "")
+    assert f"{path}:18: edge 'writer->words' uses shm, but its stages do not share a pod" in ran.stderr
+    assert invoke("pipeline", "validate", str(path)).exit_code == 0
+    assert _validate(path).exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("path", CHART_EXAMPLES, ids=lambda path: path.stem)
+def test_only_later_functions_are_missing_in_the_examples_of_the_chart(path: Path) -> None:
+    later = ("unknown function 'qwen3_", "unknown transform 'qwen3_", "stage 'talker' emits have no common first axis")
+    lines = _validate(path).stderr.splitlines()
+    assert [line for line in lines if not any(text in line for text in later)] == []
+
+
+def test_models_are_not_looked_up_for_kubernetes(song: Path) -> None:
+    assert _validate(song).exit_code == 0
+    assert "model 'm/think' is missing" in _validate(song, "--models").stderr
+    assert invoke("pipeline", "validate", str(song)).exit_code == ExitCode.USAGE
+
+
+def test_hints_are_printed_as_notes_and_as_json(tiny: Path) -> None:
+    tiny.write_text(f"{tiny.read_text()}media: {{store: /srv/media}}\n")
+    assert "\n  note: media.store is the folder /srv/media" in _validate(tiny).stdout
+    (hint,) = json.loads(_validate(tiny, "--json").stdout)["hints"]
+    assert hint.startswith("media.store is the folder")
+    assert "note:" not in invoke("pipeline", "validate", str(tiny)).stdout
+
+
+def test_the_graph_shows_groups(tiny: Path) -> None:
+    ran = invoke("pipeline", "graph", str(tiny), "--set", "stages.second.group=voice")
+    assert "second  fake, relay, group voice" in ran.stdout

@@ -18,8 +18,9 @@ print("loaded:", [name for name in {HEAVY!r} if name in sys.modules])
 """
 IMPORT_ALL = """
 import sys
-from stagemesh.cli.__main__ import output_sinks, pipeline_graph
 from stagemesh.cli.local import process_display
+from stagemesh.cli.pipelines import pipeline_graph
+from stagemesh.cli.requests import output_sinks
 print("loaded:", [name for name in ("torch", "vllm", "onnxruntime", "scipy") if name in sys.modules])
 """
 

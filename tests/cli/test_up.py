@@ -1,6 +1,5 @@
 import asyncio
 import json
-import re
 import signal
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -10,10 +9,11 @@ from typing import Any
 import openai
 import pytest
 
+from stagemesh.cli.local.process_display import Serving, make_display
 from stagemesh.common.errors import ExitCode
 from stagemesh.common.process import settings
 from tests.cli.added_connector import NUMBER, add_connector
-from tests.cli.commands import COMMAND, stagemesh
+from tests.cli.commands import COMMAND, run_process, stagemesh
 from tests.gateway.sounds import tone, wav
 from tests.launcher.processes import ended
 
@@ -68,44 +68,17 @@ async def _gone(process_id: int) -> bool:
     return await asyncio.to_thread(ended, process_id)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_stops_everything_cleanly(tiny: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_signal_ends_every_process(tiny: Path, number: signal.Signals) -> None:
     before = _shared_memory()
     async with _up(tiny) as up:
         up.process.send_signal(number)
-        assert await up.process.wait() == 0
+        assert await up.process.wait() == (0 if number == signal.SIGTERM else -number)
         assert [await _gone(child) for child in up.children.values()] == [True] * 3
     assert _shared_memory() <= before
 
 
-async def test_killing_up_ends_every_child_process(tiny: Path) -> None:
-    before = _shared_memory()
-    async with _up(tiny) as up:
-        up.process.kill()
-        assert [await _gone(child) for child in up.children.values()] == [True] * 3
-    assert _shared_memory() <= before
-
-
-async def test_a_prompt_is_answered_by_a_running_pipeline(tiny: Path) -> None:
-    async with _up(tiny) as up:
-        ran = await stagemesh("generate", "hello", "--server", up.endpoint, "--seed", "1")
-    assert (ran.exit_code, ran.stdout.startswith("Step 0 is ")) == (0, True)
-    assert "first->second" in ran.stderr
-
-
-async def test_a_second_up_on_the_same_port_reports_the_port(tiny: Path) -> None:
-    async with _up(tiny) as up:
-        port = up.endpoint.rpartition(":")[2]
-        ran = await stagemesh("up", str(tiny), "--port", port)
-    assert ran.exit_code == ExitCode.REFUSED
-    assert port in ran.stderr
-    assert "--port" in ran.stderr
-
-
-async def test_ctrl_c_stops_a_gateway_that_has_answered(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STAGEMESH_HOME", str(tmp_path / "home"))
+async def test_ctrl_c_stops_a_gateway_that_has_answered(tiny: Path) -> None:
     async with _up(tiny, "--gateway", "127.0.0.1:0") as up:
         async with openai.AsyncOpenAI(base_url=up.gateway_url, api_key="none", max_retries=0, timeout=30) as client:
             answer = await client.completions.create(model="tiny", prompt="hello", seed=1)
@@ -119,43 +92,43 @@ async def test_ctrl_c_stops_a_gateway_that_has_answered(
     assert (settings.voices_dir() / "everyone" / voice.id).is_dir()
 
 
-async def test_the_url_of_a_gateway_is_printed(tiny: Path) -> None:
-    arguments = ("up", str(tiny), "--port", "0", "--gateway", "127.0.0.1:0")
-    process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stderr=asyncio.subprocess.PIPE)
-    assert process.stderr is not None
-    try:
-        async with asyncio.timeout(30):
-            while not (line := (await process.stderr.readline()).decode()).startswith("OpenAI's API at "):
-                assert line
-    finally:
-        process.terminate()
-        await process.communicate()
-    assert re.fullmatch(r"OpenAI's API at http://127\.0\.0\.1:\d+/v1\n", line)
-
-
-async def test_a_gateway_on_a_port_in_use_reports_its_option(tiny: Path) -> None:
+async def test_a_running_pipeline_answers_shows_its_connectors_and_holds_its_port(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_connector(tiny.parent, monkeypatch)
     async with _up(tiny) as up:
-        ran = await stagemesh("up", str(tiny), "--port", "0", "--gateway", up.endpoint)
-    assert ran.exit_code == ExitCode.REFUSED
-    assert up.endpoint.rpartition(":")[2] in ran.stderr
-    assert "--gateway" in ran.stderr
+        ran = await stagemesh("generate", "hello", "--server", up.endpoint, "--seed", "1")
+        shown = await stagemesh("stages", "--server", up.endpoint)
+        document = json.loads((await stagemesh("stages", "--server", up.endpoint, "--json")).stdout)
+        port = up.endpoint.rpartition(":")[2]
+        second = await run_process("up", str(tiny), "--port", port)
+        gateway = await run_process("up", str(tiny), "--port", "0", "--gateway", up.endpoint)
+    assert (ran.exit_code, ran.stdout.startswith("Step 0 is "), "first->second" in ran.stderr) == (0, True, True)
+    assert document["edges"] == up.edges
+    shown_links = [line.split()[:5] for line in shown.stdout.splitlines()]
+    assert ["first->second", "first-0", "to", "second-0", "shm"] in shown_links
+    (link,) = up.edges[0]["links"]
+    (refusal,) = link["refusals"]
+    assert (link["connector"], refusal["connector"]) == ("CONNECTOR_SHM", NUMBER)
+    assert "pigeon" in refusal["error"]["message"]
+    for refused, option in ((second, "--port"), (gateway, "--gateway")):
+        assert refused.exit_code == ExitCode.REFUSED
+        assert port in refused.stderr
+        assert option in refused.stderr
+
+
+def test_the_url_of_a_gateway_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    serving = Serving("127.0.0.1:7780", (), "hint", Path("logs"), gateway_url="http://127.0.0.1:8000/v1")
+    make_display(as_json=False).ready(serving)
+    assert "OpenAI's API at http://127.0.0.1:8000/v1\n" in capsys.readouterr().err
 
 
 async def test_a_gateway_without_its_extra_names_the_extra(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tiny.parent / "uvicorn.py").write_text("raise ModuleNotFoundError(name='uvicorn')")
     monkeypatch.setenv("PYTHONPATH", str(tiny.parent))
-    ran = await stagemesh("up", str(tiny), "--port", "0", "--gateway", "127.0.0.1:0")
+    ran = await run_process("up", str(tiny), "--port", "0", "--gateway", "127.0.0.1:0")
     assert ran.exit_code == ExitCode.REFUSED
     assert "--gateway needs the module uvicorn; run: pip install 'stagemesh[gateway]'" in ran.stderr
-
-
-async def test_the_connectors_of_edges_are_printed_when_the_pipeline_is_ready(tiny: Path) -> None:
-    async with _up(tiny) as up:
-        ran = await stagemesh("stages", "--server", up.endpoint)
-        document = json.loads((await stagemesh("stages", "--server", up.endpoint, "--json")).stdout)
-    assert [(edge["name"], edge["links"][0]["connector"]) for edge in up.edges] == [("first->second", "CONNECTOR_SHM")]
-    assert document["edges"] == up.edges
-    assert ["first->second", "first-0", "to", "second-0", "shm"] in [line.split() for line in ran.stdout.splitlines()]
 
 
 async def test_a_fixed_connector_that_cannot_be_used_ends_up_with_the_reason(
@@ -163,7 +136,7 @@ async def test_a_fixed_connector_that_cannot_be_used_ends_up_with_the_reason(
 ) -> None:
     add_connector(tiny.parent, monkeypatch)
     async with asyncio.timeout(30):
-        ran = await stagemesh("up", str(tiny), "--port", "0", "--set", "edges.*.connector=pigeon")
+        ran = await run_process("up", str(tiny), "--port", "0", "--set", "edges.*.connector=pigeon")
     assert (ran.exit_code, "ready at" in ran.stderr) == (ExitCode.REFUSED, False)
     assert (
         "error: edge first->second from first-0 to second-0: connector pigeon cannot be used with replica" in ran.stderr
@@ -171,24 +144,13 @@ async def test_a_fixed_connector_that_cannot_be_used_ends_up_with_the_reason(
     assert "not_there is not installed: feed it; fix that, or set `connector: auto`" in ran.stderr
 
 
-async def test_better_connectors_are_printed_with_the_reason_against_them(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_connector(tiny.parent, monkeypatch)
-    async with _up(tiny) as up:
-        link = up.edges[0]["links"][0]
-    (refusal,) = link["refusals"]
-    assert (link["connector"], refusal["connector"]) == ("CONNECTOR_SHM", NUMBER)
-    assert "pigeon" in refusal["error"]["message"]
-
-
 async def test_the_demo_starts_a_pipeline_runs_a_prompt_and_stops(tiny: Path) -> None:
-    ran = await stagemesh("demo", str(tiny), "--prompt", "hello", "--seed", "1")
+    ran = await run_process("demo", str(tiny), "--prompt", "hello", "--seed", "1")
     assert (ran.exit_code, ran.stdout.startswith("Step 0 is ")) == (0, True)
     assert "first->second" in ran.stderr
 
 
 async def test_a_demo_without_the_wanted_audio_fails(tiny: Path) -> None:
-    ran = await stagemesh("demo", str(tiny), "--prompt", "hello", "--audio", str(tiny.parent / "a.wav"))
+    ran = await run_process("demo", str(tiny), "--prompt", "hello", "--audio", str(tiny.parent / "a.wav"))
     assert ran.exit_code == 1
     assert "no audio" in ran.stderr

@@ -54,9 +54,8 @@ class Pause(Enum):
 
 
 Script: TypeAlias = Sequence[GenerateResponse | StagemeshError | Pause]
-
-
-Talk: TypeAlias = Sequence[ConverseResponse | StagemeshError | Pause | str]
+TalkItem: TypeAlias = ConverseResponse | StagemeshError | Pause | str
+Talk: TypeAlias = Sequence[TalkItem]
 """The script of a call of Converse. A text is a kind of event: the script continues when the next one has arrived."""
 
 

@@ -19,6 +19,7 @@ from stagemesh.client import (
     Message,
     Progress,
     Queued,
+    Result,
     RetryPolicy,
     Text,
     TokenLogprob,
@@ -39,12 +40,27 @@ from stagemesh.common.errors import (
 from stagemesh.common.wire.tensors import read_inline
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import request_pb2, stage_pb2
-from stagemesh.v1.orchestrator_pb2 import GenerateResponse
+from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
 from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
 from stagemesh.v1.request_pb2 import ROLE_ASSISTANT, ROLE_SYSTEM, ROLE_TOOL, ROLE_USER, Output, TokenIds
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text
 
 QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1)
+
+
+async def _result(orchestrator: ScriptedOrchestrator, *parts: GenerateResponse) -> Result:
+    """Returns the result of a request whose script has these parts between its first and last events."""
+    orchestrator.scripts.append([admitted(), *parts, finished()])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        return await client.generate("hello").result()
+
+
+async def _sent(orchestrator: ScriptedOrchestrator, *prompt: Content, **arguments: Any) -> GenerateRequest:
+    """Sends a request with these arguments, and returns what the server receives."""
+    orchestrator.scripts.append([admitted(), finished()])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        await client.generate(*prompt, **arguments).result()
+    return orchestrator.requests[-1]
 
 
 async def test_events_arrive_typed_and_in_order(orchestrator: ScriptedOrchestrator) -> None:
@@ -56,17 +72,13 @@ async def test_events_arrive_typed_and_in_order(orchestrator: ScriptedOrchestrat
 
 
 async def test_result_joins_text_and_audio(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([admitted(), text("Hi "), audio([0.5]), text("you"), audio([-0.5, 1]), finished()])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        result = await client.generate("hello").result()
+    result = await _result(orchestrator, text("Hi "), audio([0.5]), text("you"), audio([-0.5, 1]))
     assert (result.text, result.sample_rate_hz, result.seed) == ("Hi you", 24000, 7)
     np.testing.assert_array_equal(result.audio, np.array([0.5, -0.5, 1], np.float32))
 
 
 async def test_the_result_has_usage_and_edges(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([admitted(), text("Hi"), finished()])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        result = await client.generate("hello").result()
+    result = await _result(orchestrator, text("Hi"))
     assert result.finished.stages["thinker"].usage.output_tokens == 2
     assert [(edge.connector, edge.size_bytes) for edge in result.finished.edges] == [("shm", 300)]
     assert result.first_text_s is not None
@@ -89,16 +101,13 @@ async def test_arguments_reach_the_server(orchestrator: ScriptedOrchestrator) ->
 
 
 async def test_a_conversation_reaches_the_server(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([finished()])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        _ = [event async for event in client.generate(messages=[("system", "Be brief."), ("user", "Hi")])]
-    turns = orchestrator.requests[0].input.conversation.messages
+    request = await _sent(orchestrator, messages=[("system", "Be brief."), ("user", "Hi")])
+    turns = request.input.conversation.messages
     assert [(turn.role, turn.content) for turn in turns] == [(ROLE_SYSTEM, "Be brief."), (ROLE_USER, "Hi")]
 
 
 async def test_media_reach_the_server_in_order(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
     (tmp_path / "cat.JPG").write_bytes(b"jpeg")
-    orchestrator.scripts.append([finished()])
     samples = np.array([0.5, -0.5], np.float32)
     prompt: Content = [
         read_media(tmp_path / "cat.JPG"),
@@ -107,9 +116,8 @@ async def test_media_reach_the_server_in_order(orchestrator: ScriptedOrchestrato
         AudioFile(b"wav", "audio/wav"),
         VideoFile(b"mp4", "video/mp4"),
     ]
-    async with AsyncClient(orchestrator.endpoint) as client:
-        _ = [event async for event in client.generate(prompt)]
-    (message,) = orchestrator.requests[0].input.conversation.messages
+    request = await _sent(orchestrator, prompt)
+    (message,) = request.input.conversation.messages
     kinds = [part.WhichOneof("content") for part in message.parts]
     assert kinds == ["image", "text", "audio", "audio_file", "video_file"]
     assert (message.role, message.content, message.parts[0].image.media_type) == (ROLE_USER, "", "image/jpeg")
@@ -126,7 +134,6 @@ def test_a_file_that_is_not_a_medium_is_rejected(tmp_path: Path, name: str, prob
 
 
 async def test_every_sampling_argument_reaches_the_server(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([finished()])
     numbers: dict[str, float] = {
         "max_tokens": 9,
         "temperature": 0.5,
@@ -141,10 +148,7 @@ async def test_every_sampling_argument_reaches_the_server(orchestrator: Scripted
         "logprobs": 0,
     }
     lists = {"stop": ["end", "fin"], "stop_token_ids": [3, 4], "bad_words": ["bad"]}
-    async with AsyncClient(orchestrator.endpoint) as client:
-        call = client.generate("hello", adapter="style", **numbers, **lists)  # type: ignore[arg-type]
-        _ = [event async for event in call]
-    parameters = orchestrator.requests[0].parameters
+    parameters = (await _sent(orchestrator, "hello", adapter="style", **numbers, **lists)).parameters
     assert {name: getattr(parameters.sampling, name) for name in numbers} == numbers
     assert {name: list(getattr(parameters.sampling, name)) for name in lists} == lists
     assert parameters.adapter == "style"
@@ -166,26 +170,22 @@ async def test_every_sampling_argument_reaches_the_server(orchestrator: Scripted
 async def test_a_structure_reaches_the_server(
     orchestrator: ScriptedOrchestrator, structure: dict[str, object], sent: object
 ) -> None:
-    orchestrator.scripts.append([finished()])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        _ = [event async for event in client.generate("hello", **structure)]  # type: ignore[arg-type]
-    sampling = orchestrator.requests[0].parameters.sampling
+    request = await _sent(orchestrator, "hello", **structure)
+    sampling = request.parameters.sampling
     (name,) = structure
     assert sampling.WhichOneof("structure") == name
     assert (list(sampling.allowed_texts.texts) if name == "allowed_texts" else getattr(sampling, name)) == sent
 
 
 async def test_tools_and_their_calls_reach_the_server(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([admitted(), finished()])
     messages: Conversation = [
         ("user", "How warm is it?"),
         Message("assistant", tool_calls=[ToolCall("c1", "weather", {"city": "Bern"})]),
         Message("tool", "12", tool_call_id="c1"),
     ]
     tools = [Tool("weather", "Tells the weather.", {"type": "object"})]
-    async with AsyncClient(orchestrator.endpoint) as client:
-        await client.generate(messages=messages, tools=tools, template_arguments={"thinking": False}).result()
-    sent = orchestrator.requests[0].input.conversation
+    request = await _sent(orchestrator, messages=messages, tools=tools, template_arguments={"thinking": False})
+    sent = request.input.conversation
     assert (sent.messages[1].tool_calls[0].arguments, sent.messages[2].tool_call_id) == ('{"city": "Bern"}', "c1")
     assert [message.role for message in sent.messages] == [ROLE_USER, ROLE_ASSISTANT, ROLE_TOOL]
     assert (sent.tools[0].name, sent.tools[0].parameters) == ("weather", '{"type": "object"}')
@@ -193,10 +193,8 @@ async def test_tools_and_their_calls_reach_the_server(orchestrator: ScriptedOrch
 
 
 async def test_a_prompt_with_tools_becomes_a_conversation(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([admitted(), finished()])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        await client.generate("Hi", tools=[Tool("weather")]).result()
-    sent = orchestrator.requests[0].input
+    request = await _sent(orchestrator, "Hi", tools=[Tool("weather")])
+    sent = request.input
     assert (sent.WhichOneof("prompt"), sent.conversation.messages[0].content) == ("conversation", "Hi")
 
 
@@ -204,11 +202,9 @@ async def test_a_prompt_with_tools_becomes_a_conversation(orchestrator: Scripted
 async def test_media_accompany_a_prompt_without_template(
     orchestrator: ScriptedOrchestrator, prompt: dict[str, Any]
 ) -> None:
-    orchestrator.scripts.append([admitted(), finished()])
     media: list[Medium] = [ImageFile(b"png", "image/png"), VideoFile(b"mp4", "video/mp4", use_audio_in_video=True)]
-    async with AsyncClient(orchestrator.endpoint) as client:
-        await client.generate(media=media, **prompt).result()
-    sent = orchestrator.requests[0].input
+    request = await _sent(orchestrator, media=media, **prompt)
+    sent = request.input
     assert (sent.WhichOneof("prompt"), len(sent.media)) == (next(iter(prompt)), 2)
     assert (sent.media[0].image.data, sent.media[1].use_audio_in_video) == (b"png", True)
 
@@ -218,11 +214,7 @@ async def test_logprobs_arrive_with_text_and_tokens(orchestrator: ScriptedOrches
     added = output.logprobs.add(sampled=request_pb2.TokenLogprob(id=5, text="Hi", logprob=-0.5), position=3)
     added.top.add(id=9, text="Ho", logprob=-1.5)
     said = Output(name="text", text="Hi", logprobs=output.logprobs)
-    orchestrator.scripts.append(
-        [admitted(), GenerateResponse(output=output), GenerateResponse(output=said), finished()]
-    )
-    async with AsyncClient(orchestrator.endpoint) as client:
-        result = await client.generate("hello").result()
+    result = await _result(orchestrator, GenerateResponse(output=output), GenerateResponse(output=said))
     expected = TokenLogprobs(TokenLogprob(5, "Hi", -0.5), (TokenLogprob(9, "Ho", -1.5),), 3)
     assert result.logprobs == {"codes": (expected,), "text": (expected,)}
 

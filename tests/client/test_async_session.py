@@ -1,7 +1,9 @@
 """Sessions of the asynchronous client against a scripted orchestrator."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +34,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.v1 import orchestrator_pb2
 from stagemesh.v1.orchestrator_pb2 import ConverseResponse
-from tests.client.scripted import ScriptedOrchestrator, Talk, admitted, audio, finished
+from tests.client.scripted import ScriptedOrchestrator, Talk, TalkItem, admitted, audio, finished
 from tests.client.scripted_sessions import (
     committed,
     generated,
@@ -68,6 +70,21 @@ async def client(orchestrator: ScriptedOrchestrator) -> AsyncIterator[AsyncClien
         yield made
 
 
+@asynccontextmanager
+async def _conversation(
+    orchestrator: ScriptedOrchestrator, client: AsyncClient, *script: TalkItem, **arguments: Any
+) -> AsyncGenerator[AsyncSession]:
+    """Opens a session whose script continues with these items. Closes it at the end of the block."""
+    orchestrator.talks.append([opened(), *script, "close"])
+    async with client.converse(**arguments) as session:
+        yield session
+
+
+async def _commit(session: AsyncSession, text: str) -> None:
+    await session.append(text)
+    await session.commit()
+
+
 def _text_of(events: list[SessionEvent]) -> str:
     return "".join(event.delta for event in events if isinstance(event, Text))
 
@@ -77,8 +94,7 @@ async def _answer(session: AsyncSession) -> list[SessionEvent]:
 
 
 async def test_a_turn_is_answered(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
-    orchestrator.talks.append([opened(), *ANSWER, "close"])
-    async with client.converse(outputs=["text"]) as session:
+    async with _conversation(orchestrator, client, *ANSWER, outputs=["text"]) as session:
         await session.append("hello")
         assert await session.commit() == 1
         events = await _answer(session)
@@ -89,10 +105,8 @@ async def test_a_turn_is_answered(orchestrator: ScriptedOrchestrator, client: As
 
 
 async def test_events_are_numbered(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
-    orchestrator.talks.append([opened(), *ANSWER, "close"])
-    async with client.converse() as session:
-        await session.append("hello")
-        await session.commit()
+    async with _conversation(orchestrator, client, *ANSWER) as session:
+        await _commit(session, "hello")
     assert numbered(orchestrator.events[0]) == {1: "append", 2: "commit", 3: "close"}
 
 
@@ -117,9 +131,8 @@ async def test_arguments_reach_the_server(orchestrator: ScriptedOrchestrator, cl
 
 
 async def test_pieces_of_every_kind_are_appended(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
-    orchestrator.talks.append([opened(), *ANSWER, "close"])
     samples = AudioSamples(np.zeros(8, np.float32), 16_000)
-    async with client.converse() as session:
+    async with _conversation(orchestrator, client, *ANSWER) as session:
         await session.append("look", ImageFile(b"png", "image/png"), samples, Message("tool", "4", (), "c1"))
         await session.commit()
     pieces = [event.append for event in orchestrator.events[0] if event.HasField("append")]
@@ -128,8 +141,7 @@ async def test_pieces_of_every_kind_are_appended(orchestrator: ScriptedOrchestra
 
 
 async def test_long_audio_is_divided(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
-    orchestrator.talks.append([opened(), *ANSWER, "close"])
-    async with client.converse() as session:
+    async with _conversation(orchestrator, client, *ANSWER) as session:
         await session.append(AudioSamples(np.arange(150_000, dtype=np.float32), 16_000))
         await session.commit()
     pieces = [event.append.part.audio.samples for event in orchestrator.events[0] if event.HasField("append")]
@@ -156,8 +168,7 @@ async def test_an_append_above_the_credit_is_not_sent(orchestrator: ScriptedOrch
 
 async def test_a_rejected_commit_raises_its_error(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     empty = NotReadyError("turn 1 has no input", reason="EMPTY_TURN")
-    orchestrator.talks.append([opened(), "commit", rejected(1, empty), *ANSWER, "close"])
-    async with client.converse() as session:
+    async with _conversation(orchestrator, client, "commit", rejected(1, empty), *ANSWER) as session:
         with pytest.raises(NotReadyError, match="turn 1 has no input") as failure:
             await session.commit()
         await session.append("hello")
@@ -167,8 +178,7 @@ async def test_a_rejected_commit_raises_its_error(orchestrator: ScriptedOrchestr
 
 async def test_a_rejected_piece_fails_the_next_call(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     wrong = UnsupportedError("no edge carries images")
-    orchestrator.talks.append([opened(), "append", rejected(1, wrong), "commit", committed(1), "close"])
-    async with client.converse() as session:
+    async with _conversation(orchestrator, client, "append", rejected(1, wrong), "commit", committed(1)) as session:
         await session.append(ImageFile(b"png", "image/png"))
         with pytest.raises(UnsupportedError, match="no edge carries images"):
             await session.commit()
@@ -188,10 +198,8 @@ async def test_a_rejected_piece_returns_its_credit(orchestrator: ScriptedOrchest
 async def test_nothing_of_an_interrupted_turn_follows(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     late: Talk = [text(1, "late", position=6)] * 3
     stop: Talk = [interrupted(1, text=6), *late, turn_ended(1, "Hi you")]
-    orchestrator.talks.append([opened(), *ANSWER[:5], "interrupt", *stop, "close"])
-    async with client.converse() as session:
-        await session.append("hello")
-        await session.commit()
+    async with _conversation(orchestrator, client, *ANSWER[:5], "interrupt", *stop) as session:
+        await _commit(session, "hello")
         stopped = await session.interrupt()
         events = await _answer(session)
     assert stopped == TurnInterrupted(1, detected=False, positions={"text": 6})
@@ -203,20 +211,16 @@ async def test_an_interruption_of_an_ended_turn_is_an_error(
     orchestrator: ScriptedOrchestrator, client: AsyncClient
 ) -> None:
     ended = NotReadyError("turn 1 has ended", reason="TURN_ENDED")
-    orchestrator.talks.append([opened(), *ANSWER, "interrupt", rejected(3, ended), "close"])
-    async with client.converse() as session:
-        await session.append("hello")
-        await session.commit()
+    async with _conversation(orchestrator, client, *ANSWER, "interrupt", rejected(3, ended)) as session:
+        await _commit(session, "hello")
         with pytest.raises(NotReadyError, match="turn 1 has ended"):
             await session.interrupt()
 
 
 async def test_a_truncation_names_what_was_heard(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     confirmed: Talk = [truncated(1, "Hi"), "truncate", truncated(1, "H")]
-    orchestrator.talks.append([opened(), *ANSWER, "truncate", *confirmed, "close"])
-    async with client.converse() as session:
-        await session.append("hello")
-        await session.commit()
+    async with _conversation(orchestrator, client, *ANSWER, "truncate", *confirmed) as session:
+        await _commit(session, "hello")
         async for event in session.answer():
             if isinstance(event, Text):
                 break
@@ -234,10 +238,8 @@ async def test_a_truncation_waits_for_the_end_of_the_turn(
     orchestrator: ScriptedOrchestrator, client: AsyncClient
 ) -> None:
     stop: Talk = ["interrupt", interrupted(1, text=6), "append", turn_ended(1, "Hi you")]
-    orchestrator.talks.append([opened(), *ANSWER[:5], *stop, "truncate", truncated(1, "Hi"), "close"])
-    async with client.converse() as session:
-        await session.append("hello")
-        await session.commit()
+    async with _conversation(orchestrator, client, *ANSWER[:5], *stop, "truncate", truncated(1, "Hi")) as session:
+        await _commit(session, "hello")
         await session.interrupt()
         truncating = asyncio.create_task(session.truncate(positions={"text": 2}))
         await session.append("more")
@@ -245,17 +247,14 @@ async def test_a_truncation_waits_for_the_end_of_the_turn(
 
 
 async def test_audio_cannot_be_truncated_without_audio(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
-    orchestrator.talks.append([opened(), *ANSWER[:2], turn_ended(1), "close"])
-    async with client.converse() as session:
-        await session.append("hello")
-        await session.commit()
+    async with _conversation(orchestrator, client, *ANSWER[:2], turn_ended(1)) as session:
+        await _commit(session, "hello")
         with pytest.raises(NotFoundError, match="produced no audio"):
             await session.truncate(audio_s=1.0)
 
 
 async def test_a_clear_withdraws_the_input(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
-    orchestrator.talks.append([opened(), "clear", granted(accepted=2), *ANSWER, "close"])
-    async with client.converse() as session:
+    async with _conversation(orchestrator, client, "clear", granted(accepted=2), *ANSWER) as session:
         await session.append("no")
         await session.clear()
         await session.append("yes")
@@ -266,8 +265,9 @@ async def test_a_clear_withdraws_the_input(orchestrator: ScriptedOrchestrator, c
 async def test_cleared_streamed_input_ends_its_turn(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     cleared: Talk = [interrupted(1), turn_ended(1), granted(accepted=2)]
     script: Talk = ["append", text(1, "wrong"), "clear", text(1, "late", position=5), *cleared]
-    orchestrator.talks.append([opened(), *script, "commit", committed(2), text(2, "right"), turn_ended(2), "close"])
-    async with client.converse(input_mode="stream") as session:
+    async with _conversation(
+        orchestrator, client, *script, "commit", committed(2), text(2, "right"), turn_ended(2), input_mode="stream"
+    ) as session:
         await session.append("no")
         await session.clear()
         await session.append("yes")
@@ -278,16 +278,13 @@ async def test_cleared_streamed_input_ends_its_turn(orchestrator: ScriptedOrches
 async def test_a_failed_turn_raises_after_its_events(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     failed = turn_ended(1, "Hi ", InternalError("the stage failed"))
     again: Talk = ["commit", committed(2), text(2, "ok"), turn_ended(2, "ok")]
-    orchestrator.talks.append([opened(), *ANSWER[:4], failed, *again, "close"])
-    async with client.converse() as session:
-        await session.append("hello")
-        await session.commit()
+    async with _conversation(orchestrator, client, *ANSWER[:4], failed, *again) as session:
+        await _commit(session, "hello")
         events = list[SessionEvent]()
         with pytest.raises(InternalError, match="the stage failed"):
             async for event in session.answer():
                 events.append(event)
-        await session.append("again")
-        await session.commit()
+        await _commit(session, "again")
         assert _text_of(await _answer(session)) == "ok"
     assert isinstance(events[-1], TurnEnded)
 
@@ -298,8 +295,9 @@ async def test_detected_turns_and_speech_are_events(orchestrator: ScriptedOrches
         speech(1, begins=False, at_s=0.5),
         committed(1, audio_end_s=0.75),
     ]
-    orchestrator.talks.append([opened(), "append", *detected, text(1, "Hi"), turn_ended(1, "Hi"), "close"])
-    async with client.converse(turn_detection={}) as session:
+    async with _conversation(
+        orchestrator, client, "append", *detected, text(1, "Hi"), turn_ended(1, "Hi"), turn_detection={}
+    ) as session:
         await session.append(AudioSamples(np.zeros(16_000, np.float32), 16_000))
         events = list[SessionEvent]()
         async for event in session:
@@ -313,8 +311,7 @@ async def test_detected_turns_and_speech_are_events(orchestrator: ScriptedOrches
 async def test_the_iteration_ends_when_the_session_is_closed(
     orchestrator: ScriptedOrchestrator, client: AsyncClient
 ) -> None:
-    orchestrator.talks.append([opened(), "close"])
-    async with client.converse() as session:
+    async with _conversation(orchestrator, client) as session:
         reading = asyncio.create_task(_all(session))
     assert [type(event) for event in await reading] == [SessionOpened]
     with pytest.raises(NotReadyError, match="was closed") as failure:
@@ -327,8 +324,7 @@ async def _all(session: AsyncSession) -> list[SessionEvent]:
 
 
 async def test_a_session_is_opened_once(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
-    orchestrator.talks.append([opened(), "close"])
-    async with client.converse() as session:
+    async with _conversation(orchestrator, client) as session:
         pass
     with pytest.raises(RuntimeError, match="call `converse` again"):
         async with session:
@@ -391,8 +387,7 @@ async def test_a_session_of_another_client_is_not_taken_over(
 async def test_an_unknown_kind_closes_the_session(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     unknown = ConverseResponse.FromString(b"\xa2\x06\x00")  # field 100
     ignorable = ConverseResponse.FromString(b"\xa2\x06\x00\x78\x01")
-    orchestrator.talks.append([opened(), ignorable, "append", unknown, "close"])
-    async with client.converse() as session:
+    async with _conversation(orchestrator, client, ignorable, "append", unknown) as session:
         await session.append("hello")
         with pytest.raises(UnsupportedError, match="unknown kind"):
             await _all(session)
@@ -403,10 +398,8 @@ async def test_an_idle_reader_receives_a_bounded_number_of_events(
     orchestrator: ScriptedOrchestrator, client: AsyncClient
 ) -> None:
     letters = [text(1, "a", position=index) for index in range(4000)]
-    orchestrator.talks.append([opened(), *ANSWER[:2], *letters, turn_ended(1, "a" * 4000), "close"])
-    async with client.converse() as session:
-        await session.append("hello")
-        await session.commit()
+    async with _conversation(orchestrator, client, *ANSWER[:2], *letters, turn_ended(1, "a" * 4000)) as session:
+        await _commit(session, "hello")
         async with asyncio.timeout(10):
             while session._state.may_read:
                 await asyncio.sleep(0)

@@ -163,8 +163,7 @@ class Program:
 
     @staticmethod
     def _usage(outlet: Outlet) -> dict[str, Any]:
-        usage = outlet.usage
-        return {"connector": getattr(usage.connector, "value", usage.connector), "chunks": usage.chunks}
+        return {"connector": outlet.attempt.connector, "chunks": outlet.usage.chunks}
 
 
 async def answer(program: Program, command: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Worker processes that write into their replica's arena."""
 
+import asyncio
 import multiprocessing
 import os
 import threading
@@ -13,15 +14,29 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import DeadlineError, InvalidChunkError, NotReadyError, UnavailableError
+from stagemesh.common.plugins.connectors import GRPC, NIXL, SHM, ConnectorName
 from stagemesh.common.wire.tensors import Array
+from stagemesh.conformance import assert_same, receive_all
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.arena.memory import PAGE_BYTES
 from stagemesh.connectors.arena.worker_writer import WRITER_SHIFT, ArenaWriter, Handle, PartitionAddress, PlacedTensor
 from stagemesh.connectors.base import MemoryAccount
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.flow.outlet import FanOut, Outlet
+from stagemesh.connectors.packets import Packet
 from tests.connectors.contents import write_tensors
+from tests.connectors.hosts import open_flow, packet, two_hosts
 
 MIB = 1 << 20
 SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unchanged_start_method() -> Iterator[None]:
+    """Restores the default start method, which the start of any process sets."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.fixture
@@ -32,8 +47,8 @@ def arena() -> Iterator[Arena]:
 
 
 @contextmanager
-def _writer(ticket: PartitionAddress) -> Iterator[ArenaWriter]:
-    writer = ArenaWriter(ticket)
+def _writer(address: PartitionAddress) -> Iterator[ArenaWriter]:
+    writer = ArenaWriter(address)
     try:
         yield writer
     finally:
@@ -41,10 +56,10 @@ def _writer(ticket: PartitionAddress) -> Iterator[ArenaWriter]:
 
 
 @contextmanager
-def _worker(run: Callable[..., None], ticket: PartitionAddress) -> Iterator[tuple[Connection, int]]:
+def _worker(run: Callable[..., None], address: PartitionAddress) -> Iterator[tuple[Connection, int]]:
     """Runs a real worker process and yields the connection to it."""
     ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=run, args=(ticket, theirs), daemon=True)
+    process = SPAWN.Process(target=run, args=(address, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -63,16 +78,16 @@ def _content(number: int) -> dict[str, Array]:
     return {"n": np.array(number), "x": rng.integers(0, 255, (size, 3), np.uint8)}
 
 
-def _write_packets(ticket: PartitionAddress, connection: Connection) -> None:
-    writer = ArenaWriter(ticket)
+def _write_packets(address: PartitionAddress, connection: Connection) -> None:
+    writer = ArenaWriter(address)
     for number in range(1000):
         connection.send(write_tensors(writer, _content(number), 30))
 
 
 def test_a_thousand_packets_of_a_worker_arrive_complete_and_in_order(arena: Arena) -> None:
-    ticket = arena.open_partition(MIB)
+    address = arena.open_partition(MIB)
     held: deque[Callable[[], None]] = deque()
-    with _worker(_write_packets, ticket) as (connection, _):
+    with _worker(_write_packets, address) as (connection, _):
         for number in range(1000):
             written = arena.adopt(connection.recv())
             expected = _content(number)
@@ -84,12 +99,12 @@ def test_a_thousand_packets_of_a_worker_arrive_complete_and_in_order(arena: Aren
                 held.popleft()()
     while held:
         held.popleft()()
-    arena.close_partition(ticket)
+    arena.close_partition(address)
     assert arena.used_bytes == 0
 
 
-def _fill(ticket: PartitionAddress, connection: Connection) -> None:
-    writer = ArenaWriter(ticket)
+def _fill(address: PartitionAddress, connection: Connection) -> None:
+    writer = ArenaWriter(address)
     try:
         while True:
             connection.send(write_tensors(writer, {"x": np.zeros(100_000, np.uint8)}, 0.2))
@@ -100,8 +115,8 @@ def _fill(ticket: PartitionAddress, connection: Connection) -> None:
 
 
 def test_worker_waits_while_its_partition_is_full(arena: Arena) -> None:
-    ticket = arena.open_partition(MIB)
-    with _worker(_fill, ticket) as (connection, _):
+    address = arena.open_partition(MIB)
+    with _worker(_fill, address) as (connection, _):
         handles: list[Handle] = []
         while isinstance(received := connection.recv(), Handle):
             handles.append(received)
@@ -113,20 +128,20 @@ def test_worker_waits_while_its_partition_is_full(arena: Arena) -> None:
         assert arena.adopt(connection.recv()).tensors["x"].all()
 
 
-def _write_until_killed(ticket: PartitionAddress, connection: Connection) -> None:
-    writer = ArenaWriter(ticket)
+def _write_until_killed(address: PartitionAddress, connection: Connection) -> None:
+    writer = ArenaWriter(address)
     while True:
         connection.send(write_tensors(writer, {"x": np.full(50_000, 7, np.uint8)}, 30))
 
 
 def test_partition_of_a_killed_worker_is_freed_with_its_last_view(arena: Arena) -> None:
-    ticket = arena.open_partition(MIB)
-    with _worker(_write_until_killed, ticket) as (connection, process_id):
+    address = arena.open_partition(MIB)
+    with _worker(_write_until_killed, address) as (connection, process_id):
         held = arena.adopt(connection.recv())
         late: Handle = connection.recv()
         os.kill(process_id, 9)
-    arena.close_partition(ticket)
-    arena.close_partition(ticket)
+    arena.close_partition(address)
+    arena.close_partition(address)
     with pytest.raises(InvalidChunkError):
         arena.adopt(late)
     assert arena.used_bytes == held.region.size_bytes
@@ -140,8 +155,8 @@ def test_partition_of_a_killed_worker_is_freed_with_its_last_view(arena: Arena) 
     assert not any(arena._generations)
 
 
-def _outlive_replica(ticket: PartitionAddress, connection: Connection) -> None:
-    writer = ArenaWriter(ticket)
+def _outlive_replica(address: PartitionAddress, connection: Connection) -> None:
+    writer = ArenaWriter(address)
     connection.send("open")
     while True:
         try:
@@ -159,8 +174,8 @@ def _be_replica(_: PartitionAddress, connection: Connection) -> None:
 
 def test_worker_is_notified_when_its_replica_dies(arena: Arena) -> None:
     with _worker(_be_replica, arena.open_partition(PAGE_BYTES)) as (to_replica, replica_id):
-        ticket: PartitionAddress = to_replica.recv()
-        with _worker(_outlive_replica, ticket) as (to_worker, _):
+        address: PartitionAddress = to_replica.recv()
+        with _worker(_outlive_replica, address) as (to_worker, _):
             assert to_worker.recv() == "open"
             assert not to_worker.poll(1.0)
             os.kill(replica_id, 9)
@@ -258,15 +273,15 @@ def test_generations_of_different_writers_never_coincide(arena: Arena, count: in
     assert len(generations) == 9
 
 
-def test_ticket_of_a_closed_or_other_arena_is_rejected(arena: Arena) -> None:
-    ticket = arena.open_partition(MIB)
+def test_address_of_a_closed_or_other_arena_is_rejected(arena: Arena) -> None:
+    address = arena.open_partition(MIB)
     other = Arena(MIB)
     assert other.fd is not None
     with pytest.raises(NotReadyError, match="another replica"):
-        ArenaWriter(replace(ticket, file_descriptor=other.fd))
+        ArenaWriter(replace(address, file_descriptor=other.fd))
     other.close()
     with pytest.raises(NotReadyError, match="cannot be opened"):
-        ArenaWriter(replace(ticket, file_descriptor=10_000))
+        ArenaWriter(replace(address, file_descriptor=10_000))
 
 
 def test_release_during_a_write_is_safe(arena: Arena) -> None:
@@ -287,3 +302,83 @@ def test_release_during_a_write_is_safe(arena: Arena) -> None:
             assert (adopted.tensors["x"] == number % 251).all()
             adopted.region.release()
         thread.join()
+
+
+COUNT = 80
+SLAB_BYTES = 6 * MIB
+"""More bytes than the data plane keeps of delivered chunks, which is a quarter of the arena."""
+ALL = pytest.mark.parametrize("connector", [SHM, NIXL, GRPC])
+
+
+def _write_flow(address: PartitionAddress, connection: Connection) -> None:
+    writer = ArenaWriter(address)
+    for seq in range(COUNT):
+        connection.send(write_tensors(writer, packet(seq, 50_000).tensors, 30))
+
+
+async def _forward(plane: DataPlane, outlet: Outlet | FanOut) -> None:
+    """Sends the packets of a worker, which reuses its partition many times."""
+    address = plane.arena.open_partition(SLAB_BYTES)
+    with _worker(_write_flow, address) as (connection, _):
+        for seq in range(COUNT):
+            handle: Handle = await asyncio.to_thread(connection.recv)
+            await outlet.send(Packet(plane.arena.adopt(handle).held(), {"seq": seq}))
+    await outlet.finish()
+    plane.arena.close_partition(address)
+
+
+@ALL
+async def test_packets_of_a_worker_are_copied_once(connector: ConnectorName) -> None:
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_flow(a, b, connector=connector)
+        _, received = await asyncio.gather(_forward(a.plane, outlet), receive_all(inlet))
+        assert_same(received, [packet(seq, 50_000) for seq in range(COUNT)])
+        assert outlet.attempt.connector == connector
+        assert a.plane.arena.copied_bytes == 0
+        await a.settled()
+
+
+async def test_two_consumers_of_a_worker_need_no_copy() -> None:
+    async with two_hosts() as (_, c), two_hosts() as (a, b):
+        fan_out = a.plane.fan_out()
+        flows = [open_flow(a, consumer, request=f"r{n}") for n, consumer in enumerate((b, c))]
+        for outlet, _ in flows:
+            fan_out.add(outlet)
+        _, *received = await asyncio.gather(_forward(a.plane, fan_out), *(receive_all(inlet) for _, inlet in flows))
+        for got in received:
+            assert_same(got or [], [packet(seq, 50_000) for seq in range(COUNT)])
+        assert a.plane.arena.copied_bytes == 0
+        await a.settled()
+
+
+@ALL
+async def test_packet_for_two_consumers_is_written_once(connector: ConnectorName) -> None:
+    async with two_hosts() as (_, c), two_hosts() as (a, b):
+        fan_out = a.plane.fan_out()
+        inlets = []
+        for request, consumer in (("r0", b), ("r1", c)):
+            outlet, inlet = open_flow(a, consumer, request=request, connector=connector)
+            fan_out.add(outlet)
+            inlets.append(inlet)
+        receiving = asyncio.gather(*map(receive_all, inlets))
+        for seq in range(5):
+            await fan_out.send(packet(seq, 50_000))
+        await fan_out.finish()
+        for got in await receiving:
+            assert_same(got, [packet(seq, 50_000) for seq in range(5)])
+        assert a.plane.arena.copied_bytes == 5 * packet(0, 50_000).size_bytes
+        await a.settled()
+
+
+async def test_packets_of_a_dead_worker_stay_intact() -> None:
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_flow(a, b, connector=SHM)
+        address = a.plane.arena.open_partition(SLAB_BYTES)
+        with _worker(_write_flow, address) as (connection, _):
+            tensors = a.plane.arena.adopt(await asyncio.to_thread(connection.recv)).held()
+        a.plane.arena.close_partition(address)
+        await outlet.send(Packet(tensors, {"seq": 0}))
+        del tensors
+        _, received = await asyncio.gather(outlet.finish(), receive_all(inlet))
+        assert_same(received, [packet(0, 50_000)])
+        await a.settled()

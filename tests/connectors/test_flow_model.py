@@ -4,20 +4,14 @@ Everything except the wire and the clock is real. The state machine decides when
 """
 
 import asyncio
-import os
-import socket
 import sys
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.common.wire.chunk_policies import StepPolicy
 from stagemesh.connectors import fragments, lost_peers
 from stagemesh.connectors.data_plane import DataPlane
@@ -25,13 +19,11 @@ from stagemesh.connectors.flow import inlet_attempt, outlet_attempt
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import EdgeKey, Packet
-from stagemesh.connectors.stream import connection, producer_link
-from stagemesh.connectors.stream.local_socket import LocalProducer
 from stagemesh.rpc.message_streams import StreamHandler
-from stagemesh.v1 import stage_pb2
 from tests.connectors.connector_names import named
 from tests.connectors.contents import is_packet_of, packet_of
-from tests.connectors.relay_faults import Direction, split
+from tests.connectors.model_wires import Clock, Wire, WireEnd, close_all, model_settings, turns, use_wires
+from tests.connectors.relay_faults import Direction
 
 ARENA_BYTES = 128 << 10
 WINDOW_BYTES = 32 << 10
@@ -40,77 +32,8 @@ SIZES = [0, 10, 3000, 9000, 20_000, 31_000]
 """The sizes of packets in bytes. Two exceed half the window, and one needs nearly all of it."""
 FLOWS = {"by shm": "shm", "by grpc": "grpc"}
 NEVER_S = 1e9
-SETTLING_TURNS = 12
 DIRECTIONS = st.sampled_from(list(Direction))
 REQUESTS = st.sampled_from(list(FLOWS))
-
-
-class Clock(asyncio.SelectorEventLoop):
-    """A loop whose time changes only when a test advances it."""
-
-    now_s = 0.0
-
-    def time(self) -> float:
-        return self.now_s
-
-
-class _End:
-    """The message stream of one end."""
-
-    is_writable = True
-
-    def __init__(self, one: "Wire", direction: Direction) -> None:
-        self._wire, self._direction = one, direction
-
-    def write(self, data: bytes) -> None:
-        self._wire.queues[self._direction].extend(split(data, self._direction))
-
-    def close(self, error: StagemeshError | None = None) -> None:
-        self._wire.over.set()
-
-    async def run(self) -> None:
-        """Runs until the wire is cut, as `ClientStream.run` does."""
-        await self._wire.over.wait()
-        self._wire.end()
-
-
-class Wire:
-    """One connection between a producer and a consumer."""
-
-    def __init__(self, producer: DataPlane, consumer: DataPlane, user: StreamHandler) -> None:
-        self.queues: dict[Direction, deque[bytes]] = {direction: deque() for direction in Direction}
-        self.over = asyncio.Event()
-        self._user = user
-        self._connection, other = socket.socketpair()
-        other.close()
-        assert producer.arena.fd is not None
-        local = LocalProducer(self._connection, os.dup(producer.arena.fd))
-        self._session = consumer._open_session(local=local)
-        self._session.begin(_End(self, Direction.REPLIES))
-        self._ended = False
-
-    def deliver(self, direction: Direction) -> None:
-        message = self.queues[direction].popleft()
-        if direction is Direction.REQUESTS:
-            self._session.received(message)
-        else:
-            self._user.received(_without_socket(message))
-
-    def end(self) -> None:
-        """Closes both ends, once."""
-        if not self._ended:
-            self._ended = True
-            for queue in self.queues.values():
-                queue.clear()
-            self._session.closed(None)
-            self._connection.close()
-            self._user.closed(UnavailableError("cut"))
-
-
-def _without_socket(message: bytes) -> bytes:
-    response = stage_pb2.PutChunkResponse.FromString(message)
-    response.welcome.ClearField("local_socket") if response.HasField("welcome") else None
-    return response.SerializeToString()
 
 
 class Flow:
@@ -167,9 +90,7 @@ class DataPlaneModel(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.patches.setattr(connection, "ClientStream", self._stream)
-        self.patches.setattr(connection, "open_channel", _no_channel)
-        self.patches.setattr(producer_link.ProducerLink, "_is_gone", _never_terminated)
+        use_wires(self.patches, self._stream)
         self.patches.setattr(lost_peers, "LOST_CONSUMER_S", NEVER_S)
         self.patches.setattr(lost_peers, "LOST_PRODUCER_S", NEVER_S)
         self.patches.setattr(inlet_attempt, "MAX_RESYNCS", sys.maxsize)
@@ -214,7 +135,7 @@ class DataPlaneModel(RuleBasedStateMachine):
         for _ in range(count):
             if self._queue(direction):
                 self.wires[-1].deliver(direction)
-                await _turns()
+                await turns()
 
     @rule(direction=DIRECTIONS)
     def drop(self, direction: Direction) -> None:
@@ -301,46 +222,28 @@ class DataPlaneModel(RuleBasedStateMachine):
     async def _close(self) -> None:
         for flow in self.flows.values():
             flow.held.clear()
-        await self.producer.close()
-        await self.consumer.close()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await close_all((self.producer, self.consumer))
 
     # -- inner workings
 
     def _queue(self, direction: Direction) -> deque[bytes]:
         return self.wires[-1].queues[direction] if self.wires else deque()
 
-    def _stream(self, channel: object, user: StreamHandler, *, peer: str) -> _End:
-        self.wires.append(Wire(self.producer, self.consumer, user))
-        return _End(self.wires[-1], Direction.REQUESTS)
+    def _stream(self, channel: str, user: StreamHandler, *, peer: str) -> WireEnd:
+        self.wires.append(Wire(self.consumer, user, arena_fd=self.producer.arena.fd))
+        return WireEnd(self.wires[-1], Direction.REQUESTS)
 
     def _settle(self) -> None:
-        self.loop.run_until_complete(_turns())
-
-
-async def _turns() -> None:
-    for _ in range(SETTLING_TURNS):
-        await asyncio.sleep(0)
-
-
-async def _never_terminated(self: object) -> bool:
-    return False
-
-
-@asynccontextmanager
-async def _no_channel(endpoint: str, **_: object) -> AsyncIterator[None]:
-    yield None
+        self.loop.run_until_complete(turns())
 
 
 TestDataPlane = DataPlaneModel.TestCase
-TestDataPlane.settings = settings(
-    max_examples=100,
-    stateful_step_count=100,
-    deadline=None,
-    # Shrinking a failing example takes longer than the timeout of a test.
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+TestDataPlane.settings = model_settings(examples=40, steps=60)
+
+
+class LongDataPlaneModel(DataPlaneModel):
+    """The model at the length of a soak test."""
+
+
+TestDataPlaneAtLength = pytest.mark.soak(pytest.mark.timeout(600)(LongDataPlaneModel.TestCase))
+TestDataPlaneAtLength.settings = model_settings(examples=300, steps=100)

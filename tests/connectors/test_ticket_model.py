@@ -8,13 +8,12 @@ import asyncio
 import gc
 import itertools
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -26,76 +25,17 @@ from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.flow.sent_chunks import Leases
 from stagemesh.connectors.packets import EdgeKey, OfferedTicket, Packet, Ticket
-from stagemesh.connectors.stream import connection, producer_link
 from stagemesh.rpc.message_streams import StreamHandler
-from stagemesh.v1 import stage_pb2
-from tests.connectors.relay_faults import Direction, split
-from tests.connectors.test_flow_model import Clock
+from tests.connectors.model_wires import Clock, Wire, WireEnd, close_all, model_settings, turns, use_wires
+from tests.connectors.relay_faults import Direction
 
 CONSUMERS = ("b", "c")
 KIND = "test.state"
 REBIND_S = 15.0
-SETTLING_TURNS = 15
 LIMITS: dict[str, Any] = {"arena_bytes": 1 << 20, "inline_limit_bytes": 4096}
 FLOW = USE = st.integers(0, 7)
 LIMIT_S = st.sampled_from([3.0, 20.0, 100.0])
 NAME = st.sampled_from(CONSUMERS)
-
-
-class _End:
-    """The message stream of one end."""
-
-    is_writable = True
-
-    def __init__(self, one: "Wire", direction: Direction) -> None:
-        self._wire, self._direction = one, direction
-
-    def write(self, data: bytes) -> None:
-        self._wire.queues[self._direction].extend(split(data, self._direction))
-
-    def close(self, error: StagemeshError | None = None) -> None:
-        self._wire.over.set()
-        # The producer's end may have been cancelled before it runs.
-        asyncio.get_running_loop().call_soon(self._wire.end)
-
-    async def run(self) -> None:
-        """Runs until the wire is cut, as `ClientStream.run` does."""
-        await self._wire.over.wait()
-        self._wire.end()
-
-
-class Wire:
-    """One connection from the producer to a consumer."""
-
-    def __init__(self, consumer: DataPlane, user: StreamHandler) -> None:
-        self.queues: dict[Direction, deque[bytes]] = {direction: deque() for direction in Direction}
-        self.over = asyncio.Event()
-        self._user = user
-        self._session = consumer._open_session()
-        self._session.begin(_End(self, Direction.REPLIES))
-        self.ended = False
-
-    def deliver(self, direction: Direction) -> None:
-        message = self.queues[direction].popleft()
-        try:
-            if direction is Direction.REQUESTS:
-                self._session.received(message)
-            else:
-                response = stage_pb2.PutChunkResponse.FromString(message)
-                if response.HasField("welcome"):
-                    response.welcome.local_socket = ""
-                self._user.received(response.SerializeToString())
-        except StagemeshError:
-            self.over.set()
-
-    def end(self) -> None:
-        """Closes both ends, once."""
-        if not self.ended:
-            self.ended = True
-            for queue in self.queues.values():
-                queue.clear()
-            self._session.closed(None)
-            self._user.closed(UnavailableError("cut"))
 
 
 class NoWire:
@@ -180,9 +120,7 @@ class TicketModel(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.patches.setattr(connection, "ClientStream", self._stream)
-        self.patches.setattr(connection, "open_channel", _channel)
-        self.patches.setattr(producer_link.ProducerLink, "_is_gone", _is_never_gone)
+        use_wires(self.patches, self._stream)
         self.patches.setattr(Leases, "end_unreachable", self._noting_abandoned(Leases.end_unreachable))
         self.loop.run_until_complete(self._begin())
 
@@ -386,7 +324,7 @@ class TicketModel(RuleBasedStateMachine):
     async def _kill_producer(self) -> None:
         for name in CONSUMERS:
             self._cut(name)
-        await _turns()
+        await turns()
         await self.planes["a"].close()
         self._start_producer()
 
@@ -399,8 +337,11 @@ class TicketModel(RuleBasedStateMachine):
     async def _deliver(self, name: str, direction: Direction, count: int) -> None:
         for _ in range(count):
             if self._queue(name, direction):
-                self.wires[name].deliver(direction)
-                await _turns()
+                try:
+                    self.wires[name].deliver(direction)
+                except StagemeshError:
+                    self.wires[name].over.set()
+                await turns()
 
     @rule(count=st.integers(1, 4))
     def deliver_all(self, count: int) -> None:
@@ -465,7 +406,7 @@ class TicketModel(RuleBasedStateMachine):
             if self.planes:
                 self._end_everything()
         finally:
-            self._run(self._close())
+            self._run(close_all(self.planes.values()))
             self.patches.undo()
             self.loop.close()
 
@@ -511,14 +452,6 @@ class TicketModel(RuleBasedStateMachine):
             self.deliver_all(2)
             self._advance(1.0)
 
-    async def _close(self) -> None:
-        for plane in self.planes.values():
-            await plane.close()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-
     # -- inner workings
 
     def _flow(self, at: int) -> Flow | None:
@@ -530,14 +463,14 @@ class TicketModel(RuleBasedStateMachine):
     def _queue(self, name: str, direction: Direction) -> deque[bytes]:
         return self.wires[name].queues[direction] if name in self.wires else deque()
 
-    def _stream(self, channel: str, user: StreamHandler, *, peer: str) -> _End | NoWire:
+    def _stream(self, channel: str, user: StreamHandler, *, peer: str) -> WireEnd | NoWire:
         del peer
         name = channel.partition(":")[0]
         if name in self.unreachable:
             return NoWire(user)
         self._cut(name)
         self.wires[name] = Wire(self.planes[name], user)
-        return _End(self.wires[name], Direction.REQUESTS)
+        return WireEnd(self.wires[name], Direction.REQUESTS)
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         """Runs a task of an engine, which may fail with the error of its flow."""
@@ -556,7 +489,7 @@ class TicketModel(RuleBasedStateMachine):
         self._settle()
 
     def _settle(self) -> None:
-        self.loop.run_until_complete(_turns())
+        self.loop.run_until_complete(turns())
 
 
 def _plane(name: str) -> DataPlane:
@@ -576,26 +509,13 @@ async def _tolerant(work: Coroutine[object, object, None]) -> None:
         await work
 
 
-async def _turns() -> None:
-    for _ in range(SETTLING_TURNS):
-        await asyncio.sleep(0)
-
-
-async def _is_never_gone(self: object) -> bool:
-    return False
-
-
-@asynccontextmanager
-async def _channel(endpoint: str, **_: object) -> AsyncIterator[str]:
-    yield endpoint
-
-
 TestTickets = TicketModel.TestCase
-TestTickets.settings = settings(
-    max_examples=60,
-    stateful_step_count=60,
-    deadline=None,
-    # Shrinking a failing example takes longer than the timeout of a test.
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+TestTickets.settings = model_settings(examples=25, steps=40)
+
+
+class LongTicketModel(TicketModel):
+    """The model at the length of a soak test."""
+
+
+TestTicketsAtLength = pytest.mark.soak(pytest.mark.timeout(600)(LongTicketModel.TestCase))
+TestTicketsAtLength.settings = model_settings(examples=200, steps=60)

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,17 +21,17 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.plugins.connectors import GRPC, SHM, ConnectorName
 from stagemesh.common.wire.chunk_policies import FramesPolicy, StepPolicy, WholePolicy
-from stagemesh.conformance import proxied, two_hosts
+from stagemesh.conformance import Proxy, proxied, two_hosts
 from stagemesh.conformance.replicas import until
 from stagemesh.connectors import lost_peers
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import EdgeKey, Packet, ReceivedTicket
+from stagemesh.connectors.packets import EdgeKey, Packet, ReceivedTicket, Ticket
 from stagemesh.connectors.stream import local_socket
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
-from tests.connectors.handmade_producers import KEY, OPEN, peer
+from tests.connectors.handmade_producers import KEY, OPEN, Peer, peer
 from tests.connectors.hosts import Host
-from tests.connectors.offers import KIND, Offers, open_ticket_flow, take
+from tests.connectors.offers import KIND, LIMIT_S, Offers, open_ticket_flow, take
 
 BOUND_S = 5.0
 eventually = partial(until, timeout_s=BOUND_S)
@@ -56,6 +57,43 @@ async def three_hosts() -> AsyncGenerator[tuple[Host, Host, Host]]:
         await third.close()
 
 
+@dataclass
+class HandedOver:
+    """A ticket that the engine of "b-0" has received from the engine of "a-0", and its flow."""
+
+    a: Host
+    b: Host
+    offers: Offers
+    outlet: Outlet
+    inlet: Inlet
+    ticket: Ticket
+    proxy: Proxy
+    """The proxy before "b-0", which the flow uses if it was opened through the proxy."""
+
+
+@asynccontextmanager
+async def handed_over(
+    *, rebind_s: float = 0.0, time_limit_s: float = LIMIT_S, through_proxy: bool = False
+) -> AsyncGenerator[HandedOver]:
+    offers = Offers()
+    async with two_hosts() as (a, b), proxied(b.endpoint) as (proxy, endpoint):
+        route: dict[str, Any] = {"connector": GRPC, "endpoint": endpoint} if through_proxy else {}
+        outlet, inlet = open_ticket_flow(a, b, rebind_s=rebind_s, **route)
+        await offers.send(outlet, time_limit_s=time_limit_s)
+        yield HandedOver(a, b, offers, outlet, inlet, await take(inlet), proxy)
+
+
+@asynccontextmanager
+async def ticket_peer() -> AsyncGenerator[tuple[Peer, Inlet]]:
+    """Yields a producer that has opened a flow whose reader accepts tickets, and the reader's inlet."""
+    async with peer() as one:
+        inlet = one.host.plane.open_inlet(KEY, producer="a-0", ticket_kinds=[KIND])
+        await one.put(OPEN)
+        await one.answer("opened")
+        yield one, inlet
+        await inlet.aclose()
+
+
 async def finish(outlet: Outlet, inlet: Inlet) -> None:
     """Ends a flow and reads its rest."""
     finishing = asyncio.create_task(outlet.finish())
@@ -78,18 +116,14 @@ async def test_ticket_arrives_with_the_tensors_of_its_packet(connector: Connecto
 
 
 async def test_state_is_released_once_when_its_reader_releases_the_ticket() -> None:
-    offers = Offers()
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_ticket_flow(a, b)
-        await offers.send(outlet)
-        ticket = await take(inlet)
-        assert await ticket.accept() > asyncio.get_running_loop().time()
-        assert offers.released == []
-        ticket.release()
-        ticket.release()
-        await eventually(lambda: offers.released == ["kv"])
-        await finish(outlet, inlet)
-    assert offers.released == ["kv"]
+    async with handed_over() as it:
+        assert await it.ticket.accept() > asyncio.get_running_loop().time()
+        assert it.offers.released == []
+        it.ticket.release()
+        it.ticket.release()
+        await eventually(lambda: it.offers.released == ["kv"])
+        await finish(it.outlet, it.inlet)
+    assert it.offers.released == ["kv"]
 
 
 async def test_dropped_ticket_ends_like_a_released_one() -> None:
@@ -116,31 +150,23 @@ async def test_ticket_without_an_acceptance_is_kept_until_the_flow_ends() -> Non
 
 
 async def test_ticket_cannot_be_accepted_after_its_time_limit() -> None:
-    offers = Offers()
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_ticket_flow(a, b)
-        await offers.send(outlet, time_limit_s=0.05)
-        ticket = await take(inlet)
-        await eventually(lambda: offers.released == ["kv"])
+    async with handed_over(time_limit_s=0.05) as it:
+        await eventually(lambda: it.offers.released == ["kv"])
         with pytest.raises(UnavailableError) as refused:
-            await ticket.accept()
+            await it.ticket.accept()
         assert refused.value.reason == "TICKET_EXPIRED"
-        ticket.release()
-    assert offers.released == ["kv"]
+        it.ticket.release()
+    assert it.offers.released == ["kv"]
 
 
 async def test_acceptance_renews_the_time_limit() -> None:
-    offers = Offers()
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_ticket_flow(a, b)
-        await offers.send(outlet, time_limit_s=0.4)
-        ticket = await take(inlet)
+    async with handed_over(time_limit_s=0.4) as it:
         for _ in range(3):
-            until_s = await ticket.accept()
+            until_s = await it.ticket.accept()
             await asyncio.sleep(0.3)
-            assert offers.released == []
+            assert it.offers.released == []
             assert asyncio.get_running_loop().time() < until_s
-        await eventually(lambda: offers.released == ["kv"])
+        await eventually(lambda: it.offers.released == ["kv"])
 
 
 async def test_companions_are_released_together() -> None:
@@ -183,35 +209,27 @@ async def test_state_for_two_consumers_is_released_after_the_last() -> None:
 
 
 async def test_ticket_survives_a_broken_connection() -> None:
-    offers = Offers()
-    async with two_hosts() as (a, b), proxied(b.endpoint) as (proxy, endpoint):
-        outlet, inlet = open_ticket_flow(a, b, connector=GRPC, endpoint=endpoint)
-        await offers.send(outlet)
-        ticket = await take(inlet)
-        proxy.cut()
-        await ticket.accept()
-        proxy.cut()
-        await ticket.accept()
-        assert offers.released == []
-        proxy.cut()
-        ticket.release()
-        await eventually(lambda: offers.released == ["kv"])
-        await finish(outlet, inlet)
+    async with handed_over(through_proxy=True) as it:
+        it.proxy.cut()
+        await it.ticket.accept()
+        it.proxy.cut()
+        await it.ticket.accept()
+        assert it.offers.released == []
+        it.proxy.cut()
+        it.ticket.release()
+        await eventually(lambda: it.offers.released == ["kv"])
+        await finish(it.outlet, it.inlet)
 
 
 async def test_acceptance_that_is_cut_off_is_repeated() -> None:
-    offers = Offers()
-    async with two_hosts() as (a, b), proxied(b.endpoint) as (proxy, endpoint):
-        outlet, inlet = open_ticket_flow(a, b, connector=GRPC, endpoint=endpoint)
-        await offers.send(outlet)
-        ticket = await take(inlet)
+    async with handed_over(through_proxy=True) as it:
         for turns in range(8):
-            accepting = asyncio.create_task(ticket.accept())
+            accepting = asyncio.create_task(it.ticket.accept())
             for _ in range(turns):
                 await asyncio.sleep(0)
-            proxy.cut()
+            it.proxy.cut()
             await accepting
-        assert offers.released == []
+        assert it.offers.released == []
 
 
 async def test_lost_consumer_leaves_the_ticket_to_its_successor(apart: None) -> None:
@@ -237,50 +255,38 @@ async def test_lost_consumer_leaves_the_ticket_to_its_successor(apart: None) -> 
 
 async def test_lost_consumer_without_a_successor_releases_the_state(apart: None) -> None:
     del apart
-    offers = Offers()
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_ticket_flow(a, b)
-        await offers.send(outlet)
-        ticket = await take(inlet)
-        await b.close()
-        await eventually(lambda: offers.released == ["kv"])
+    async with handed_over() as it:
+        await it.b.close()
+        await eventually(lambda: it.offers.released == ["kv"])
         with pytest.raises(UnavailableError) as refused:
-            await ticket.accept()
+            await it.ticket.accept()
         assert refused.value.reason == "TICKET_LOST"
 
 
 async def test_ticket_of_a_former_incarnation_is_refused() -> None:
-    offers = Offers()
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_ticket_flow(a, b)
-        await offers.send(outlet)
-        ticket = await take(inlet)
-        await a.close()
+    async with handed_over() as it:
+        await it.a.close()
         restarted = await Host.started("a-0")
         try:
-            other, other_inlet = open_ticket_flow(restarted, b, request="r2")
+            other, other_inlet = open_ticket_flow(restarted, it.b, request="r2")
             later = Offers()
             await later.send(other)
             await (await take(other_inlet)).accept()
             with pytest.raises(UnavailableError) as refused:
-                await ticket.accept()
+                await it.ticket.accept()
             assert refused.value.reason == "TICKET_LOST"
         finally:
             await restarted.close()
-    assert offers.released == ["kv"]
+    assert it.offers.released == ["kv"]
 
 
 async def test_producer_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_peers, "TICKET_ANSWER_S", 0.1)
-    offers = Offers()
-    async with two_hosts() as (a, b), proxied(b.endpoint) as (proxy, endpoint):
-        outlet, inlet = open_ticket_flow(a, b, connector=GRPC, endpoint=endpoint)
-        await offers.send(outlet)
-        ticket = await take(inlet)
-        proxy.target_port = 9
-        proxy.cut()
+    async with handed_over(through_proxy=True) as it:
+        it.proxy.target_port = 9
+        it.proxy.cut()
         with pytest.raises(UnavailableError) as refused:
-            await ticket.accept()
+            await it.ticket.accept()
         assert refused.value.reason == "TICKET_LOST"
 
 
@@ -288,20 +294,16 @@ async def test_producer_that_does_not_answer_is_not_waited_for(monkeypatch: pyte
 
 
 async def test_aborted_flow_keeps_a_state_that_is_being_read() -> None:
-    offers = Offers()
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_ticket_flow(a, b)
-        await offers.send(outlet)
-        ticket = await take(inlet)
-        await ticket.accept()
-        outlet.abort(InternalError("the engine failed"))
+    async with handed_over() as it:
+        await it.ticket.accept()
+        it.outlet.abort(InternalError("the engine failed"))
         with pytest.raises(InternalError):
-            await take(inlet)
-        await inlet.aclose()
+            await take(it.inlet)
+        await it.inlet.aclose()
         await asyncio.sleep(0.05)
-        assert offers.released == []
-        ticket.release()
-        await eventually(lambda: offers.released == ["kv"])
+        assert it.offers.released == []
+        it.ticket.release()
+        await eventually(lambda: it.offers.released == ["kv"])
 
 
 async def test_aborted_flow_releases_a_state_without_a_reader() -> None:
@@ -315,17 +317,13 @@ async def test_aborted_flow_releases_a_state_without_a_reader() -> None:
 
 
 async def test_used_ticket_is_not_sent_to_another_consumer() -> None:
-    offers = Offers()
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_ticket_flow(a, b, rebind_s=10)
-        await offers.send(outlet)
-        ticket = await take(inlet)
-        await ticket.accept()
-        outlet.check_rebindable()
-        ticket.release()
-        await eventually(lambda: offers.released == ["kv"])
+    async with handed_over(rebind_s=10) as it:
+        await it.ticket.accept()
+        it.outlet.check_rebindable()
+        it.ticket.release()
+        await eventually(lambda: it.offers.released == ["kv"])
         with pytest.raises(NotReadyError) as refused:
-            outlet.check_rebindable()
+            it.outlet.check_rebindable()
         assert refused.value.reason == "CHUNK_GONE"
 
 
@@ -445,10 +443,7 @@ def _data(*tensors: tensor_pb2.Tensor, size_bytes: int = 0, lease_id: int = 5) -
     ],
 )
 async def test_malformed_ticket_is_rejected(data: chunk_pb2.ChunkData) -> None:
-    async with peer() as one:
-        inlet = one.host.plane.open_inlet(KEY, producer="a-0", ticket_kinds=[KIND])
-        await one.put(OPEN)
-        await one.answer("opened")
+    async with ticket_peer() as (one, inlet):
         await one.put_data(data)
         assert await one.reason() == "INVALID_CHUNK"
         await inlet.aclose()
@@ -459,10 +454,7 @@ async def test_malformed_ticket_is_rejected(data: chunk_pb2.ChunkData) -> None:
 
 @pytest.mark.parametrize("kind", ["", "KV", "other.kv", "a" * 65, "x\0"])
 async def test_ticket_of_another_kind_is_refused_and_its_lease_returned(kind: str) -> None:
-    async with peer() as one:
-        inlet = one.host.plane.open_inlet(KEY, producer="a-0", ticket_kinds=[KIND])
-        await one.put(OPEN)
-        await one.answer("opened")
+    async with ticket_peer() as (one, inlet):
         await one.put_data(_data(_handover(kind=kind)))
         assert (await one.answer("release")).release.lease_ids == [5]
         with pytest.raises(UnsupportedError):
@@ -470,10 +462,7 @@ async def test_ticket_of_another_kind_is_refused_and_its_lease_returned(kind: st
 
 
 async def test_repeated_and_unknown_answers_are_ignored() -> None:
-    async with peer() as one:
-        inlet = one.host.plane.open_inlet(KEY, producer="a-0", ticket_kinds=[KIND])
-        await one.put(OPEN)
-        await one.answer("opened")
+    async with ticket_peer() as (one, inlet):
         await one.put_data(_data(_handover()))
         ticket = await take(inlet)
         accepting = asyncio.create_task(ticket.accept())
@@ -485,7 +474,6 @@ async def test_repeated_and_unknown_answers_are_ignored() -> None:
         for each in (unknown, answer, answer, refusal):
             await one.put(stage_pb2.PutItem(tickets=each))
         assert await accepting > 0
-        await inlet.aclose()
 
 
 async def test_lease_of_another_consumer_cannot_be_accepted() -> None:

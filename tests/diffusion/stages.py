@@ -1,4 +1,4 @@
-"""Starts diffusion stages, as processes or in this process, and builds requests to them."""
+"""Starts diffusion engines and stages, as processes or in this process, and builds requests to them."""
 
 import hashlib
 import re
@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -18,13 +19,14 @@ from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.common.wire.tensors import Array, read_inline, to_messages
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.services.engines.diffusion import signature_of
+from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.diffusion import FRAMES, signature_of
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.diffusion.tiny.calls import WAN_FRAMES, ImageSpec
-from tests.engines.support import stage_config
+from tests.engines.support import collect, packets, stage_config
 from tests.stage.replicas import Replica, served
 
 READY_TIMEOUT_S = 120
@@ -45,6 +47,46 @@ def diffusion_config(model: str, folder: Path, **options: JsonValue) -> StageCon
         "max_wait_steps": 0,
     }
     return stage_config("diffusion", model=str(folder), options=given | frames | options)
+
+
+@asynccontextmanager
+async def started(config: StageConfig) -> AsyncGenerator[DiffusionEngine]:
+    """Starts an engine in this process."""
+    engine = DiffusionEngine(config)
+    try:
+        await engine.start(lambda _: None)
+        yield engine
+    finally:
+        await engine.close()
+
+
+def image_options(spec: ImageSpec) -> dict[str, float]:
+    """Returns a request's options for an image."""
+    return {
+        "height": spec.height,
+        "width": spec.width,
+        "num_inference_steps": spec.steps,
+        "guidance_scale": spec.scale,
+    }
+
+
+def image_task(spec: ImageSpec, request_id: str = "r", **changed: Any) -> Task:
+    """Returns a request for an image as numbers."""
+    plain = Task(
+        request_id,
+        spec.seed,
+        prompt=spec.prompt,
+        negative_prompt=spec.negative_prompt,
+        options=image_options(spec),
+        wanted=frozenset({FRAMES}),
+    )
+    return replace(plain, **changed)
+
+
+async def made_frames(engine: DiffusionEngine, task: Task) -> Array:
+    """Runs a task and returns the frames of its last image."""
+    made: Array = packets(await collect(engine.submit(task)))[-1].tensors[FRAMES]
+    return made
 
 
 @contextmanager
@@ -98,14 +140,7 @@ def step_request(
         attempt=attempt,
         input=request_pb2.Input(text=spec.prompt, negative_prompt=spec.negative_prompt),
         parameters=request_pb2.StageParameters(
-            options=to_messages(
-                {
-                    "height": spec.height,
-                    "width": spec.width,
-                    "num_inference_steps": spec.steps,
-                    "guidance_scale": spec.scale,
-                }
-            ),
+            options=to_messages(image_options(spec)),
         ),
         seed=spec.seed,
         streamed=[stage_pb2.StreamedOutput(tensor="frames")],

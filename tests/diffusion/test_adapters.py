@@ -5,13 +5,11 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from stagemesh.common.errors import (
@@ -24,80 +22,70 @@ from stagemesh.common.errors import (
 )
 from stagemesh.services.engines.abilities import Adapter
 from stagemesh.services.engines.base import Emission, Task
-from stagemesh.services.engines.diffusion import signature_of
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
-from stagemesh.services.engines.diffusion.options import DiffusionOptions
+from tests.diffusion.stages import diffusion_config, image_options, image_task, made_frames, started
 from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.lora import lora_image, write_lora
-from tests.diffusion.tiny.pipelines import WRITERS
-from tests.engines.support import collect, controls_of, packets, stage_config
+from tests.engines.support import controls_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 SPEC = ImageSpec(steps=3)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return WRITERS["qwen-image"](tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapters(qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
-    write_lora(folder / "first", model, by="diffusers", seed=1)
-    write_lora(folder / "second", model, by="peft", seed=2)
-    write_lora(folder / "large", model, by="peft", rank=16)
+    write_lora(folder / "first", qwen_image, by="diffusers", seed=1)
+    write_lora(folder / "second", qwen_image, by="peft", seed=2)
+    write_lora(folder / "large", qwen_image, by="peft", rank=16)
     return folder
 
 
-@pytest_asyncio.fixture
-async def engine(model: Path) -> AsyncGenerator[DiffusionEngine]:
-    made = DiffusionEngine(stage_config("diffusion", model=str(model), options=options(enable_lora=True)))
-    await made.start(lambda _: None)
-    yield made
-    await made.close()
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def with_lora(qwen_image: Path) -> AsyncGenerator[DiffusionEngine]:
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_batch": 8}
+    async with started(diffusion_config("qwen-image", qwen_image, **options)) as made:
+        yield made
 
 
-def options(**more: Any) -> dict[str, Any]:
-    lora = {"max_loras": 2, "max_lora_rank": 8} if "enable_lora" in more else {}
-    return {"dtype": "float32", "device": "cpu", "height": 64, "width": 64, **lora, **more}
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(with_lora: DiffusionEngine) -> AsyncGenerator[DiffusionEngine]:
+    """An engine without adapters at the begin of each test."""
+    yield with_lora
+    for adapter in controls_of(with_lora).adapters.list_adapters():
+        await controls_of(with_lora).adapters.unload(adapter.name, drain=True)
 
 
-def task(adapter: str | None = None, *, name: str = "r", **more: float) -> Task:
-    asked = {"num_inference_steps": SPEC.steps, "guidance_scale": SPEC.scale, **more}
-    return Task(
-        name, SPEC.seed, prompt=SPEC.prompt, negative_prompt=SPEC.negative_prompt, adapter=adapter, options=asked
-    )
-
-
-async def made(engine: DiffusionEngine, wanted: Task) -> NDArray[Any]:
-    return packets(await collect(engine.submit(wanted)))[-1].tensors["frames"]
+def task(adapter: str | None = None, *, name: str = "r", **options: float) -> Task:
+    return image_task(SPEC, name, adapter=adapter, options=image_options(SPEC) | options)
 
 
 async def test_an_adapter_gives_the_same_image_as_in_diffusers(
-    engine: DiffusionEngine, model: Path, adapters: Path
+    engine: DiffusionEngine, qwen_image: Path, adapters: Path
 ) -> None:
     await controls_of(engine).adapters.load("first", str(adapters / "first"))
     for scale in (1.0, 0.5):
-        expected = lora_image(model, adapters / "first", SPEC, scale=scale)
-        assert np.allclose(await made(engine, task("first", adapter_scale=scale)), expected, atol=1e-5)
+        expected = lora_image(qwen_image, adapters / "first", SPEC, scale=scale)
+        assert np.allclose(await made_frames(engine, task("first", adapter_scale=scale)), expected, atol=1e-5)
 
 
 async def test_a_request_without_an_adapter_gets_the_same_bits(
-    engine: DiffusionEngine, model: Path, adapters: Path
+    engine: DiffusionEngine, qwen_image: Path, adapters: Path
 ) -> None:
     await controls_of(engine).adapters.load("first", str(adapters / "first"))
-    await made(engine, task("first"))
-    assert torch.equal(torch.tensor(await made(engine, task())), classic_image("qwen-image", load(model), SPEC))
+    await made_frames(engine, task("first"))
+    assert torch.equal(
+        torch.tensor(await made_frames(engine, task())), classic_image("qwen-image", load(qwen_image), SPEC)
+    )
 
 
 async def test_requests_with_different_adapters_take_turns(engine: DiffusionEngine, adapters: Path) -> None:
     for name in ("first", "second"):
         await controls_of(engine).adapters.load(name, str(adapters / name))
     tasks = [task("first"), task("second", name="s"), task(name="t"), task("first", name="u", adapter_scale=0.25)]
-    alone = [await made(engine, each) for each in tasks]
-    together = await asyncio.gather(*(made(engine, each) for each in tasks))
+    alone = [await made_frames(engine, each) for each in tasks]
+    together = await asyncio.gather(*(made_frames(engine, each) for each in tasks))
     assert all(np.array_equal(*each) for each in zip(alone, together, strict=True))
     assert len({each.tobytes() for each in alone}) == len(tasks)
 
@@ -116,7 +104,7 @@ async def test_adapters_are_listed_with_their_state(engine: DiffusionEngine, ada
 
 async def test_unloading_waits_for_running_requests(engine: DiffusionEngine, adapters: Path) -> None:
     await controls_of(engine).adapters.load("first", str(adapters / "first"))
-    expected = await made(engine, task("first"))
+    expected = await made_frames(engine, task("first"))
     async with aclosing(engine.submit(task("first"))) as events:
         await anext(events)
         with pytest.raises(NotReadyError, match="used by 1 requests"):
@@ -126,23 +114,23 @@ async def test_unloading_waits_for_running_requests(engine: DiffusionEngine, ada
     await unloading
     assert np.array_equal(frames[-1], expected)
     assert not controls_of(engine).adapters.list_adapters()
-    await made(engine, task())
+    await made_frames(engine, task())
 
 
 async def test_a_reloaded_adapter_gives_the_same_bits(engine: DiffusionEngine, adapters: Path) -> None:
     await controls_of(engine).adapters.load("first", str(adapters / "first"))
-    expected = await made(engine, task("first"))
+    expected = await made_frames(engine, task("first"))
     await controls_of(engine).adapters.unload("first", drain=False)
     await controls_of(engine).adapters.load("first", str(adapters / "first"))
-    assert np.array_equal(await made(engine, task("first")), expected)
+    assert np.array_equal(await made_frames(engine, task("first")), expected)
 
 
 async def test_an_unknown_adapter_fails_its_request_alone(engine: DiffusionEngine, adapters: Path) -> None:
     await controls_of(engine).adapters.load("first", str(adapters / "first"))
-    expected = await made(engine, task("first"))
-    other = asyncio.create_task(made(engine, task("first")))
+    expected = await made_frames(engine, task("first"))
+    other = asyncio.create_task(made_frames(engine, task("first")))
     with pytest.raises(NotFoundError, match="has no adapter 'missing'; loaded: first"):
-        await made(engine, task("missing"))
+        await made_frames(engine, task("missing"))
     assert np.array_equal(await other, expected)
 
 
@@ -164,11 +152,11 @@ async def test_an_adapter_that_cannot_be_loaded_is_rejected(
 ) -> None:
     name, folder = names
     await controls_of(engine).adapters.load("known", str(adapters / "first"))
-    expected = await made(engine, task("known"))
+    expected = await made_frames(engine, task("known"))
     with pytest.raises(kind, match=error):
         await controls_of(engine).adapters.load(name, str(adapters / folder))
     assert [each.name for each in controls_of(engine).adapters.list_adapters()] == ["known"]
-    assert np.array_equal(await made(engine, task("known")), expected)
+    assert np.array_equal(await made_frames(engine, task("known")), expected)
 
 
 async def test_the_number_of_loaded_adapters_is_limited(engine: DiffusionEngine, adapters: Path) -> None:
@@ -203,30 +191,14 @@ async def test_an_adapter_of_a_text_encoder_is_rejected(engine: DiffusionEngine,
         await controls_of(engine).adapters.load("wrong", str(tmp_path))
 
 
-async def test_a_stage_without_adapter_support_rejects_adapters(model: Path, adapters: Path) -> None:
-    plain = DiffusionEngine(stage_config("diffusion", model=str(model), options=options()))
-    await plain.start(lambda _: None)
-    try:
+async def test_a_stage_without_adapter_support_rejects_adapters(qwen_image: Path, adapters: Path) -> None:
+    async with started(diffusion_config("qwen-image", qwen_image)) as plain:
         with pytest.raises(NotReadyError, match="start it with the option enable_lora"):
             await controls_of(plain).adapters.load("first", str(adapters / "first"))
         with pytest.raises(NotFoundError, match="without the option enable_lora"):
-            await made(plain, task("first"))
+            await made_frames(plain, task("first"))
         with pytest.raises(InvalidRequestError, match="unknown option 'adapter_scale'"):
-            await made(plain, task(adapter_scale=1.0))
-    finally:
-        await plain.close()
-
-
-def test_the_signature_states_adapter_support() -> None:
-    signature = signature_of(DiffusionOptions(enable_lora=True))
-    assert signature.adapters
-    assert "adapter_scale" in signature.options
-    assert not signature_of(DiffusionOptions()).adapters
-
-
-def test_a_stage_that_does_not_denoise_rejects_adapters() -> None:
-    with pytest.raises(ValueError, match="enable_lora is for stages that denoise; this stage has part decode"):
-        DiffusionOptions(part="decode", enable_lora=True)
+            await made_frames(plain, task(adapter_scale=1.0))
 
 
 def write_matrices(

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,8 @@ WIDE, HIGH = ImageSpec(height=64, width=96, seed=1), ImageSpec(height=96, width=
 
 
 @pytest.fixture(scope="module")
-def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModularStepPipeline]:
-    return {
-        model: ModularStepPipeline(write(tmp_path_factory.mktemp(model)), DiffusionOptions(dtype="float32"))
-        for model, write in WRITERS.items()
-    }
+def pipelines(tiny_diffusion: Callable[[str], Path]) -> dict[str, ModularStepPipeline]:
+    return {model: ModularStepPipeline(tiny_diffusion(model), DiffusionOptions(dtype="float32")) for model in WRITERS}
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import random
 import tracemalloc
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,61 +12,39 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InternalError, InvalidRequestError, StagemeshError
-from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.base import Checkpoint, Paused, Progress, Task, Usage
-from stagemesh.services.engines.diffusion import FRAMES, STATE
+from stagemesh.services.engines.diffusion import STATE
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.worker import DiffusionWorker
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile, RawPrompt, Tool
-from tests.diffusion.stages import diffusion_config
+from tests.diffusion.stages import diffusion_config, image_options, image_task, made_frames, started
 from tests.diffusion.tiny.calls import ImageSpec
-from tests.diffusion.tiny.pipelines import write_flux, write_qwen_image
-from tests.engines.support import collect, packets
+from tests.engines.support import collect
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 SMALL = ImageSpec(height=32, width=32, steps=4)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen_image(tmp_path_factory.mktemp("qwen-image"))
-
-
 @asynccontextmanager
-async def started(folder: Path, **options: JsonValue) -> AsyncGenerator[DiffusionEngine]:
-    engine = DiffusionEngine(diffusion_config("qwen-image", folder, **options))
-    try:
-        await engine.start(lambda _: None)
+async def engine_of(folder: Path, **options: JsonValue) -> AsyncGenerator[DiffusionEngine]:
+    async with started(diffusion_config("qwen-image", folder, **options)) as engine:
         yield engine
-    finally:
-        await engine.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(qwen_image: Path) -> AsyncGenerator[DiffusionEngine]:
+    async with engine_of(qwen_image) as made:
+        yield made
 
 
 def task(spec: ImageSpec = SMALL, request_id: str = "r", **changed: Any) -> Task:
-    """Returns a request for an image as numbers."""
-    plain = Task(
-        request_id,
-        spec.seed,
-        prompt=spec.prompt,
-        negative_prompt=spec.negative_prompt,
-        options=options_of(spec),
-        wanted=frozenset({FRAMES}),
-    )
-    return replace(plain, **changed)
-
-
-def options_of(spec: ImageSpec) -> dict[str, float]:
-    return {
-        "height": spec.height,
-        "width": spec.width,
-        "num_inference_steps": spec.steps,
-        "guidance_scale": spec.scale,
-    }
+    return image_task(spec, request_id, **changed)
 
 
 def worker_of(engine: DiffusionEngine) -> DiffusionWorker:
@@ -77,12 +55,6 @@ def worker_of(engine: DiffusionEngine) -> DiffusionWorker:
 def states(engine: DiffusionEngine) -> Mapping[str, Any]:
     """Returns the states of the requests that the engine's worker knows."""
     return worker_of(engine).runner.states
-
-
-async def frames(engine: DiffusionEngine, one: Task) -> Array:
-    """Runs a task and returns its frames."""
-    made: Array = packets(await collect(engine.submit(one)))[-1].tensors[FRAMES]
-    return made
 
 
 async def stopped_at(engine: DiffusionEngine, one: Task, steps: int) -> None:
@@ -123,23 +95,23 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 # -- turns
 
 
-async def test_requests_take_turns_at_every_step(folder: Path, steps: Steps) -> None:
-    async with started(folder) as engine:
+async def test_requests_take_turns_at_every_step(qwen_image: Path, steps: Steps) -> None:
+    async with engine_of(qwen_image) as engine:
         await asyncio.gather(*(collect(engine.submit(task(request_id=name))) for name in "abc"))
     # The first request may run some steps while the others are encoded.
     middle = [name for names in steps.made for name in names][3:9]
     assert {middle.count(name) for name in "abc"} == {2}
 
 
-async def test_requests_share_steps_if_that_pays(folder: Path, steps: Steps) -> None:
-    async with started(folder, max_batch=4) as engine:
+async def test_requests_share_steps_if_that_pays(qwen_image: Path, steps: Steps) -> None:
+    async with engine_of(qwen_image, max_batch=4) as engine:
         specs = [replace(SMALL, seed=seed, steps=30) for seed in range(4)]
         await asyncio.gather(*(collect(engine.submit(task(spec, str(spec.seed)))) for spec in specs))
     assert max(map(len, steps.made)) == 4
 
 
-async def test_progress_is_in_order_and_usage_is_last(folder: Path) -> None:
-    async with started(folder) as engine:
+async def test_progress_is_in_order_and_usage_is_last(qwen_image: Path) -> None:
+    async with engine_of(qwen_image) as engine:
         events = await collect(engine.submit(task()))
     steps_reported = [event.steps for event in events if isinstance(event, Progress)]
     assert steps_reported == sorted(set(steps_reported))
@@ -150,8 +122,8 @@ async def test_progress_is_in_order_and_usage_is_last(folder: Path) -> None:
 # -- cancelling
 
 
-async def test_cancel_takes_effect_within_one_step(folder: Path, steps: Steps) -> None:
-    async with started(folder) as engine:
+async def test_cancel_takes_effect_within_one_step(qwen_image: Path, steps: Steps) -> None:
+    async with engine_of(qwen_image) as engine:
         await stopped_at(engine, task(replace(SMALL, steps=100)), 3)
         at_cancel = len(steps.made)
         assert not states(engine)
@@ -161,9 +133,9 @@ async def test_cancel_takes_effect_within_one_step(folder: Path, steps: Steps) -
         assert (engine.load().running, engine.load().queued, engine.load().work_s) == (0, 0, 0)
 
 
-async def test_memory_stays_flat_over_five_hundred_cancels(folder: Path) -> None:
+async def test_memory_stays_flat_over_five_hundred_cancels(qwen_image: Path) -> None:
     chance = random.Random(0)
-    async with started(folder, max_batch=4) as engine:
+    async with engine_of(qwen_image, max_batch=4) as engine:
 
         async def cancel_some(number: int) -> int:
             for _ in range(number // 2):
@@ -183,11 +155,11 @@ async def test_memory_stays_flat_over_five_hundred_cancels(folder: Path) -> None
         finally:
             tracemalloc.stop()
         assert after - before < 100_000
-        assert np.isfinite(await frames(engine, task())).all()
+        assert np.isfinite(await made_frames(engine, task())).all()
 
 
-async def test_closing_ends_running_requests(folder: Path) -> None:
-    async with started(folder) as engine:
+async def test_closing_ends_running_requests(qwen_image: Path) -> None:
+    async with engine_of(qwen_image) as engine:
         running = asyncio.ensure_future(collect(engine.submit(task(replace(SMALL, steps=200)))))
         await stopped_at(engine, task(request_id="other"), 1)
         running.cancel()
@@ -199,8 +171,8 @@ async def test_closing_ends_running_requests(folder: Path) -> None:
 # -- failing
 
 
-async def test_a_request_that_fails_in_a_batch_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with started(folder, max_batch=4) as engine:
+async def test_a_request_that_fails_in_a_batch_fails_alone(qwen_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine_of(qwen_image, max_batch=4) as engine:
         pipeline = worker_of(engine).runner.pipeline
         stock = pipeline.denoise_step
 
@@ -212,7 +184,7 @@ async def test_a_request_that_fails_in_a_batch_fails_alone(folder: Path, monkeyp
         monkeypatch.setattr(pipeline, "denoise_step", denoise_step)
         specs = [replace(SMALL, seed=seed, steps=12) for seed in range(3)]
         made = await asyncio.gather(
-            *(frames(engine, task(spec, str(spec.seed))) for spec in specs), return_exceptions=True
+            *(made_frames(engine, task(spec, str(spec.seed))) for spec in specs), return_exceptions=True
         )
         assert not states(engine)
         assert (engine.load().running, engine.load().work_s) == (0, 0)
@@ -222,8 +194,8 @@ async def test_a_request_that_fails_in_a_batch_fails_alone(folder: Path, monkeyp
     assert [type(one) for one in made] == [np.ndarray, InternalError, np.ndarray]
 
 
-async def test_exhausted_memory_is_reported_by_its_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with started(folder) as engine:
+async def test_exhausted_memory_is_reported_by_its_reason(qwen_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine_of(qwen_image) as engine:
         pipeline = worker_of(engine).runner.pipeline
 
         def prepare_encode(_state: Any) -> None:
@@ -234,7 +206,7 @@ async def test_exhausted_memory_is_reported_by_its_reason(folder: Path, monkeypa
             with pytest.raises(StagemeshError) as caught:
                 await collect(engine.submit(task()))
         assert caught.value.reason == "OUT_OF_MEMORY"
-        assert np.isfinite(await frames(engine, task())).all()
+        assert np.isfinite(await made_frames(engine, task())).all()
 
 
 # -- invalid requests
@@ -248,7 +220,7 @@ def message(*parts: Any) -> Conversation:
 
 
 def with_options(**changed: float) -> dict[str, Any]:
-    return {"options": options_of(SMALL) | changed}
+    return {"options": image_options(SMALL) | changed}
 
 
 PNG = MediaFile("image", b"\x89PNG", "image/png")
@@ -307,7 +279,7 @@ PNG = MediaFile("image", b"\x89PNG", "image/png")
 async def test_invalid_input_fails_only_its_request(
     changed: dict[str, Any], error: str, engine: DiffusionEngine
 ) -> None:
-    other = asyncio.ensure_future(frames(engine, task(request_id="other")))
+    other = asyncio.ensure_future(made_frames(engine, task(request_id="other")))
     with pytest.raises(StagemeshError, match=error) as caught:
         await collect(engine.submit(task(**changed)))
     assert not isinstance(caught.value, InternalError)
@@ -315,22 +287,16 @@ async def test_invalid_input_fails_only_its_request(
     assert (engine.load().running, engine.load().queued, len(states(engine))) == (0, 0, 0)
 
 
-@pytest.fixture
-async def engine(folder: Path) -> AsyncGenerator[DiffusionEngine]:
-    async with started(folder) as made:
-        yield made
-
-
-async def test_requests_too_large_for_memory_are_rejected_and_others_wait(folder: Path) -> None:
-    async with started(folder) as engine:
+async def test_requests_too_large_for_memory_are_rejected_and_others_wait(qwen_image: Path) -> None:
+    async with engine_of(qwen_image) as engine:
         assert engine._facts is not None
         needed = engine._facts.footprint(engine._inputs(task(), engine._facts.family))
     memory_bytes = needed.denoise_bytes + needed.decode_bytes
-    async with started(folder, memory_bytes=memory_bytes) as engine:
+    async with engine_of(qwen_image, memory_bytes=memory_bytes) as engine:
         with pytest.raises(InvalidRequestError, match="request fewer pixels or frames") as caught:
             await collect(engine.submit(task(replace(SMALL, height=512, width=512))))
         assert caught.value.reason == "EXCEEDS_MEMORY"
-        running = [asyncio.ensure_future(frames(engine, task(request_id=name))) for name in "abc"]
+        running = [asyncio.ensure_future(made_frames(engine, task(request_id=name))) for name in "abc"]
         await stopped_at(engine, task(request_id="d"), 0)
         most = 0
         while not all(one.done() for one in running):
@@ -341,7 +307,7 @@ async def test_requests_too_large_for_memory_are_rejected_and_others_wait(folder
 
 
 async def test_a_paused_task_resumes_with_the_same_bits(engine: DiffusionEngine) -> None:
-    whole = await frames(engine, task())
+    whole = await made_frames(engine, task())
     asked, steps = task(), 0
     events: list[object] = []
     async for event in engine.submit(asked):
@@ -352,7 +318,7 @@ async def test_a_paused_task_resumes_with_the_same_bits(engine: DiffusionEngine)
     paused = events[-1]
     assert isinstance(paused, Paused)
     assert paused.checkpoint.steps < SMALL.steps
-    rest = await frames(engine, task(resume_from=paused.checkpoint))
+    rest = await made_frames(engine, task(resume_from=paused.checkpoint))
     assert np.array_equal(rest, whole)
 
 
@@ -381,7 +347,7 @@ async def test_a_state_of_another_request_is_rejected(
         await collect(engine.submit(task(replace(SMALL, **changed), resume_from=state)))
     assert caught.value.reason == "INVALID_CHECKPOINT"
     assert not states(engine)
-    assert np.isfinite(await frames(engine, task(resume_from=state))).all()
+    assert np.isfinite(await made_frames(engine, task(resume_from=state))).all()
 
 
 @pytest.mark.parametrize("damage", ["cut", "noise", "empty"])
@@ -395,11 +361,11 @@ async def test_a_damaged_state_is_rejected(damage: str, engine: DiffusionEngine)
 
 
 async def test_a_state_of_another_model_or_data_type_is_rejected(
-    folder: Path, tmp_path: Path, engine: DiffusionEngine
+    qwen_image: Path, tiny_diffusion: Callable[[str], Path], engine: DiffusionEngine
 ) -> None:
     state = await paused_state(engine)
-    for other, options in ((write_flux(tmp_path), {}), (folder, {"dtype": "bfloat16"})):
-        async with started(other, **options) as elsewhere:
+    for other, options in ((tiny_diffusion("flux"), {}), (qwen_image, {"dtype": "bfloat16"})):
+        async with engine_of(other, **options) as elsewhere:
             with pytest.raises(InvalidRequestError, match="state") as caught:
                 await collect(elsewhere.submit(task(resume_from=state, negative_prompt="")))
             assert caught.value.reason == "INVALID_CHECKPOINT"

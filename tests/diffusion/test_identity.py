@@ -1,7 +1,7 @@
 """A stage process generates the same bits as the pipeline's `__call__`: alone, in turns, paused and transferred."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -66,11 +66,12 @@ class Subject:
 @pytest.fixture(
     scope="module", params=[*((model, "float32") for model in WRITERS), ("qwen-image", "bfloat16")], ids="-".join
 )
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Subject]:
+def subject(
+    request: pytest.FixtureRequest, tiny_diffusion: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Generator[Subject]:
     model, dtype = request.param
-    folder = WRITERS[model](tmp_path_factory.mktemp(model))
-    config = diffusion_config(model, folder, dtype=dtype)
-    with stage_process(config, folder) as endpoint:
+    config = diffusion_config(model, tiny_diffusion(model), dtype=dtype)
+    with stage_process(config, tmp_path_factory.mktemp("stage")) as endpoint:
         yield Subject(model, config, endpoint, getattr(torch, dtype))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import diffusers as _diffusers
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 from PIL import Image
 
@@ -17,12 +18,12 @@ from stagemesh.services.engines.diffusion import FRAMES
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.model.loading import load_image_processor
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile
-from tests.diffusion.stages import diffusion_config, md5
+from tests.diffusion.stages import diffusion_config, made_frames, md5, started
 from tests.diffusion.tiny.pipelines import write_qwen_image_edit
-from tests.engines.support import collect, packets
+from tests.engines.support import collect
 
 diffusers: Any = _diffusers
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (16, 64, 3), np.uint8))
 SIZE = {"height": 64, "width": 48, "num_inference_steps": 2, "guidance_scale": 3.0}
@@ -33,14 +34,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen_image_edit(tmp_path_factory.mktemp("edit"))
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(folder: Path) -> AsyncGenerator[DiffusionEngine]:
-    made = DiffusionEngine(diffusion_config("qwen-image-edit", folder))
-    try:
-        await made.start(lambda _: None)
+    async with started(diffusion_config("qwen-image-edit", folder)) as made:
         yield made
-    finally:
-        await made.close()
 
 
 def png(image: Image.Image = NOISE) -> bytes:
@@ -80,8 +77,8 @@ def expected(folder: Path) -> str:
 
 async def test_an_edited_image_equals_that_of_the_call(folder: Path, engine: DiffusionEngine) -> None:
     # The second time, the prompt and the image are in the prompt cache.
-    made = [packets(await collect(engine.submit(task(png_file(png())))))[-1].tensors[FRAMES] for _ in range(2)]
-    assert {md5(np.asarray(one)) for one in made} == {expected(folder)}
+    made = [await made_frames(engine, task(png_file(png()))) for _ in range(2)]
+    assert {md5(one) for one in made} == {expected(folder)}
     assert engine.load().running == 0
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from stagemesh.common.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.errors import NotReadyError
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
@@ -73,8 +73,3 @@ def test_a_custom_pipeline_runs_the_phases(tmp_path: Path) -> None:
 def test_an_invalid_custom_pipeline_is_rejected(name: str, error: str, tmp_path: Path) -> None:
     with pytest.raises(NotReadyError, match=error):
         runner(tmp_path, format="custom_pipeline", custom_pipeline=name)
-
-
-def test_a_custom_pipeline_without_its_format_is_rejected() -> None:
-    with pytest.raises(InvalidRequestError, match=r"only if, load\.format is custom_pipeline"):
-        stage_options({"load": {"custom_pipeline": "a:B"}})

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from stagemesh.services.engines.base import Checkpoint, Paused, Progress, Task
 from stagemesh.services.engines.diffusion import STATE
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from tests.children import commands_of_children
-from tests.diffusion.tiny.pipelines import write_qwen_image, write_sd3
-from tests.engines.support import collect, controls_of, packets, stage_config
+from tests.diffusion.stages import image_task, made_frames, started
+from tests.diffusion.tiny.calls import ImageSpec
+from tests.engines.support import collect, controls_of, stage_config
 
 # Each process imports torch and diffusers, which takes up to 15 seconds on a busy machine.
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
@@ -30,73 +31,70 @@ TOLERANCE = 5e-6
 """For float32 images in [0, 1] whose matrices are split differently or aligned differently in memory."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen_image(tmp_path_factory.mktemp("parallel") / "qwen-image")
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def one(model: Path) -> AsyncIterator[DiffusionEngine]:
-    async with engine(model, checkpoint_steps=2) as made:
+async def one(qwen_image: Path) -> AsyncIterator[DiffusionEngine]:
+    async with engine(qwen_image, checkpoint_steps=2) as made:
         yield made
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def branches(model: Path) -> AsyncIterator[DiffusionEngine]:
+async def branches(qwen_image: Path) -> AsyncIterator[DiffusionEngine]:
     """An engine of two processes, each of which computes one guidance branch."""
-    async with engine(model, cfg=2) as made:
+    async with engine(qwen_image, cfg=2) as made:
         yield made
 
 
 async def test_parallel_guidance_branches_give_the_same_bits(one: DiffusionEngine, branches: DiffusionEngine) -> None:
     for wanted in TASKS:
-        assert np.array_equal(await image(branches, wanted), await image(one, wanted))
+        assert np.array_equal(await made_frames(branches, wanted), await made_frames(one, wanted))
 
 
 async def test_requests_that_share_steps_get_the_same_images(one: DiffusionEngine, branches: DiffusionEngine) -> None:
     for made, wanted in zip(await images(branches, TASKS), TASKS, strict=True):
-        assert np.allclose(made, await image(one, wanted), rtol=0, atol=TOLERANCE)
+        assert np.allclose(made, await made_frames(one, wanted), rtol=0, atol=TOLERANCE)
 
 
 async def test_a_request_of_one_process_resumes_in_two(one: DiffusionEngine, branches: DiffusionEngine) -> None:
     paused = (await collect(one.submit(task("red", max_steps=2))))[-1]
     assert isinstance(paused, Paused)
-    made = await image(branches, task("red", resume_from=paused.checkpoint))
-    assert np.array_equal(made, await image(one, task("red")))
+    made = await made_frames(branches, task("red", resume_from=paused.checkpoint))
+    assert np.array_equal(made, await made_frames(one, task("red")))
 
 
 async def test_a_bad_request_fails_alone_with_its_reason(branches: DiffusionEngine) -> None:
     with pytest.raises(InvalidRequestError, match="the checkpoint has no tensor") as caught:
-        await image(branches, task("red", resume_from=Checkpoint(1)))
+        await made_frames(branches, task("red", resume_from=Checkpoint(1)))
     assert caught.value.reason == "INVALID_CHECKPOINT"
     garbage = Checkpoint(1, tensors={STATE: np.zeros(64, np.uint8)})
     with pytest.raises(InvalidRequestError, match="cannot be read") as caught:
-        await image(branches, task("red", resume_from=garbage))
+        await made_frames(branches, task("red", resume_from=garbage))
     assert caught.value.reason == "INVALID_CHECKPOINT"
-    await image(branches, task("red"))
+    await made_frames(branches, task("red"))
 
 
 async def test_processes_sleep_and_wake_together(one: DiffusionEngine, branches: DiffusionEngine) -> None:
     await controls_of(branches).sleep.sleep(1)
     assert controls_of(branches).sleep.asleep() == ["weights"]
     await controls_of(branches).sleep.wake([])
-    assert np.array_equal(await image(branches, task("red")), await image(one, task("red")))
+    assert np.array_equal(await made_frames(branches, task("red")), await made_frames(one, task("red")))
 
 
 @pytest.mark.parametrize("parallel", [{"ulysses": 2}, pytest.param({"hsdp": 2}, marks=pytest.mark.soak)])
 async def test_tokens_and_weights_can_be_distributed(
-    one: DiffusionEngine, model: Path, parallel: dict[str, int]
+    one: DiffusionEngine, qwen_image: Path, parallel: dict[str, int]
 ) -> None:
-    async with engine(model, **parallel) as two:
+    async with engine(qwen_image, **parallel) as two:
         for _ in range(2):
             for wanted in TASKS:
-                assert np.allclose(await image(two, wanted), await image(one, wanted), rtol=0, atol=TOLERANCE)
+                assert np.allclose(
+                    await made_frames(two, wanted), await made_frames(one, wanted), rtol=0, atol=TOLERANCE
+                )
             await controls_of(two).sleep.sleep(2)
             await controls_of(two).sleep.wake([])
 
 
-async def test_a_killed_worker_fails_its_requests_with_its_name(model: Path) -> None:
-    async with engine(model, cfg=2) as two:
+async def test_a_killed_worker_fails_its_requests_with_its_name(qwen_image: Path) -> None:
+    async with engine(qwen_image, cfg=2) as two:
         running = asyncio.ensure_future(collect(two.submit(task("long", steps=200))))
         failed = asyncio.ensure_future(two.wait_failed())
         async for event in two.submit(task("short", steps=50)):
@@ -107,12 +105,12 @@ async def test_a_killed_worker_fails_its_requests_with_its_name(model: Path) -> 
             await running
         assert "rank 1 of 2" in await failed
         with pytest.raises(UnavailableError, match="rank 1 of 2"):
-            await image(two, task("red"))
+            await made_frames(two, task("red"))
 
 
 @pytest.mark.parametrize("parallel", [{}, pytest.param({"hsdp": 2}, marks=pytest.mark.soak)])
-async def test_closing_ends_requests_and_processes(model: Path, parallel: dict[str, int]) -> None:
-    async with engine(model, **parallel) as made:
+async def test_closing_ends_requests_and_processes(qwen_image: Path, parallel: dict[str, int]) -> None:
+    async with engine(qwen_image, **parallel) as made:
         running = made.submit(task("long", side=256, steps=200))
         async for event in running:
             if isinstance(event, Progress):
@@ -134,16 +132,15 @@ async def test_no_worker_outlives_its_stage_process() -> None:
 
 
 @pytest.mark.soak
-async def test_a_model_whose_tokens_cannot_be_split_is_rejected(tmp_path: Path) -> None:
+async def test_a_model_whose_tokens_cannot_be_split_is_rejected(tiny_diffusion: Callable[[str], Path]) -> None:
     with pytest.raises(NotReadyError, match="SD3Transformer2DModel cannot be shared by 2 ranks") as caught:
-        async with engine(write_sd3(tmp_path / "sd3"), ulysses=2):
+        async with engine(tiny_diffusion("sd3"), ulysses=2):
             pass
     assert caught.value.reason == "UNSUPPORTED_MODEL"
 
 
 def task(prompt: str, *, side: int = 64, steps: int = 4, scale: float = 3.0, **more: object) -> Task:
-    options = {"height": side, "width": 64, "num_inference_steps": steps, "guidance_scale": scale}
-    return Task(prompt, 7, prompt=prompt, negative_prompt="blur", options=options, **more)  # type: ignore[arg-type]
+    return image_task(ImageSpec(prompt, seed=7, height=side, steps=steps, scale=scale), prompt, **more)
 
 
 TASKS = [task("red"), task("a small blue ball", side=96, steps=5), task("no guidance", scale=1.0, steps=3)]
@@ -159,21 +156,15 @@ async def engine(model: Path, *, checkpoint_steps: int = 0, **parallel: int) -> 
         "parallel": parallel,
         "checkpoint_steps": checkpoint_steps,
     }
-    made = DiffusionEngine(stage_config("diffusion", model=str(model), options=options))
     try:
-        await made.start(lambda _: None)
-        yield made
+        async with started(stage_config("diffusion", model=str(model), options=options)) as made:
+            yield made
     finally:
-        await made.close()
         assert workers() == before
 
 
-async def image(engine: DiffusionEngine, task: Task) -> Array:
-    return packets(await collect(engine.submit(task)))[-1].tensors["frames"]
-
-
 async def images(engine: DiffusionEngine, tasks: Sequence[Task]) -> list[Array]:
-    return list(await asyncio.gather(*(image(engine, task) for task in tasks)))
+    return list(await asyncio.gather(*(made_frames(engine, task) for task in tasks)))
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -199,4 +190,4 @@ asyncio.run(main())
 def workers() -> set[int]:
     """Returns the process ids of this process's workers. Later workers have higher ids."""
     children = commands_of_children(psutil.Process())
-    return {each.pid for each, command in children.items() if "diffusion.parallel.rank_main" in command}
+    return {each.pid for each, command in children.items() if "diffusion.rank_main" in command}

@@ -1,6 +1,6 @@
 """A pipeline in three services, each with its own folders, generates the same images as `__call__`."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,15 @@ from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, Stag
 from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS
-from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, Part
 from stagemesh.services.engines.diffusion.request_transfer import RequestTransfer
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 from tests.deployment import Deployment, deployed, eventually
 from tests.diffusion.pipeline_runs import inputs_of
-from tests.diffusion.stages import diffusion_config, md5
+from tests.diffusion.stages import diffusion_config, image_options, md5, started
 from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
-from tests.diffusion.tiny.pipelines import WRITERS, write_qwen_image
+from tests.diffusion.tiny.pipelines import WRITERS
 from tests.engines.support import collect
 
 pytestmark = pytest.mark.timeout(240)
@@ -57,14 +56,9 @@ outputs: {{image: decoder, numbers: decoder.frames}}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen_image(tmp_path_factory.mktemp("qwen-image"))
-
-
-@pytest.fixture(scope="module")
-def services(folder: Path) -> Generator[Deployment]:
-    path = folder / "parts.yaml"
-    path.write_text(PIPELINE.format(model=folder, preview_steps=PREVIEW_STEPS))
+def services(qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Deployment]:
+    path = tmp_path_factory.mktemp("parts") / "parts.yaml"
+    path.write_text(PIPELINE.format(model=qwen_image, preview_steps=PREVIEW_STEPS))
     with deployed(path) as up:
         yield up
 
@@ -76,23 +70,14 @@ def client(services: Deployment) -> Generator[Client]:
 
 
 @pytest.fixture(scope="module")
-def classic(folder: Path) -> Any:
-    return load(folder)
-
-
-def options_of(spec: ImageSpec) -> dict[str, float]:
-    return {
-        "height": spec.height,
-        "width": spec.width,
-        "num_inference_steps": spec.steps,
-        "guidance_scale": spec.scale,
-    }
+def classic(qwen_image: Path) -> Any:
+    return load(qwen_image)
 
 
 def images(client: Client, spec: ImageSpec) -> list[Array]:
     """Returns the previews and the final image."""
     generation = client.generate(
-        spec.prompt, negative_prompt=spec.negative_prompt, seed=spec.seed, options=options_of(spec)
+        spec.prompt, negative_prompt=spec.negative_prompt, seed=spec.seed, options=image_options(spec)
     )
     return [event.tensor for event in generation if isinstance(event, TensorOutput)]
 
@@ -116,7 +101,7 @@ def test_previews_arrive_at_their_interval(client: Client) -> None:
 
 
 def test_an_image_arrives_as_a_file(client: Client) -> None:
-    result = client.generate(SPEC.prompt, seed=1, options=options_of(SPEC), outputs=["image"]).result()
+    result = client.generate(SPEC.prompt, seed=1, options=image_options(SPEC), outputs=["image"]).result()
     assert result.images["image"][0].media_type == "image/png"
     assert not result.tensors
 
@@ -137,9 +122,9 @@ def test_a_request_that_one_stage_rejects_leaves_no_stage_busy(client: Client, s
 
 
 @pytest.fixture(scope="module", params=WRITERS)
-def parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict[str, Any]]:
+def parts(request: pytest.FixtureRequest, tiny_diffusion: Callable[[str], Path]) -> tuple[str, Path, dict[str, Any]]:
     model: str = request.param
-    folder = WRITERS[model](tmp_path_factory.mktemp(model))
+    folder = tiny_diffusion(model)
     names: tuple[Part, ...] = ("encode", "denoise", "decode")
     return (
         model,
@@ -187,11 +172,7 @@ def test_data_for_another_part_is_rejected(parts: tuple[str, Path, dict[str, Any
 
 
 @pytest.mark.parametrize("part", ["denoise", "decode"])
-async def test_a_part_without_an_incoming_edge_is_an_error(part: str, folder: Path) -> None:
-    engine = DiffusionEngine(diffusion_config("qwen-image", folder, part=part))
-    await engine.start(lambda _: None)
-    try:
+async def test_a_part_without_an_incoming_edge_is_an_error(part: str, qwen_image: Path) -> None:
+    async with started(diffusion_config("qwen-image", qwen_image, part=part)) as engine:
         with pytest.raises(InvalidRequestError, match="this stage needs one incoming edge, but 0 are bound"):
             await collect(engine.submit(Task("r", 0)))
-    finally:
-        await engine.close()

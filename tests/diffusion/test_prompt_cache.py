@@ -6,13 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
-from pydantic import JsonValue
 
 from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
-from tests.diffusion.tiny.pipelines import WRITERS
-from tests.engines.support import collect, controls_of, packets, stage_config
+from tests.diffusion.stages import diffusion_config, made_frames, started
+from tests.engines.support import collect, controls_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -20,20 +19,10 @@ LIMIT_BYTES = 1 << 20
 
 
 @pytest_asyncio.fixture
-async def engine(tmp_path: Path) -> AsyncGenerator[DiffusionEngine]:
-    options: dict[str, JsonValue] = {
-        "dtype": "float32",
-        "device": "cpu",
-        "height": 64,
-        "width": 64,
-        "num_inference_steps": 2,
-    }
-    options["prompt_cache_bytes"] = LIMIT_BYTES
-    model = str(WRITERS["qwen-image"](tmp_path))
-    made = DiffusionEngine(stage_config("diffusion", model=model, options=options))
-    await made.start(lambda _: None)
-    yield made
-    await made.close()
+async def engine(qwen_image: Path) -> AsyncGenerator[DiffusionEngine]:
+    options = {"num_inference_steps": 2, "prompt_cache_bytes": LIMIT_BYTES}
+    async with started(diffusion_config("qwen-image", qwen_image, **options)) as made:
+        yield made
 
 
 def task(prompt: str) -> Task:
@@ -42,8 +31,8 @@ def task(prompt: str) -> Task:
 
 async def test_repeated_prompts_are_hits(engine: DiffusionEngine) -> None:
     assert controls_of(engine).caches.cache_statistics() == CacheStatistics(limit_bytes=LIMIT_BYTES)
-    made = [packets(await collect(engine.submit(task(prompt))))[-1] for prompt in ("a cat", "a dog", "a cat")]
-    assert np.array_equal(made[0].tensors["frames"], made[2].tensors["frames"])
+    made = [await made_frames(engine, task(prompt)) for prompt in ("a cat", "a dog", "a cat")]
+    assert np.array_equal(made[0], made[2])
     figures = controls_of(engine).caches.cache_statistics()
     assert (figures.entries, figures.hits, figures.misses) == (2, 1, 2)
     assert 0 < figures.size_bytes <= figures.limit_bytes == LIMIT_BYTES

@@ -20,13 +20,14 @@ import torch
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.common.wire.tensors import Array
-from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 from stagemesh.services.engines.diffusion.worker import PROFILED_STEP, DiffusionWorker
+from tests.diffusion.stages import image_task, made_frames, started
+from tests.diffusion.tiny.calls import ImageSpec
 from tests.diffusion.tiny.pipelines import write_qwen_image
-from tests.engines.support import collect, controls_of, packets, stage_config
+from tests.engines.support import controls_of, stage_config
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -170,20 +171,15 @@ STEPS = 3
 
 
 @asynccontextmanager
-async def engine(model: Path, *, device: str = "cpu", profile_dir: str | None = None) -> AsyncIterator[DiffusionEngine]:
-    options = {"dtype": "float32", "device": device, "profile_dir": profile_dir}
-    made = DiffusionEngine(stage_config("diffusion", model=str(model), options=options))
-    try:
-        await made.start(lambda _: None)
+async def engine(model: Path, **options: str) -> AsyncIterator[DiffusionEngine]:
+    async with started(
+        stage_config("diffusion", model=str(model), options={"dtype": "float32", "device": "cpu"} | options)
+    ) as made:
         yield made
-    finally:
-        await made.close()
 
 
 async def image(engine: DiffusionEngine) -> Array:
-    options = {"height": 64, "width": 64, "num_inference_steps": STEPS, "guidance_scale": 3.0}
-    task = Task("r", 7, prompt="red", negative_prompt="blur", options=options)
-    return packets(await collect(engine.submit(task)))[-1].tensors["frames"]
+    return await made_frames(engine, image_task(ImageSpec(prompt="red", negative_prompt="blur", seed=7, steps=STEPS)))
 
 
 @dataclass

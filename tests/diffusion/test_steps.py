@@ -1,5 +1,6 @@
 """Requests that alternate at every step get the same bits as from the pipeline's own `__call__`."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,8 @@ def model(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def folder(model: str, tmp_path: Path) -> Path:
-    return WRITERS[model](tmp_path)
+def folder(model: str, tiny_diffusion: Callable[[str], Path]) -> Path:
+    return tiny_diffusion(model)
 
 
 def state(model: str, spec: ImageSpec) -> DiffusionRequestState:

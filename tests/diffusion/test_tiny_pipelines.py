@@ -1,4 +1,5 @@
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,23 +10,18 @@ from tests.diffusion.tiny.calls import TOLERANCES, ImageSpec, classic_image, loa
 from tests.diffusion.tiny.pipelines import WRITERS, write_qwen_image
 from tests.diffusion.tiny.tokenizers import qwen_tokenizer
 
-MODELS = tuple(WRITERS)
 
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {model: write(tmp_path_factory.mktemp(model)) for model, write in WRITERS.items()}
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_the_same_bytes_are_written_each_time(model: str, folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", WRITERS)
+def test_the_same_bytes_are_written_each_time(
+    model: str, tiny_diffusion: Callable[[str], Path], tmp_path: Path
+) -> None:
     torch.rand(3)
-    assert _digests(WRITERS[model](tmp_path)) == _digests(folders[model])
+    assert _digests(WRITERS[model](tmp_path)) == _digests(tiny_diffusion(model))
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_an_image_depends_only_on_its_spec(model: str, folders: dict[str, Path]) -> None:
-    pipeline = load(folders[model])
+@pytest.mark.parametrize("model", WRITERS)
+def test_an_image_depends_only_on_its_spec(model: str, tiny_diffusion: Callable[[str], Path]) -> None:
+    pipeline = load(tiny_diffusion(model))
     made = classic_image(model, pipeline, ImageSpec())
     shape = (1, 9, 3, 64, 64) if model == "wan" else (1, 3, 64, 64)
     assert made.shape == shape
@@ -35,13 +31,13 @@ def test_an_image_depends_only_on_its_spec(model: str, folders: dict[str, Path])
     assert torch.equal(classic_image(model, pipeline, ImageSpec()), made)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_modular_form_generates_the_same_image(model: str, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("model", WRITERS)
+def test_the_modular_form_generates_the_same_image(model: str, tiny_diffusion: Callable[[str], Path]) -> None:
     spec = ImageSpec(height=96, steps=2)
     if model == "wan":
         pytest.importorskip("ftfy", reason="diffusers' modular Wan cleans prompts with it")
-    made = modular_image(model, load_modular(model, folders[model]), spec)
-    expected = classic_image(model, load(folders[model]), spec)
+    made = modular_image(model, load_modular(model, tiny_diffusion(model)), spec)
+    expected = classic_image(model, load(tiny_diffusion(model)), spec)
     torch.testing.assert_close(made, expected, rtol=0, atol=TOLERANCES[model])
 
 

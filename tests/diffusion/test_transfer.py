@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -12,7 +13,6 @@ from stagemesh.v1 import admin_pb2
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
 from tests.deployment import Deployment, deployed
 from tests.diffusion.stages import md5
-from tests.diffusion.tiny.pipelines import write_qwen_image
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -36,10 +36,9 @@ outputs: {{{{numbers: painter.frames}}}}
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Generator[Deployment]:
-    folder = write_qwen_image(tmp_path_factory.mktemp("qwen-image"))
-    path = folder / "moving.yaml"
-    path.write_text(PIPELINE.format(model=folder))
+def up(qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Deployment]:
+    path = tmp_path_factory.mktemp("moving") / "moving.yaml"
+    path.write_text(PIPELINE.format(model=qwen_image))
     with deployed(path) as up:
         yield up
 

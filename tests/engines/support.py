@@ -93,6 +93,12 @@ def text_of(events: Iterable[EngineEvent]) -> str:
     return b"".join(packet.tensors["text"].tobytes() for packet in packets(events)).decode()
 
 
+def tokens_of(events: Iterable[EngineEvent]) -> list[int]:
+    """Returns the emitted tokens."""
+    made = [packet.tensors["token_ids"] for packet in packets(events) if "token_ids" in packet.tensors]
+    return [int(token) for tokens in made for token in tokens.view(np.int32)]
+
+
 def as_prompt(prompt: Prompt | Sequence[int]) -> Prompt:
     """Returns a prompt of token ids for a sequence of numbers, and any other prompt unchanged."""
     return prompt if isinstance(prompt, str | Conversation | RawPrompt) else RawPrompt(tuple(prompt))

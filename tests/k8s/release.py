@@ -100,10 +100,17 @@ class Release(Render):
         """Returns the literal environment of a container."""
         return {item["name"]: item["value"] for item in self.container(name).get("env", []) if "value" in item}
 
-    def config(self) -> dict[str, Any]:
-        """Returns the config of the orchestrators."""
-        config: dict[str, Any] = json.loads(self.pod("orchestrator").annotations["stagemesh.dev/config"])
+    def config(self, front: str = "orchestrator") -> dict[str, Any]:
+        """Returns the config of the orchestrators, gateways or job servers."""
+        annotation = "config" if front == "orchestrator" else front
+        config: dict[str, Any] = json.loads(self.pod(front).annotations[f"stagemesh.dev/{annotation}"])
         return config
+
+    def secrets(self, name: str) -> dict[str, str]:
+        """Returns the Secret of each file that a pod has in /etc/stagemesh."""
+        sources = field(self.volume(name, "config"), "projected.sources", [])
+        secrets = [source["secret"] for source in sources if "secret" in source]
+        return {item["path"]: secret["name"] for secret in secrets for item in secret["items"]}
 
     def pipeline(self, name: str) -> dict[str, Any]:
         """Returns the pipeline file of a pod."""

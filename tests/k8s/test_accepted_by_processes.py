@@ -14,7 +14,6 @@ from stagemesh.common.process.media_config import MediaConfig
 from stagemesh.gateway.config import GatewayConfig
 from stagemesh.jobs.config import JobServerConfig
 from stagemesh.orchestrator.config import OrchestratorConfig
-from stagemesh.orchestrator.metrics.external_scaler import parse_trigger
 from stagemesh.pipeline import load_pipeline
 from tests.k8s.helm import CHART, read_values, render
 from tests.k8s.manifests import all_pods
@@ -30,7 +29,6 @@ JOB_SETTINGS = {
     "lease_s": "leaseSeconds",
     "keep_s": "keepSeconds",
 }
-SCALED = {"enabled": True, "queuedSeconds": 0.5, "playoutAtRisk": 1e-7, "cooldownSeconds": 60}
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
@@ -122,18 +120,3 @@ def test_pods_accept_their_pipeline_file(name: str, tmp_path: Path) -> None:
         if text := pod.annotations.get("stagemesh.dev/pipeline"):
             file.write_text(text)
             assert load_pipeline(str(file), check_models=False).name == name.removesuffix("-cpu")
-
-
-def test_orchestrators_accept_the_triggers_of_keda(tmp_path: Path) -> None:
-    release = Release(at("stageDefaults.autoscaling", SCALED), at("orchestrator.replicas", 3))
-    file = tmp_path / "pipeline.yaml"
-    file.write_text(release.pod("orchestrator").annotations["stagemesh.dev/pipeline"])
-    pipeline = load_pipeline(str(file), check_models=False)
-    triggers = [
-        parse_trigger(trigger["metadata"], pipeline)
-        for item in release.of_kind("ScaledObject")
-        for trigger in item["spec"]["triggers"]
-    ]
-    assert sorted(trigger.stage for trigger in triggers) == ["acoustic", "thinker", "vocoder"]
-    assert {trigger.orchestrators for trigger in triggers} == {3}
-    assert all(set(trigger.targets.values()) == {0.5, 1e-7} for trigger in triggers)

@@ -154,8 +154,8 @@ SCHEMA_FAULTS: list[tuple[str, str, Any, str]] = [
     (STAGE, "apiVersion", "apps/v2", "Couldn't find schema for kind Deployment"),
     (STAGE, "spec replicas", "two", "'two' is not of type 'integer'"),
     (STAGE, f"{CONTAINER} imagePullpolicy", "Always", "'imagePullpolicy' was unexpected"),
-    (KEDA, "spec triggers 0 metadata scalerAddress", REMOVED, "'scalerAddress' is a required property"),
-    (KEDA, "spec triggers 0 metadata queuedSeconds", 5, "5 is not of type 'string'"),
+    (KEDA, "spec triggers 0 metadata serverAddress", REMOVED, "'serverAddress' is a required property"),
+    (KEDA, "spec triggers 0 metadata threshold", 5, "5 is not of type 'string'"),
     (KEDA, "spec pollInterval", 5, "'pollInterval' was unexpected"),
     (LWS, "spec leaderWorkerTemplate size", REMOVED, "'size' is a required property"),
     (

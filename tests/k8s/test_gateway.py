@@ -1,8 +1,5 @@
 """The gateways of a release: how clients reach them, and how they reach the orchestrators."""
 
-import json
-from typing import Any
-
 import pytest
 
 from tests.k8s.manifests import field
@@ -17,18 +14,6 @@ TOKENS = at("tls.tokens.secret", "callers")
 FORWARDING = at("gateway.forwardTokens", True)
 
 
-def _config(release: Release) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(release.pod("gateway").annotations["stagemesh.dev/gateway"])
-    return config
-
-
-def _mounted(release: Release, name: str) -> dict[str, str]:
-    """Returns the secret of each file that a pod mounts at /etc/stagemesh."""
-    sources = field(release.volume(name, "config"), "projected.sources", [])
-    secrets = [source["secret"] for source in sources if "secret" in source]
-    return {item["path"]: secret["name"] for secret in secrets for item in secret["items"]}
-
-
 def test_a_release_has_no_gateway_by_default() -> None:
     assert [item for item in Release().objects if item["metadata"]["name"].endswith("-gateway")] == []
 
@@ -36,7 +21,7 @@ def test_a_release_has_no_gateway_by_default() -> None:
 def test_a_gateway_calls_the_address_that_clients_use() -> None:
     release = Release(ON)
     arguments = field(release["Pod/release-test"], "spec.containers.0.args")
-    ((server,),) = _config(release)["servers"]
+    ((server,),) = release.config("gateway")["servers"]
     assert f"--server={server}" in arguments
     assert server == "release-orchestrator.models.svc.cluster.local:7780"
 
@@ -63,24 +48,22 @@ def test_a_gateway_stores_voices_in_the_given_claim() -> None:
         if "persistentVolumeClaim" in each
     }
     assert claims == {"voices": {"claimName": "voices"}}
-    folder = json.loads(release.pod("gateway").annotations["stagemesh.dev/gateway"])["voices"]
+    folder = release.config("gateway")["voices"]
     assert {"name": "voices", "mountPath": folder} in release.container("gateway")["volumeMounts"]
 
 
 def test_a_gateway_serves_https_with_the_given_secret() -> None:
     release = Release(ON, at("gateway.httpsSecret", "public"))
-    assert _mounted(release, "gateway") == {"https/tls.crt": "public", "https/tls.key": "public"}
-    assert (_config(release)["https"], "tls" in _config(release)) == ("/etc/stagemesh/https", False)
+    assert release.secrets("gateway") == {"https/tls.crt": "public", "https/tls.key": "public"}
+    assert (release.config("gateway")["https"], "tls" in release.config("gateway")) == ("/etc/stagemesh/https", False)
 
 
 def test_a_gateway_has_the_certificate_of_a_client() -> None:
     release = Release(ON, ISSUER)
     spec = release["Certificate/release-gateway"]["spec"]
     assert spec["uris"] == ["stagemesh://client/release-gateway"]
-    assert _mounted(release, "gateway") == {
-        f"tls/{key}": spec["secretName"] for key in ("ca.crt", "tls.crt", "tls.key")
-    }
-    assert _config(release)["tls"] == "/etc/stagemesh/tls"
+    assert release.secrets("gateway") == {f"tls/{key}": spec["secretName"] for key in ("ca.crt", "tls.crt", "tls.key")}
+    assert release.config("gateway")["tls"] == "/etc/stagemesh/tls"
 
 
 def test_a_gateway_that_forwards_tokens_has_no_rights_of_its_own() -> None:
@@ -88,13 +71,13 @@ def test_a_gateway_that_forwards_tokens_has_no_rights_of_its_own() -> None:
     spec = release["Certificate/release-gateway"]["spec"]
     assert "uris" not in spec
     assert "release-gateway.models.svc" in spec["dnsNames"]
-    assert _mounted(release, "gateway") == {"tls/ca.crt": spec["secretName"]}
+    assert release.secrets("gateway") == {"tls/ca.crt": spec["secretName"]}
 
 
 def test_a_gateway_has_the_secret_that_the_values_name() -> None:
     given = at("tls", {"enabled": True, "secrets": {**TLS_SECRETS, "gateway": "tls-g"}})
     release = Release(ON, given, TOKENS, FORWARDING)
-    assert _mounted(release, "gateway") == {"tls/ca.crt": "tls-g"}
+    assert release.secrets("gateway") == {"tls/ca.crt": "tls-g"}
     assert not release.of_kind("Certificate")
 
 
@@ -106,7 +89,7 @@ def test_orchestrators_accept_the_tokens_that_gateways_forward() -> None:
         "caller_claim": "sub",
         **provider,
     }
-    assert _mounted(release, "orchestrator")["tokens/tokens.json"] == "callers"
+    assert release.secrets("orchestrator")["tokens/tokens.json"] == "callers"
     assert "tokens" not in Release(ISSUER).config()
 
 

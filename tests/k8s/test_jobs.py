@@ -19,18 +19,6 @@ GATEWAY = at("gateway.enabled", True)
 HOST = "release-jobs.models.svc.cluster.local"
 
 
-def _config(release: Release) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(release.pod("jobs").annotations["stagemesh.dev/jobs"])
-    return config
-
-
-def _secrets(release: Release) -> dict[str, str]:
-    """Returns the Secret of each file that a job server has in /etc/stagemesh."""
-    sources = field(release.volume("jobs", "config"), "projected.sources", [])
-    secrets = [source["secret"] for source in sources if "secret" in source]
-    return {item["path"]: secret["name"] for secret in secrets for item in secret["items"]}
-
-
 def test_a_release_has_no_job_server_by_default() -> None:
     release = Release(at("pipeline.media.store", "s3://bucket/media"))
     assert [item for item in release.objects if item["metadata"]["name"].endswith("-jobs")] == []
@@ -46,7 +34,7 @@ def test_clients_learn_the_address_of_the_job_servers_from_the_orchestrators() -
 
 def test_a_job_server_calls_the_address_that_clients_use_and_has_the_store_of_the_pipeline() -> None:
     media = {"store": "s3://bucket/media", "storage_options": {"s3": {"endpoint_url": "https://s3.example"}}}
-    config = _config(Release(ON, at("pipeline.media", media)))
+    config = Release(ON, at("pipeline.media", media).config("jobs"))
     assert config["servers"] == ["release-orchestrator.models.svc.cluster.local:7780"]
     assert (config["pipeline"], config["media"]) == ("speech", media)
 
@@ -77,7 +65,7 @@ def test_a_sqlite_file_is_in_a_claim_that_one_pod_uses_at_a_time() -> None:
     assert release.volume("jobs", "database") == {"persistentVolumeClaim": {"claimName": "release-jobs"}}
     # The folder of the default database is below STAGEMESH_HOME.
     assert {"name": "database", "mountPath": "/var/lib/stagemesh/jobs"} in release.container("jobs")["volumeMounts"]
-    assert not {"database", "database_file"} & _config(release).keys()
+    assert not {"database", "database_file"} & release.config("jobs").keys()
 
 
 def test_a_sqlite_file_can_be_in_a_given_claim() -> None:
@@ -90,8 +78,8 @@ def test_several_pods_share_the_database_whose_url_is_in_a_secret() -> None:
     release = Release(ON, POSTGRESQL, at("jobs", {"replicas": 3, "surge": 2}))
     deployment = release["Deployment/release-jobs"]["spec"]
     assert settings(deployment, "replicas", "strategy.rollingUpdate.maxSurge") == [3, 2]
-    assert _secrets(release) == {"database/url": "jobs-database"}
-    assert _config(release)["database_file"] == "/etc/stagemesh/database/url"
+    assert release.secrets("jobs") == {"database/url": "jobs-database"}
+    assert release.config("jobs")["database_file"] == "/etc/stagemesh/database/url"
     assert release.volume("jobs", "database") is None
     assert not release.of_kind("PersistentVolumeClaim")
 
@@ -111,8 +99,8 @@ def test_with_tls_a_job_server_has_the_certificate_of_a_client_and_a_port_for_pr
     spec = release["Certificate/release-jobs"]["spec"]
     assert spec["uris"] == ["stagemesh://client/release-jobs"]
     assert {HOST, "localhost"} <= set(spec["dnsNames"])
-    assert _secrets(release) == {f"tls/{key}": spec["secretName"] for key in ("ca.crt", "tls.crt", "tls.key")}
-    config, container = _config(release), release.container("jobs")
+    assert release.secrets("jobs") == {f"tls/{key}": spec["secretName"] for key in ("ca.crt", "tls.crt", "tls.key")}
+    config, container = release.config("jobs"), release.container("jobs")
     assert (config["tls"], config["health_listen"]) == ("/etc/stagemesh/tls", "0.0.0.0:7796")
     assert {container[f"{name}Probe"]["grpc"]["port"] for name in ("startup", "liveness", "readiness")} == {7796}
     assert release.config()["jobs_server_name"] == HOST
@@ -121,15 +109,15 @@ def test_with_tls_a_job_server_has_the_certificate_of_a_client_and_a_port_for_pr
 def test_a_job_server_has_the_secret_that_the_values_name() -> None:
     secrets = {**TLS_SECRETS, "jobs": "tls-j"}
     release = Release(ON, at("tls", {"enabled": True, "secrets": secrets}))
-    assert set(_secrets(release).values()) == {"tls-j"}
+    assert set(release.secrets("jobs").values()) == {"tls-j"}
     assert not release.of_kind("Certificate")
 
 
 def test_job_servers_accept_the_tokens_that_orchestrators_accept() -> None:
     release = Release(ON, ISSUER, TOKENS)
-    assert _config(release)["tokens"] == release.config()["tokens"]
-    assert _secrets(release)["tokens/tokens.json"] == "callers"
-    assert "tokens" not in _config(Release(ON, ISSUER))
+    assert release.config("jobs")["tokens"] == release.config()["tokens"]
+    assert release.secrets("jobs")["tokens/tokens.json"] == "callers"
+    assert "tokens" not in Release(ON, ISSUER).config("jobs")
 
 
 def test_clients_and_gateways_reach_the_job_servers() -> None:

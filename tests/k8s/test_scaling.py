@@ -1,14 +1,24 @@
 """Autoscalers, their signals, and the warm tier."""
 
+import re
 from typing import Any
 
 import pytest
 
+from stagemesh.orchestrator.metrics.scaling import Metric
 from tests.k8s.helm import NAMESPACE, RELEASE
 from tests.k8s.manifests import field, matches
 from tests.k8s.release import Release, at
 
-KEDA = {"enabled": True, "minReplicas": 1, "maxReplicas": 5, "queuedSeconds": 3, "playoutAtRisk": 2}
+PROMETHEUS = {"address": "http://prometheus.monitoring:9090"}
+KEDA = {
+    "enabled": True,
+    "minReplicas": 1,
+    "maxReplicas": 5,
+    "queuedSeconds": 3,
+    "playoutAtRisk": 2,
+    "prometheus": PROMETHEUS,
+}
 HPA = {**KEDA, "kind": "hpa"}
 
 
@@ -31,25 +41,61 @@ def test_keda_scales_the_deployment_between_the_bounds() -> None:
     assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (1, 5)
 
 
-def test_keda_asks_the_orchestrators_for_both_signals() -> None:
-    release = Release(at("stages.thinker.autoscaling", KEDA), at("orchestrator.replicas", 3))
-    metadata = field(release["ScaledObject/release-thinker"], "spec.triggers.0.metadata")
-    assert (
-        metadata.items()
-        >= {
-            "scalerAddress": f"release-admin.{NAMESPACE}.svc.cluster.local:7781",
-            "stage": "thinker",
-            "queuedSeconds": "3",
-            "playoutAtRisk": "2",
-            "orchestrators": "3",
-        }.items()
-    )
+def _targets(release: Release, name: str) -> dict[str, str]:
+    """Returns the target of each signal that a ScaledObject queries, by metric and stage."""
+    labels = f'namespace="{NAMESPACE}",stagemesh_release="{RELEASE}",stage='
+    triggers = field(release[f"ScaledObject/release-{name}"], "spec.triggers")
+    assert all(each["metadata"]["query"].startswith("sum(stagemesh_stage_") for each in triggers)
+    return {
+        each["metadata"]["query"][len("sum(stagemesh_stage_") : -1].replace(labels, ""): each["metadata"]["threshold"]
+        for each in triggers
+    }
+
+
+def test_keda_queries_the_sums_of_the_signals_with_a_target() -> None:
+    release = Release(at("stages.thinker.autoscaling", KEDA))
+    assert _targets(release, "thinker") == {'queued_seconds{"thinker"}': "3", 'playout_at_risk{"thinker"}': "2"}
+    for trigger in field(release["ScaledObject/release-thinker"], "spec.triggers"):
+        assert trigger["type"] == "prometheus"
+        assert trigger["metadata"]["serverAddress"] == PROMETHEUS["address"]
+        assert (trigger["metadata"]["activationThreshold"], trigger["metadata"]["ignoreNullValues"]) == ("0", "false")
+
+
+@pytest.mark.parametrize("kind", ["keda", "hpa"])
+def test_autoscalers_read_metrics_that_orchestrators_serve(kind: str) -> None:
+    scaling = {**KEDA, "kind": kind, "inFlight": 8}
+    text = str(Release(at("stages.thinker.autoscaling", scaling)).of_kind("ScaledObject", "HorizontalPodAutoscaler"))
+    assert set(re.findall(r"stagemesh_stage_\w+", text)) == {metric.value for metric in Metric}
+
+
+def test_small_and_large_targets_are_written_out() -> None:
+    scaling = {**KEDA, "queuedSeconds": 0.5, "playoutAtRisk": 1e-7, "inFlight": 1e7}
+    targets = _targets(Release(at("stages.thinker.autoscaling", scaling)), "thinker")
+    assert [float(value) for value in targets.values()] == [1e7, 1e-7, 0.5]
+
+
+def test_keda_authenticates_itself_if_the_values_say_how() -> None:
+    prometheus = {**PROMETHEUS, "authModes": "bearer", "authenticationRef": {"name": "prometheus"}}
+    triggers = {
+        name: field(Release(at("stages.thinker.autoscaling", scaling))["ScaledObject/release-thinker"], "spec.triggers")
+        for name, scaling in {"open": KEDA, "protected": {**KEDA, "prometheus": prometheus}}.items()
+    }
+    for trigger in triggers["protected"]:
+        assert (trigger["metadata"]["authModes"], trigger["authenticationRef"]) == ("bearer", {"name": "prometheus"})
+    assert not any("authModes" in each["metadata"] or "authenticationRef" in each for each in triggers["open"])
+
+
+def test_a_stage_with_a_running_step_is_not_scaled_to_nothing() -> None:
+    scaling = {**KEDA, "minReplicas": 0}
+    release = Release(at("stages.thinker", {"autoscaling": scaling, "warm": {"replicas": 1}}))
+    assert _targets(release, "thinker")['in_flight{"thinker"}'] == "1000000"
+    busy = Release(at("stages.thinker", {"autoscaling": {**scaling, "inFlight": 8}, "warm": {"replicas": 1}}))
+    assert _targets(busy, "thinker")['in_flight{"thinker"}'] == "8"
 
 
 def test_each_stage_of_a_group_can_ask_for_replicas() -> None:
-    release = Release(at("groups.voice.autoscaling", KEDA))
-    triggers = field(release["ScaledObject/release-voice"], "spec.triggers")
-    assert [trigger["metadata"]["stage"] for trigger in triggers] == ["acoustic", "vocoder"]
+    release = Release(at("groups.voice.autoscaling", {**KEDA, "playoutAtRisk": 0}))
+    assert _targets(release, "voice") == {'queued_seconds{"acoustic"}': "3", 'queued_seconds{"vocoder"}': "3"}
 
 
 def test_keda_removes_replicas_slowly_and_one_by_one() -> None:

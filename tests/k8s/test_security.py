@@ -1,10 +1,8 @@
 """Connections between pods, and the rights of a pod."""
 
-import json
-
 import pytest
 
-from tests.k8s.manifests import all_pods, field, pods_of
+from tests.k8s.manifests import all_pods, pods_of
 from tests.k8s.network import Endpoint, is_allowed
 from tests.k8s.release import EXTERNAL, Release, at
 from tests.k8s.test_stage_settings import NIXL_EDGE
@@ -23,7 +21,6 @@ class Network:
         self.pods = {
             "client": Endpoint({"app": "client"}),
             "foreign client": Endpoint({"app": "client"}, "other"),
-            "keda": Endpoint({"app": "keda"}, "keda"),
             "prometheus": Endpoint({"app": "prometheus"}, "monitoring"),
             "dns": Endpoint({"k8s-app": "kube-dns"}, "kube-system"),
             "other release": Endpoint({**release.pod("thinker").labels, "app.kubernetes.io/instance": "other"}),
@@ -71,11 +68,6 @@ def test_a_client_that_the_values_select_reaches_the_orchestrators() -> None:
 def test_operators_that_the_values_select_reach_the_admin_port() -> None:
     network = Network(Release(at("networkPolicy.operators", [{"podSelector": {"matchLabels": {"app": "client"}}}])))
     assert network.sources("orchestrator", ADMIN) == {"client"}
-
-
-def test_keda_reaches_the_admin_port_if_it_scales_a_stage() -> None:
-    network = Network(Release(at("stages.thinker.autoscaling.enabled", True)))
-    assert network.sources("orchestrator", ADMIN) == {"keda"}
 
 
 @pytest.mark.parametrize("monitor", ["serviceMonitor", "podMonitor"])
@@ -218,23 +210,9 @@ def test_cert_manager_makes_a_certificate_for_each_service() -> None:
     }
 
 
-def test_keda_has_the_certificate_of_an_operator() -> None:
-    tls = at("tls", {"enabled": True, "issuer": {"name": "ca"}})
-    scaling = at("stageDefaults.autoscaling", {"enabled": True, "queuedSeconds": 1, "maxReplicas": 2})
-    release = Release(tls, scaling)
-    (authentication,) = release.of_kind("TriggerAuthentication")
-    (certificate,) = [each for each in release.of_kind("Certificate") if each["metadata"]["name"] == "release-keda"]
-    assert certificate["spec"]["uris"] == ["stagemesh://operator/release"]
-    assert {each["name"] for each in authentication["spec"]["secretTargetRef"]} == {certificate["spec"]["secretName"]}
-    triggers = [trigger for item in release.of_kind("ScaledObject") for trigger in item["spec"]["triggers"]]
-    assert triggers
-    assert all(trigger["authenticationRef"] == {"name": "release-keda"} for trigger in triggers)
-    assert not Release(scaling).of_kind("TriggerAuthentication")
-
-
 def test_probes_have_a_port_without_tls() -> None:
     release = Release(at("tls", {"enabled": True, "issuer": {"name": "ca"}}))
-    config = json.loads(release.pod("orchestrator").annotations["stagemesh.dev/config"])
+    config = release.config()
     assert (config["tls"], config["health_listen"]) == ("/etc/stagemesh/tls", "0.0.0.0:7782")
     for name in ("thinker", "acoustic", "vocoder"):
         container = release.container(name)
@@ -249,25 +227,14 @@ def test_probes_have_a_port_without_tls() -> None:
 
 def test_a_release_with_tls_has_another_topology() -> None:
     with_tls = Release(at("tls", {"enabled": True, "issuer": {"name": "ca"}}))
-    topologies = {_generation(release).partition("-")[0] for release in (Release(), with_tls)}
+    topologies = {release.generation().partition("-")[0] for release in (Release(), with_tls)}
     assert len(topologies) == 2
-
-
-def _generation(release: Release) -> str:
-    return str(json.loads(release.pod("orchestrator").annotations["stagemesh.dev/config"])["generation"])
 
 
 def test_given_certificates_are_mounted_by_reference() -> None:
     release = Release(at("tls", {"enabled": True, "secrets": TLS_SECRETS}))
-    secrets = {
-        name: [
-            source["secret"]["name"]
-            for source in field(release.volume(name, "config"), "projected.sources")
-            if "secret" in source
-        ]
-        for name in ("orchestrator", "voice")
-    }
-    assert secrets == {"orchestrator": ["tls-o"], "voice": ["tls-s"]}
+    assert set(release.secrets("orchestrator").values()) == {"tls-o"}
+    assert set(release.secrets("voice").values()) == {"tls-s"}
     assert not release.of_kind("Certificate")
 
 

@@ -41,6 +41,46 @@ def test_a_setting_of_the_pod_arrives(setting: str, value: Any, path: str) -> No
     assert field(release.pod("orchestrator").spec, path) is None
 
 
+IMAGE = {"repository": "registry.example/stage", "tag": "1.0", "digest": DIGEST}
+RESOURCES = {"requests": {"cpu": "2", "memory": "8Gi"}, "limits": {"memory": "16Gi"}}
+PINNED = {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+OVER_RDMA = at("pipeline.edges", NIXL_EDGE)
+CUDA = at("pipeline.stages.thinker.options.device", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("others", "settings_of_stage", "path", "value"),
+    [
+        pytest.param({}, {"gpus": 4}, "resources.requests", {"nvidia.com/gpu": "4"}, id="requested GPUs"),
+        pytest.param({}, {"gpus": 4}, "resources.limits", {"nvidia.com/gpu": "4"}, id="limit of GPUs"),
+        pytest.param(
+            *({}, {"gpus": 1, "gpuResource": "amd.com/gpu"}, "resources.limits", {"amd.com/gpu": "1"}),
+            id="another resource of GPUs",
+        ),
+        pytest.param({}, {"resources": RESOURCES}, "resources", RESOURCES, id="processors and memory"),
+        pytest.param(
+            *(CUDA, {"resources": {"limits": {"nvidia.com/gpu": "1"}}}, "resources.limits", {"nvidia.com/gpu": "1"}),
+            id="GPUs among the resources",
+        ),
+        pytest.param(
+            *({}, {"envFrom": [{"secretRef": {"name": "hub"}}]}, "envFrom", [{"secretRef": {"name": "hub"}}]),
+            id="secrets as variables",
+        ),
+        pytest.param({}, {"image": IMAGE}, "image", f"registry.example/stage@{DIGEST}", id="a digest, not the tag"),
+        pytest.param(OVER_RDMA, {"rdma": RDMA}, "resources.limits", {"rdma/hca": "2"}, id="RDMA devices"),
+        pytest.param(OVER_RDMA, {"rdma": RDMA}, "securityContext.capabilities", PINNED, id="right to pin memory"),
+        pytest.param(
+            *(OVER_RDMA, {"rdma": {**RDMA, "ipcLock": False}}, "securityContext.capabilities", {"drop": ["ALL"]}),
+            id="no right to pin memory",
+        ),
+    ],
+)
+def test_a_setting_of_the_container_arrives(
+    others: dict[str, Any], settings_of_stage: dict[str, Any], path: str, value: Any
+) -> None:
+    assert field(Release(others, at("stages.thinker", settings_of_stage)).container("thinker"), path) == value
+
+
 def test_a_default_of_stages_is_overridden_by_a_stage() -> None:
     release = Release(at("stageDefaults.priorityClassName", "low"), at("stages.thinker.priorityClassName", "high"))
     assert [release.pod(name).spec["priorityClassName"] for name in ("thinker", "voice")] == ["high", "low"]
@@ -65,35 +105,10 @@ def test_the_number_of_replicas_comes_from_the_pipeline_unless_the_values_set_it
     assert Release()["Deployment/release-thinker"]["spec"]["replicas"] == 1
 
 
-def test_gpus_are_requested_as_text_and_limited_to_the_same_number() -> None:
-    resources = Release(at("stages.thinker.gpus", 4)).container("thinker")["resources"]
-    assert [resources[kind]["nvidia.com/gpu"] for kind in ("requests", "limits")] == ["4", "4"]
-
-
-def test_the_resource_of_a_gpu_can_be_renamed() -> None:
-    release = Release(at("stages.thinker", {"gpus": 1, "gpuResource": "amd.com/gpu"}))
-    assert field(release.container("thinker"), "resources.limits") == {"amd.com/gpu": "1"}
-
-
-def test_cpu_and_memory_of_a_stage_are_those_of_the_values() -> None:
-    given = {"requests": {"cpu": "2", "memory": "8Gi"}, "limits": {"memory": "16Gi"}}
-    assert Release(at("stages.thinker.resources", given)).container("thinker")["resources"] == given
-
-
 def test_a_variable_replaces_that_of_the_chart() -> None:
     given = {"name": "HOME", "value": "/tmp"}
     variables = Release(at("stages.thinker.env", [given])).container("thinker")["env"]
     assert [item for item in variables if item["name"] == "HOME"] == [given]
-
-
-def test_secrets_become_variables_by_reference() -> None:
-    release = Release(at("stages.thinker.envFrom", [{"secretRef": {"name": "hub"}}]))
-    assert release.container("thinker")["envFrom"] == [{"secretRef": {"name": "hub"}}]
-
-
-def test_a_digest_replaces_the_tag() -> None:
-    image = {"repository": "registry.example/stage", "tag": "1.0", "digest": DIGEST}
-    assert Release(at("images.stage", image)).container("thinker")["image"] == f"registry.example/stage@{DIGEST}"
 
 
 def test_the_tag_is_the_version_of_the_application_by_default() -> None:
@@ -213,31 +228,11 @@ def test_image_pull_secrets_reach_every_pod() -> None:
     assert all(pod.spec["imagePullSecrets"] == [{"name": "registry"}] for pod in pods)
 
 
-def test_rdma_gives_a_device_and_the_right_to_pin_memory() -> None:
-    release = Release(at("pipeline.edges", NIXL_EDGE), at("stages.thinker.rdma", RDMA))
-    container = release.container("thinker")
-    assert field(container, "resources.limits") == {"rdma/hca": "2"}
-    assert field(container, "securityContext.capabilities") == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
-
-
 def test_the_input_of_clients_reaches_a_stage_without_nixl() -> None:
     edges = [{**edge, "connector": "grpc"} for edge in NIXL_EDGE]
     release = Release(at("pipeline.edges", [*edges, {"from": "@input", "to": "acoustic"}]))
     assert release.pipeline("orchestrator")["edges"][2] == {"from": "@input", "to": "acoustic"}
     assert "UCX_TCP_PORT_RANGE" not in release.env("acoustic")
-
-
-def test_ipc_lock_can_be_refused() -> None:
-    release = Release(at("pipeline.edges", NIXL_EDGE), at("stages.thinker.rdma", {**RDMA, "ipcLock": False}))
-    assert field(release.container("thinker"), "securityContext.capabilities") == {"drop": ["ALL"]}
-
-
-def test_resources_can_name_the_gpus_themselves() -> None:
-    release = Release(
-        at("stages.thinker.resources", {"limits": {"nvidia.com/gpu": "1"}}),
-        at("pipeline.stages.thinker.options.device", "cuda"),
-    )
-    assert field(release.container("thinker"), "resources.limits") == {"nvidia.com/gpu": "1"}
 
 
 def test_settings_of_ucx_become_variables() -> None:

@@ -1,6 +1,9 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from stagemesh.rpc.credentials import PROCESS
 
 TINY = """\
 pipeline: tiny
@@ -11,6 +14,14 @@ edges:
   - {from: first, to: second}
 outputs: {text: second}
 """
+
+
+@pytest.fixture(autouse=True)
+def _own_credentials() -> Iterator[None]:
+    """Restores the credentials of this process, which a launcher sets."""
+    before = PROCESS.credentials
+    yield
+    PROCESS.use(before)
 
 
 @pytest.fixture

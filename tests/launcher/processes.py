@@ -4,6 +4,8 @@ import asyncio
 import os
 import select
 import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc.aio
@@ -35,6 +37,14 @@ class Supervised:
             probe=self._probe,
         )
         self.supervisor = Supervisor(spec, policy=QUICK, listener=self.statuses.put_nowait)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[ProcessStatus]:
+        """Runs the supervisor until the block ends, and yields the status of the process when it is ready."""
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(self.supervisor.run())
+            yield await self.until(ProcessState.READY)
+            running.cancel()
 
     async def _probe(self, channel: grpc.aio.Channel) -> Observation | None:
         """Reports a process as ready after it has written its first line."""

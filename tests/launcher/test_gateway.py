@@ -37,13 +37,19 @@ async def _answer(client: openai.AsyncOpenAI) -> str:
     return answer.choices[0].text
 
 
-async def test_a_gateway_answers_the_official_client(tiny: Path) -> None:
-    launcher = _launcher(tiny)
+async def test_a_gateway_answers_the_official_client_and_ends_with_the_launcher(tiny: Path) -> None:
+    launcher = Launcher(load_pipeline(str(tiny)), listen=LISTEN, gateway_listen=LISTEN, metrics=True)
     async with launcher.running(), _client(launcher) as client:
         await launcher.wait_ready()
-        assert launcher.processes["gateway"].state is ProcessState.READY
+        gateway = launcher.processes["gateway"]
+        assert gateway.state is ProcessState.READY
+        assert launcher.metrics_endpoints["gateway"] == launcher.gateway_endpoint
         assert [model.id async for model in client.models.list()] == ["tiny"]
         assert (await _answer(client)).startswith("Step 0 is ")
+    assert gateway.process_id is not None
+    assert launcher.processes["gateway"].state is ProcessState.STOPPED
+    with pytest.raises(ProcessLookupError):
+        os.kill(gateway.process_id, 0)
 
 
 async def test_a_killed_gateway_is_restarted_and_serves(tiny: Path) -> None:
@@ -72,17 +78,6 @@ async def test_a_gateway_has_a_certificate_of_its_own(tiny: Path, tmp_path: Path
         assert (await _answer(client)).startswith("Step 0 is ")
 
 
-async def test_a_gateway_ends_with_the_launcher(tiny: Path) -> None:
-    launcher = _launcher(tiny)
-    async with launcher.running():
-        await launcher.wait_ready()
-        process_id = launcher.processes["gateway"].process_id
-    assert process_id is not None
-    assert launcher.processes["gateway"].state is ProcessState.STOPPED
-    with pytest.raises(ProcessLookupError):
-        os.kill(process_id, 0)
-
-
 async def test_the_port_of_a_gateway_in_use_is_reported_before_any_process_starts(tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
@@ -100,9 +95,3 @@ async def test_an_address_of_a_gateway_without_a_host_is_rejected(tiny: Path) ->
         async with asyncio.timeout(30), launcher.running():
             pass
     assert caught.value.reason == "INVALID_ADDRESS"
-
-
-async def test_the_gateway_serves_its_metrics_with_those_of_the_other_processes(tiny: Path) -> None:
-    launcher = Launcher(load_pipeline(str(tiny)), listen=LISTEN, gateway_listen=LISTEN, metrics=True)
-    async with launcher.running():
-        assert launcher.metrics_endpoints["gateway"] == launcher.gateway_endpoint

@@ -39,10 +39,6 @@ def _process_ids(launcher: Launcher) -> list[int]:
     return [status.process_id for status in launcher.processes.values() if status.process_id is not None]
 
 
-def _edit(pipeline: Path, text: str, *, to: str) -> None:
-    pipeline.write_text(pipeline.read_text().replace(text, to))
-
-
 def _left_over(pipeline: Path, pattern: str) -> int:
     return len(list(pipeline.parent.glob(f"home/runs/*/{pattern}")))
 
@@ -55,20 +51,30 @@ def _is_alive(process_id: int) -> bool:
     return True
 
 
-async def _fail_once_ready(launcher: Launcher, process_ids: list[int]) -> None:
-    async with launcher.running():
-        await launcher.wait_ready()
-        process_ids += _process_ids(launcher)
-        raise ZeroDivisionError
+async def test_a_pipeline_starts_answers_and_leaves_only_its_logs(tiny: Path) -> None:
+    stopped: list[str] = []
 
+    def note(status: ProcessStatus) -> None:
+        if status.state is ProcessState.STOPPED:
+            stopped.append(status.name)
 
-async def test_a_pipeline_starts_and_answers(tiny: Path) -> None:
-    launcher = _launcher(tiny)
+    overrides = {"stages.second.replicas": "2"}
+    loaded = load_pipeline(str(tiny), overrides=overrides)
+    launcher = Launcher(loaded, listen=LISTEN, overrides=overrides, listener=note)
     async with launcher.running(), AsyncClient(launcher.endpoint) as client:
         await launcher.wait_ready()
         result = await client.generate("hello", seed=1).result()
+        endpoints = {status.endpoint for status in launcher.processes.values()}
+        process_ids = _process_ids(launcher)
     assert result.text.startswith("Step 0 is ")
     assert [edge.edge for edge in result.finished.edges] == ["first->second"]
+    assert set(launcher.processes) == {ORCHESTRATOR, "first-0", "second-0", "second-1"}
+    assert len(endpoints) == len(process_ids) == 4
+    # The orchestrator stops before the stages that its requests need.
+    assert (stopped[0], sorted(stopped[1:])) == (ORCHESTRATOR, ["first-0", "second-0", "second-1"])
+    assert not any(_is_alive(process_id) for process_id in process_ids)
+    # The fork server has a log, too.
+    assert (_left_over(tiny, "*.json"), _left_over(tiny, "*.log")) == (0, 5)
 
 
 async def test_a_killed_stage_is_restarted_and_serves(tiny: Path) -> None:
@@ -85,37 +91,13 @@ async def test_a_killed_stage_is_restarted_and_serves(tiny: Path) -> None:
         assert (await client.generate("hello", timeout_s=20).result()).text
 
 
-async def test_stopping_leaves_no_process_and_no_config(tiny: Path) -> None:
-    launcher = _launcher(tiny)
-    async with launcher.running():
-        await launcher.wait_ready()
-        process_ids = _process_ids(launcher)
-    assert len(process_ids) == 3
-    assert not any(_is_alive(process_id) for process_id in process_ids)
-    assert _left_over(tiny, "*.json") == 0
-    # The fork server has one, too.
-    assert _left_over(tiny, "*.log") == 4
-
-
-async def test_the_orchestrator_stops_before_the_stages_that_its_requests_need(tiny: Path) -> None:
-    stopped: list[str] = []
-
-    def note(status: ProcessStatus) -> None:
-        if status.state is ProcessState.STOPPED:
-            stopped.append(status.name)
-
-    launcher = Launcher(load_pipeline(str(tiny)), listen=LISTEN, listener=note)
-    async with launcher.running():
-        await launcher.wait_ready()
-    assert stopped[0] == ORCHESTRATOR
-    assert sorted(stopped[1:]) == ["first-0", "second-0"]
-
-
 async def test_an_error_in_the_body_stops_all_processes(tiny: Path) -> None:
     launcher = _launcher(tiny)
-    process_ids: list[int] = []
     with pytest.raises(ZeroDivisionError):
-        await _fail_once_ready(launcher, process_ids)
+        async with launcher.running():
+            await launcher.wait_ready()
+            process_ids = _process_ids(launcher)
+            raise ZeroDivisionError
     assert len(process_ids) == 3
     assert not any(_is_alive(process_id) for process_id in process_ids)
 
@@ -132,20 +114,11 @@ async def test_a_port_in_use_is_reported_before_any_process_starts(tiny: Path) -
 
 
 async def test_a_stage_that_cannot_start_ends_the_launcher_with_the_cause(tiny: Path) -> None:
-    _edit(tiny, "steps: 2", to="memory_bytes: 1000000000000000")
+    overrides = {"stages.first.options.memory_bytes": "1000000000000000"}
     policy = RestartPolicy(first_pause_s=0.01, max_pause_s=0.02, quick_failures=2)
-    launcher = Launcher(load_pipeline(str(tiny)), listen=LISTEN, policy=policy)
+    loaded = load_pipeline(str(tiny), overrides=overrides)
+    launcher = Launcher(loaded, listen=LISTEN, overrides=overrides, policy=policy)
     with pytest.raises(NotReadyError, match=r"(?s)first-0 .*ended 2 times.*cannot allocate 1000000000000000 bytes"):
         async with launcher.running():
             await launcher.wait_ready()
     assert not any(_is_alive(process_id) for process_id in _process_ids(launcher))
-
-
-async def test_each_replica_has_a_process_and_a_port(tiny: Path) -> None:
-    overrides = {"stages.second.replicas": "2"}
-    launcher = Launcher(load_pipeline(str(tiny), overrides=overrides), listen=LISTEN, overrides=overrides)
-    async with launcher.running():
-        await launcher.wait_ready()
-        endpoints = {status.endpoint for status in launcher.processes.values()}
-    assert set(launcher.processes) == {ORCHESTRATOR, "first-0", "second-0", "second-1"}
-    assert len(endpoints) == 4

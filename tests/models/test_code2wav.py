@@ -1,7 +1,6 @@
 """Qwen3-Omni's code2wav as a streaming stage, compared with transformers' decode of the whole stream."""
 
 import asyncio
-import itertools
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +22,7 @@ from stagemesh.services.engines.base import Task, Usage
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.models.codec_speech.streaming import BatchState
-from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, VocoderState
+from stagemesh.services.models.codec_speech.vocoder import CodecVocoder
 from stagemesh.services.models.qwen3_omni.code2wav import make_code2wav
 from tests.engines.support import collect, packets, stage_config
 from tests.models.tiny_code2wav import (
@@ -34,6 +32,7 @@ from tests.models.tiny_code2wav import (
     random_codes,
     write_checkpoint,
 )
+from tests.models.vocoding import Codes, Samples, decode, joined, pieces, push, push_all
 
 FRAMES = 120
 CODES = random_codes(FRAMES)
@@ -48,33 +47,20 @@ CUTTINGS = {
     "ramp": [1, 3, 7, 15, 31, 63],
 }
 
-Codes = npt.NDArray[np.int32]
-Samples = npt.NDArray[np.float32]
+
+@pytest.fixture(scope="module")
+def whole(code2wav_reference: Qwen3OmniMoeCode2Wav) -> Samples:
+    return decode_whole(code2wav_reference, CODES)
 
 
 @pytest.fixture(scope="module")
-def reference() -> Qwen3OmniMoeCode2Wav:
-    return make_reference()
-
-
-@pytest.fixture(scope="module")
-def whole(reference: Qwen3OmniMoeCode2Wav) -> Samples:
-    return decode_whole(reference, CODES)
-
-
-@pytest.fixture(scope="module")
-def folder(reference: Qwen3OmniMoeCode2Wav, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("code2wav"), reference)
-
-
-@pytest.fixture(scope="module")
-def vocoder(folder: Path) -> CodecVocoder:
-    return load(folder)
+def vocoder(code2wav_folder: Path) -> CodecVocoder:
+    return load(code2wav_folder)
 
 
 @pytest.fixture
-async def engine(folder: Path) -> AsyncIterator[FunctionEngine]:
-    engine = FunctionEngine(stage_config("function", function="qwen3_omni.code2wav", model=str(folder)))
+async def engine(code2wav_folder: Path) -> AsyncIterator[FunctionEngine]:
+    engine = FunctionEngine(stage_config("function", function="qwen3_omni.code2wav", model=str(code2wav_folder)))
     await engine.start(lambda _line: None)
     yield engine
     await engine.close()
@@ -84,30 +70,10 @@ def load(folder: Path, **options: JsonValue) -> CodecVocoder:
     return make_code2wav(folder, {"device": "cpu", **options})
 
 
-def chunks(codes: Codes, cuts: Sequence[int]) -> list[Packet]:
-    places = [0, *sorted({min(cut, len(codes)) for cut in cuts}), len(codes)]
-    return [Packet({"codes": codes[start:end]}) for start, end in itertools.pairwise(places)]
-
-
-def push(vocoder: CodecVocoder, state: VocoderState, packet: Packet) -> Samples:
-    (made,) = vocoder([Call(state, packet)])
-    return joined(made)
-
-
-def joined(made: Sequence[Packet]) -> Samples:
-    parts = [packet.tensors["audio"].astype(np.float32, copy=False) for packet in made]
-    return np.concatenate([np.zeros(0, np.float32), *parts])
-
-
-def decode(vocoder: CodecVocoder, codes: Codes, cuts: Sequence[int]) -> Samples:
-    state = vocoder.open(seed=0, options={})
-    return np.concatenate([push(vocoder, state, packet) for packet in chunks(codes, cuts)])
-
-
 def task(codes: Codes, cuts: Sequence[int]) -> Task:
     async def inlet() -> AsyncIterator[Packet]:
-        for packet in chunks(codes, cuts):
-            yield packet
+        for piece in pieces(codes, cuts):
+            yield Packet({"codes": piece})
 
     return Task(f"of {len(codes)} frames", 0, inlets={"in": inlet()})
 
@@ -158,13 +124,10 @@ def test_older_configs_name_the_base_of_the_embedding_otherwise(tmp_path: Path) 
 
 def test_streams_at_different_progress_share_batches(vocoder: CodecVocoder, whole: Samples) -> None:
     states = [vocoder.open(seed=0, options={}) for _ in range(8)]
-    heard = [push(vocoder, state, Packet({"codes": CODES[: 3 * row]})) for row, state in enumerate(states)]
+    heard = [push(vocoder, state, CODES[: 3 * row]) for row, state in enumerate(states)]
     for start in range(0, 90, 9):
-        calls = [
-            Call(state, Packet({"codes": CODES[3 * row + start : 3 * row + start + 9]}))
-            for row, state in enumerate(states)
-        ]
-        heard = [np.concatenate([old, joined(new)]) for old, new in zip(heard, vocoder(calls), strict=True)]
+        made = push_all(vocoder, states, [CODES[3 * row + start : 3 * row + start + 9] for row in range(8)])
+        heard = [np.concatenate(each) for each in zip(heard, made, strict=True)]
     for samples in heard:
         assert_equal(samples, whole[: len(samples)])
 
@@ -173,9 +136,9 @@ def test_a_filled_batch_sounds_as_an_exact_one(vocoder: CodecVocoder, whole: Sam
     filled = CodecVocoder(vocoder._decoder, batches=(1, 4))
     states = [filled.open(seed=0, options={}) for _ in range(7)]
     heard = [np.zeros(0, np.float32) for _ in states]
-    for packet in chunks(CODES, CUTTINGS["25"]):
-        made = filled([Call(state, packet) for state in states])
-        heard = [np.concatenate([old, joined(new)]) for old, new in zip(heard, made, strict=True)]
+    for piece in pieces(CODES, CUTTINGS["25"]):
+        made = push_all(filled, states, [piece] * len(states))
+        heard = [np.concatenate(each) for each in zip(heard, made, strict=True)]
     for state, samples in zip(states, heard, strict=True):
         assert_equal(samples, whole)
         assert state.frames == FRAMES
@@ -183,13 +146,13 @@ def test_a_filled_batch_sounds_as_an_exact_one(vocoder: CodecVocoder, whole: Sam
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_gpu_gives_the_samples_of_the_cpu(folder: Path, whole: Samples) -> None:
-    vocoder = load(folder, device="cuda", dtype="float32")
+def test_a_gpu_gives_the_samples_of_the_cpu(code2wav_folder: Path, whole: Samples) -> None:
+    vocoder = load(code2wav_folder, device="cuda", dtype="float32")
     states = [vocoder.open(seed=0, options={}) for _ in range(5)]
     heard = [np.zeros(0, np.float32) for _ in states]
-    for packet in chunks(CODES, CUTTINGS["25"]):
-        made = vocoder([Call(state, packet) for state in states])
-        heard = [np.concatenate([old, joined(new)]) for old, new in zip(heard, made, strict=True)]
+    for piece in pieces(CODES, CUTTINGS["25"]):
+        made = push_all(vocoder, states, [piece] * len(states))
+        heard = [np.concatenate(each) for each in zip(heard, made, strict=True)]
     for samples in heard:
         np.testing.assert_allclose(samples, whole, atol=GPU_TOLERANCE, rtol=0)
 
@@ -222,7 +185,7 @@ class _MostFrames:
 def test_long_packets_are_decoded_in_pieces(vocoder: CodecVocoder, monkeypatch: pytest.MonkeyPatch) -> None:
     codes, most = random_codes(2000), _MostFrames(vocoder, monkeypatch)
     first, second = (vocoder.open(seed=0, options={}) for _ in range(2))
-    long = [joined(made) for made in vocoder([Call(state, Packet({"codes": codes})) for state in (first, second)])]
+    long = push_all(vocoder, [first, second], [codes, codes])
     assert most.frames <= vocoder._max_frames
     short = decode(vocoder, codes, range(25, 2000, 25))
     for samples in long:
@@ -232,8 +195,8 @@ def test_long_packets_are_decoded_in_pieces(vocoder: CodecVocoder, monkeypatch: 
 def test_the_memory_of_a_stream_is_constant(vocoder: CodecVocoder) -> None:
     state, other = (vocoder.open(seed=0, options={}) for _ in range(2))
     sizes = set[int]()
-    for packet in chunks(random_codes(2000), range(40, 2000, 40)):
-        vocoder([Call(state, packet), Call(other, packet)])
+    for piece in pieces(random_codes(2000), range(40, 2000, 40)):
+        push_all(vocoder, [state, other], [piece, piece])
         assert state.memory is not None
         assert state.memory.nbytes == state.memory.untyped_storage().nbytes()
         sizes.add(state.memory.nbytes)
@@ -270,11 +233,11 @@ async def test_a_wrong_code_fails_only_its_request_and_names_the_frame(engine: F
 
 def test_a_batch_that_fails_changes_no_state(vocoder: CodecVocoder, whole: Samples) -> None:
     state, wrong = (vocoder.open(seed=0, options={}) for _ in range(2))
-    heard = push(vocoder, state, Packet({"codes": CODES[:10]}))
+    heard = push(vocoder, state, CODES[:10])
     bad = Call(wrong, Packet({"codes": np.full((3, 4), -1, np.int32)}))
     with pytest.raises(InvalidChunkError, match="codec frame 0 has the code -1"):
         vocoder([Call(state, Packet({"codes": CODES[10:20]})), bad])
-    assert_equal(np.concatenate([heard, push(vocoder, state, Packet({"codes": CODES[10:]}))]), whole)
+    assert_equal(np.concatenate([heard, push(vocoder, state, CODES[10:])]), whole)
 
 
 def test_a_wrong_number_of_groups_is_an_error(vocoder: CodecVocoder) -> None:
@@ -282,8 +245,8 @@ def test_a_wrong_number_of_groups_is_an_error(vocoder: CodecVocoder) -> None:
         decode(vocoder, CODES[:, :3], [])
 
 
-def test_bfloat16_is_close(folder: Path, whole: Samples) -> None:
-    samples = decode(load(folder, dtype="bfloat16"), CODES, CUTTINGS["25"])
+def test_bfloat16_is_close(code2wav_folder: Path, whole: Samples) -> None:
+    samples = decode(load(code2wav_folder, dtype="bfloat16"), CODES, CUTTINGS["25"])
     error = samples - whole
     assert samples.dtype == np.float32
     assert 0 < error.std() < 0.1 * whole.std()
@@ -293,9 +256,9 @@ def test_bfloat16_is_close(folder: Path, whole: Samples) -> None:
     ("options", "problem"),
     [({"dtype": "float8"}, "option dtype is 'float8'"), ({"precision": 1}, "unknown option 'precision'")],
 )
-def test_options_are_checked(folder: Path, options: dict[str, JsonValue], problem: str) -> None:
+def test_options_are_checked(code2wav_folder: Path, options: dict[str, JsonValue], problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem):
-        make_code2wav(folder, options)
+        make_code2wav(code2wav_folder, options)
 
 
 def test_the_function_needs_a_model() -> None:
@@ -314,10 +277,10 @@ def test_the_function_needs_a_model() -> None:
     ids=["type", "none", "field", "rates"],
 )
 def test_a_wrong_config_is_named(
-    tmp_path: Path, reference: Qwen3OmniMoeCode2Wav, config: dict[str, Any], problem: str
+    tmp_path: Path, code2wav_reference: Qwen3OmniMoeCode2Wav, config: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(NotReadyError, match=problem):
-        load(write_checkpoint(tmp_path, reference, **config))
+        load(write_checkpoint(tmp_path, code2wav_reference, **config))
 
 
 def test_descriptors_do_not_load_torch() -> None:

@@ -1,54 +1,36 @@
 """Streams of code2wav that resume from a checkpoint: their samples equal those of an uninterrupted stream."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.wire.tensors import Tensors
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Task
-from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, VocoderState
 from stagemesh.services.models.qwen3_omni.code2wav import make_code2wav
 from tests.engines.support import collect, packets, stage_config
 from tests.models.tiny_code2wav import CODEBOOK_SIZE, GROUPS, make_reference, random_codes, write_checkpoint
+from tests.models.vocoding import Codes, Samples, joined, push
 
 FRAMES = 120
 CODES = random_codes(FRAMES)
 TOLERANCE = 2e-6
 
-Codes = npt.NDArray[np.int32]
-Samples = npt.NDArray[np.float32]
-
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("code2wav"), make_reference())
-
-
-@pytest.fixture(scope="module")
-def vocoder(folder: Path) -> CodecVocoder:
-    return load(folder)
+def vocoder(code2wav_folder: Path) -> CodecVocoder:
+    return load(code2wav_folder)
 
 
 def load(folder: Path) -> CodecVocoder:
     return make_code2wav(folder, {"device": "cpu"})
-
-
-def push(vocoder: CodecVocoder, state: VocoderState, codes: Codes) -> Samples:
-    (made,) = vocoder([Call(state, Packet({"codes": codes}))])
-    return joined(made)
-
-
-def joined(made: Sequence[Packet]) -> Samples:
-    return np.concatenate([np.zeros(0, np.float32), *(packet.tensors["audio"] for packet in made)], dtype=np.float32)
 
 
 def opened(vocoder: CodecVocoder) -> VocoderState:
@@ -124,9 +106,9 @@ def _after(vocoder: CodecVocoder, frames: int) -> VocoderState:
 
 
 @pytest.mark.parametrize("part", ["_transformer", "_decoder"])
-def test_a_shorter_reach_gives_other_samples(folder: Path, part: str) -> None:
+def test_a_shorter_reach_gives_other_samples(code2wav_folder: Path, part: str) -> None:
     """The reach of both parts of the model is needed."""
-    vocoder = load(folder)
+    vocoder = load(code2wav_folder)
     code2wav: Any = vocoder._decoder
     expected = push(vocoder, _after(vocoder, 100), CODES[100:])
     getattr(code2wav, part).reach //= 2
@@ -161,10 +143,10 @@ def task(codes: Codes, *, packet_frames: int, checkpoint: Checkpoint | None = No
     return Task("r", 0, inlets={"in": inlet()}, resume_from=checkpoint)
 
 
-async def test_a_killed_stream_resumes_from_each_checkpoint_without_its_frames(folder: Path) -> None:
+async def test_a_killed_stream_resumes_from_each_checkpoint_without_its_frames(code2wav_folder: Path) -> None:
     codes = random_codes(200)
     config = stage_config(
-        "function", function="qwen3_omni.code2wav", model=str(folder), options={"checkpoint_rows": 32}
+        "function", function="qwen3_omni.code2wav", model=str(code2wav_folder), options={"checkpoint_rows": 32}
     )
     engine = FunctionEngine(config)
     await engine.start(lambda _line: None)

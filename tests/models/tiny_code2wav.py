@@ -32,8 +32,13 @@ _SIZES: dict[str, Any] = {
 
 def make_reference(**changes: Any) -> Qwen3OmniMoeCode2Wav:
     """Returns transformers' model. Each of its modules changes the samples noticeably, and no sample is clipped."""
-    torch.manual_seed(0)
-    model = Qwen3OmniMoeCode2Wav(Qwen3OmniMoeCode2WavConfig(**_SIZES | changes))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _make_reference(changes)
+
+
+def _make_reference(changes: Mapping[str, Any]) -> Qwen3OmniMoeCode2Wav:
+    model = Qwen3OmniMoeCode2Wav(Qwen3OmniMoeCode2WavConfig(**{**_SIZES, **changes}))
     model.train(False)
     with torch.no_grad():
         for name, weight in model.named_parameters():

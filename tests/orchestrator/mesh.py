@@ -117,6 +117,13 @@ def texts(events: list[orchestrator_pb2.GenerateResponse], name: str) -> str:
     return "".join(event.output.text for event in events if event.output.name == name)
 
 
+def load(folder: Path, text: str = CHAIN) -> Pipeline:
+    """Writes a pipeline file, and returns its pipeline."""
+    path = folder / "pipeline.yaml"
+    path.write_text(text)
+    return load_pipeline(str(path))
+
+
 @asynccontextmanager
 async def mesh(
     folder: Path,
@@ -135,9 +142,7 @@ async def mesh(
     Each stage has `replicas` replicas. `Mesh.stages` contains the first one by the stage's name, and the others by
     their own names.
     """
-    path = folder / "pipeline.yaml"
-    path.write_text(text)
-    pipeline = load_pipeline(str(path))
+    pipeline = load(folder, text)
     async with AsyncExitStack() as stack:
         stages: dict[str, ScriptedStage] = {}
         servers: dict[str, Server] = {}
@@ -157,7 +162,7 @@ async def mesh(
             peers[replica] = stage
         admin_listen = f"127.0.0.1:{PortPicker().pick()}"
         config = OrchestratorConfig(
-            str(path),
+            str(folder / "pipeline.yaml"),
             addresses,
             "127.0.0.1:0",
             admin_listen=admin_listen,

@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import cast
 
+from google.protobuf.message import Message
+
 from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.plugins.connectors import ConnectorName
@@ -260,8 +262,8 @@ class SimulatedReplica:
     ) -> EdgeProbe:
         return EdgeProbe("shm", {})
 
-    async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
-        raise UnsupportedError(f"no {method} here")
+    async def control(self, request: Message, response: type[Message], *, timeout_s: float) -> Message:
+        raise UnsupportedError(f"no {request.DESCRIPTOR.name} here")
 
     # -- the work of a step
 

@@ -15,12 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from stagemesh.client import AsyncGeneration, AudioChunk, EdgeUsage
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.metrics.prometheus import RequestMetrics
+from stagemesh.orchestrator.metrics.prometheus import OrchestratorMetrics
 from stagemesh.orchestrator.orchestrator import Orchestrator as Core
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.pipeline import load_pipeline
 from stagemesh.v1 import request_pb2, stage_pb2
-from tests.orchestrator.scaling.processes import Orchestrator, running_pipeline
+from tests.orchestrator.running_pipeline import Orchestrator, running_pipeline
 
 PIPELINE = """\
 pipeline: measured
@@ -89,7 +89,7 @@ outputs: {text: source, audio: sound}
 
 async def test_underruns_are_those_of_the_clients(tmp_path: Path) -> None:
     longest, total = list[float](), 0.0
-    async with running_pipeline(tmp_path, SPEAKING) as (orchestrator,):
+    async with running_pipeline(tmp_path, SPEAKING, processes={"sound-0"}) as (orchestrator,):
         for _ in range(3):
             waits = [wait async for wait in _waits(orchestrator.client.generate("hello"))]
             longest.append(max(waits))
@@ -117,7 +117,8 @@ async def _waits(generation: AsyncGeneration) -> AsyncIterator[float]:
 
 async def test_recoveries_and_errors_have_their_causes(tmp_path: Path) -> None:
     text = PIPELINE.format(connector="grpc", replicas=", replicas: 2").replace("step_s: 0.02", "step_s: 0.1")
-    async with running_pipeline(tmp_path, text, replicas={"relay": 2}) as (orchestrator,):
+    killable = ("relay-0", "relay-1")
+    async with running_pipeline(tmp_path, text, replicas={"relay": 2}, processes=killable) as (orchestrator,):
         running = asyncio.create_task(orchestrator.client.generate("hello").result())
         name = await _working_replica(orchestrator)
         orchestrator.replicas[name].kill()
@@ -145,7 +146,7 @@ async def test_a_number_that_a_stage_invents_is_not_counted(tmp_path: Path, audi
     (tmp_path / "p.yaml").write_text(PIPELINE.format(connector="grpc", replicas=""))
     pipeline = load_pipeline(str(tmp_path / "p.yaml"))
     observed = Core(pipeline, Fleet(pipeline, ()), max_request_s=60, drain_s=0)
-    metrics, timeline = RequestMetrics(observed), Timeline("r")
+    metrics, timeline = OrchestratorMetrics(observed), Timeline("r")
     step = timeline.begin("source", replica="source-0", attempt=1)
     step.note_finished(stage_pb2.StepFinished(usage=request_pb2.Usage(audio_s=audio_s, output_tokens=3)))
     timeline.end(None)

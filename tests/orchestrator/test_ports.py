@@ -88,7 +88,6 @@ async def test_the_admin_port_serves_operators_and_stages(tmp_path: Path) -> Non
     roles: set[Role] = {OPERATOR, STAGE}
     async with mesh(tmp_path) as up:
         assert await _services(up.admin) == {
-            "externalscaler.ExternalScaler",
             "stagemesh.v1.AdminService",
             "stagemesh.v1.MembershipService",
             "stagemesh.v1.StageControlService",

@@ -94,7 +94,8 @@ def load(folder: Path, text: str, **arguments: Any) -> Pipeline:
     """Loads a pipeline file with this text. `arguments` are passed to `load_pipeline`."""
     path = folder / "pipeline.yaml"
     path.write_text(text)
-    return load_pipeline(str(path), **{"catalog": CATALOG, "variables": {}, **arguments})
+    given: dict[str, Any] = {"catalog": CATALOG, "variables": {}, **arguments}
+    return load_pipeline(str(path), **given)
 
 
 def errors(folder: Path, text: str, **arguments: Any) -> list[str]:

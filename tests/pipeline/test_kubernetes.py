@@ -47,13 +47,13 @@ LONG = "a-name-with-thirty-one-letters-"
     "group with the name of another stage": ("voice", "thinker",
         "4: group 'thinker' has the name of a stage that is not in the group; rename the group"),
     "reserved group": ("voice", "media",
-        ("4: group 'media' has a name that the chart needs (admin, gateway, jobs, keda, media, orchestrator, test, "
+        ("4: group 'media' has a name that the chart needs (admin, gateway, jobs, media, orchestrator, test, "
          "and names that end with -warm); rename it")),
     "reserved stage": ("thinker", "admin",
-        ("3: stage 'admin' has a name that the chart needs (admin, gateway, jobs, keda, media, orchestrator, test, "
+        ("3: stage 'admin' has a name that the chart needs (admin, gateway, jobs, media, orchestrator, test, "
          "and names that end with -warm); rename it")),
     "stage like a warm tier": ("thinker", "reader-warm",
-        ("3: stage 'reader-warm' has a name that the chart needs (admin, gateway, jobs, keda, media, orchestrator, "
+        ("3: stage 'reader-warm' has a name that the chart needs (admin, gateway, jobs, media, orchestrator, "
          "test, and names that end with -warm); rename it")),
     "long stage": ("thinker", "a-name-with-thirty-one-letters-x",
         "3: stage 'a-name-with-thirty-one-letters-x' has 32 characters, more than the chart allows (30); shorten it"),

@@ -1,4 +1,4 @@
-"""What a pipeline file means, and every mistake that it can contain, with the exact line and text of the report."""
+"""Pipeline files: how they are read, and every mistake that they can contain, with the exact line and text."""
 
 import re
 from pathlib import Path

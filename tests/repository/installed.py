@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import tomllib
-import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -13,11 +12,9 @@ from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
 
-from tests.repository.commands import ROOT, SOURCES
+from tests.repository.commands import ROOT
 
 _OURS = "stagemesh"
-
-
 STAGEMESH = (
     "-c",
     "from importlib.metadata import entry_points; entry_points(group='console_scripts')['stagemesh'].load()()",
@@ -25,23 +22,18 @@ STAGEMESH = (
 """The arguments of an environment's interpreter that run the command `stagemesh`."""
 
 
-def make_environment(folder: Path, *, extras: Iterable[str], wheel: Path | None = None) -> Path:
+def make_environment(folder: Path, *, extras: Iterable[str], wheel: Path) -> Path:
     """Creates a virtual environment in `folder` and returns its interpreter.
 
     It links the distributions that `stagemesh[extras]` requires, directly or not, out of the environment that runs the
-    tests. Nothing is downloaded, and no other distribution can be imported. Stagemesh itself is installed from `wheel`,
-    or linked to this repository if `wheel` is None.
+    tests. Nothing is downloaded, and no other distribution can be imported. Stagemesh itself is linked to `wheel`, the
+    folder of an unpacked wheel.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     packages = next(folder.glob("lib/python*/site-packages"))
-    wanted = required(extras)
-    _link(packages, _Tree.of_all(), wanted=wanted - {_OURS})
-    if wheel is not None:
-        zipfile.ZipFile(wheel).extractall(packages)
-        return folder / "bin" / "python"
-    information = Path(str(_installed()[_OURS].locate_file(""))) / _information_folder(_installed()[_OURS])
-    (packages / information.name).symlink_to(information)
-    (packages / "stagemesh.pth").write_text("".join(f"{ROOT / source}\n" for source in SOURCES))
+    _link(packages, _Tree.of_all(), wanted=required(extras) - {_OURS})
+    for path in wheel.iterdir():
+        (packages / path.name).symlink_to(path)
     return folder / "bin" / "python"
 
 
@@ -117,11 +109,6 @@ def _installed() -> Mapping[str, Distribution]:
     for distribution in distributions():
         by_name[_normalized(distribution.name)].append(distribution)
     return {name: found[0] for name, found in by_name.items()}
-
-
-def _information_folder(distribution: Distribution) -> str:
-    files = distribution.files or ()
-    return next(file.parts[0] for file in files if file.parts[0].endswith(".dist-info"))
 
 
 def _normalized(name: str) -> str:

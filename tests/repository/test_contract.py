@@ -5,10 +5,8 @@ import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
 from stagemesh.jobs.servicer import JobServicer
-from stagemesh.keda import externalscaler_pb2
 from stagemesh.orchestrator.admin.servicer import AdminServicer
 from stagemesh.orchestrator.fleet.membership import MembershipServicer
-from stagemesh.orchestrator.metrics.external_scaler import ExternalScalerServicer
 from stagemesh.orchestrator.servicer import OrchestratorServicer
 from stagemesh.rpc.callers import roles_of
 from stagemesh.services.media.service import MediaServicer
@@ -26,7 +24,6 @@ from stagemesh.v1 import (
 )
 from tests.repository.commands import ROOT, run
 
-PACKAGES = ("v1", "keda")
 STUBS = ROOT / "protos" / "stagemesh" / "v1"
 SERVICERS = {
     stage_pb2.DESCRIPTOR.services_by_name["StageService"]: StageServicer,
@@ -36,13 +33,11 @@ SERVICERS = {
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"]: AdminServicer,
     media_pb2.DESCRIPTOR.services_by_name["MediaService"]: MediaServicer,
     jobs_pb2.DESCRIPTOR.services_by_name["JobService"]: JobServicer,
-    externalscaler_pb2.DESCRIPTOR.services_by_name["ExternalScaler"]: ExternalScalerServicer,
 }
 
 
 def read_stubs(protos: Path) -> dict[str, str]:
-    folders = [protos / "stagemesh" / package for package in PACKAGES]
-    return {path.name: path.read_text() for folder in folders for path in folder.glob("*_pb2*.py*")}
+    return {path.name: path.read_text() for path in (protos / "stagemesh" / "v1").glob("*_pb2*.py*")}
 
 
 def test_the_committed_stubs_and_error_catalogue_match_the_protos(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
+"""What `pip install 'stagemesh[EXTRA]'` suffices for, and the remedy that a program prints if its extra is missing."""
+
+import json
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -8,11 +11,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from stagemesh.common.errors import ExitCode
 from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.settings import variables
 from stagemesh.common.process.stage_process import StageConfig
 from tests.engines.support import stage_config
-from tests.repository.installed import make_environment
+from tests.repository.installed import STAGEMESH
 
 READY_S = 150
 _FUNCTION = """\
@@ -36,46 +40,46 @@ def make(model, options):
 """
 
 
-def fake_stage(packages: Path) -> StageConfig:
-    del packages
+def fake_stage(folder: Path) -> StageConfig:
+    del folder
     return stage_config("fake", function="source")
 
 
-def function_stage(packages: Path) -> StageConfig:
-    (packages / "doubling.py").write_text(_FUNCTION)
-    information = packages / "doubling-1.0.dist-info"
+def function_stage(folder: Path) -> StageConfig:
+    (folder / "doubling.py").write_text(_FUNCTION)
+    information = folder / "doubling-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: doubling\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text("[stagemesh.functions]\ndouble = doubling:DOUBLE\n")
     return stage_config("function", function="double")
 
 
-def speech_stage(packages: Path) -> StageConfig:
-    del packages
+def speech_stage(folder: Path) -> StageConfig:
+    del folder
     return stage_config("function", function="hibari.vocoder")
 
 
-def code2wav_stage(packages: Path) -> StageConfig:
+def code2wav_stage(folder: Path) -> StageConfig:
     pytest.importorskip("transformers")
     from tests.models.tiny_code2wav import make_reference, write_checkpoint
 
-    folder = write_checkpoint(packages.parent / "model", make_reference())
+    folder = write_checkpoint(folder / "model", make_reference())
     return stage_config("function", function="qwen3_omni.code2wav", model=str(folder))
 
 
-def diffusion_stage(packages: Path) -> StageConfig:
+def diffusion_stage(folder: Path) -> StageConfig:
     pytest.importorskip("diffusers")
     from tests.diffusion.stages import diffusion_config
     from tests.diffusion.tiny.pipelines import write_qwen_image
 
-    return diffusion_config("qwen", write_qwen_image(packages.parent / "model"))
+    return diffusion_config("qwen", write_qwen_image(folder / "model"))
 
 
-def vllm_stage(packages: Path) -> StageConfig:
+def vllm_stage(folder: Path) -> StageConfig:
     pytest.importorskip("vllm")
     from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
 
-    return stage_config("vllm", model=str(write_tiny_model(packages.parent / "model")), options=OPTIONS)
+    return stage_config("vllm", model=str(write_tiny_model(folder / "model")), options=OPTIONS)
 
 
 @pytest.mark.installation
@@ -92,32 +96,32 @@ def vllm_stage(packages: Path) -> StageConfig:
     ],
 )
 def test_a_stage_starts_with_only_the_extra_of_its_engine(
-    tmp_path: Path, extras: list[str], make_config: Callable[[Path], StageConfig]
+    tmp_path: Path,
+    environment: Callable[..., Path],
+    extras: list[str],
+    make_config: Callable[[Path], StageConfig],
 ) -> None:
-    python = make_environment(tmp_path / "venv", extras=extras)
-    packages = next((tmp_path / "venv").glob("lib/python*/site-packages"))
     config = tmp_path / "stage.json"
-    config.write_bytes(dump_config(make_config(packages)))
-    with _stage(python, config) as endpoint, grpc.insecure_channel(endpoint) as channel:
+    config.write_bytes(dump_config(make_config(tmp_path)))
+    with _stage(environment(*extras), config) as endpoint, grpc.insecure_channel(endpoint) as channel:
         _wait_serving(channel)
 
 
 @pytest.mark.installation
-def test_packages_outside_the_requirements_cannot_be_imported(tmp_path: Path) -> None:
-    python = make_environment(tmp_path, extras=[])
-    ran = subprocess.run([python, "-c", "import grpc, numpy; import pytest"], capture_output=True, check=False)
+def test_packages_outside_the_requirements_cannot_be_imported(environment: Callable[..., Path]) -> None:
+    ran = subprocess.run([environment(), "-c", "import grpc, numpy; import pytest"], capture_output=True, check=False)
     assert b"No module named 'pytest'" in ran.stderr
 
 
 @contextmanager
 def _stage(python: Path, config: Path) -> Iterator[str]:
-    """Starts a stage process and yields its endpoint."""
+    """Starts a stage process, which also has the packages in the folder of its config, and yields its endpoint."""
     environment = {name: value for name, value in variables().items() if not name.startswith("PYTHON")}
     process = subprocess.Popen(
         [python, "-m", "stagemesh.services.stage", "--config", config],
         stderr=subprocess.PIPE,
         text=True,
-        env=environment | {"PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"},
+        env=environment | {"PYTHONPATH": str(config.parent), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"},
     )
     assert process.stderr is not None
     try:
@@ -143,3 +147,104 @@ def _wait_serving(channel: grpc.Channel) -> None:
     call = watch(health_pb2.HealthCheckRequest(), timeout=READY_S)
     assert any(response.status == health_pb2.HealthCheckResponse.SERVING for response in call)
     call.cancel()
+
+
+ENGINES = {"vllm": "pip install 'stagemesh[vllm]'", "diffusion": "pip install 'stagemesh[diffusion]'"}
+PROGRAMS = [
+    ((*STAGEMESH, "version"), "pip install 'stagemesh[cli]'"),
+    (("-m", "stagemesh.orchestrator"), "pip install 'stagemesh[orchestrator]'"),
+    (("-m", "stagemesh.jobs"), "pip install 'stagemesh[jobs]'"),
+    (("-m", "stagemesh.services.stage"), "pip install 'stagemesh[stage]'"),
+    (("-m", "stagemesh.services.models", "fetch", "speech"), "pip install 'stagemesh[cli,speech]'"),
+]
+COMMANDS = {
+    "up speech": "orchestrator",
+    "demo speech --prompt hello": "orchestrator",
+    "pipeline validate speech": "orchestrator",
+    "k8s render speech": "orchestrator",
+    "models list": "orchestrator",
+    "probe-transport": "stage",
+    "bench --openai http://127.0.0.1:1 --model m": "bench",
+}
+IN_JSON = "pipeline validate speech --json"
+CALLS = [
+    f"{command} --server 127.0.0.1:1"
+    for command in ("generate hello", "bench", "stages", "top --once", "admin replicas")
+]
+RUN_COMMANDS = """
+import contextlib, io, json, sys
+from importlib.metadata import entry_points
+
+main = entry_points(group="console_scripts")["stagemesh"].load()
+results = {}
+for line in json.loads(sys.argv[1]):
+    sys.argv = ["stagemesh", *line.split()]
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main()
+        except SystemExit as end:
+            results[line] = [end.code, stderr.getvalue()]
+print(json.dumps(results))
+"""
+
+
+def failure(python: Path, *arguments: str) -> str:
+    """Runs a program that its environment cannot run, and returns what it prints to stderr."""
+    ran = subprocess.run([python, *arguments], capture_output=True, text=True, check=False, cwd=python.parent)
+    assert ran.returncode == ExitCode.REFUSED, ran.stderr
+    return ran.stderr
+
+
+@pytest.fixture(scope="module")
+def commands(environment: Callable[..., Path]) -> Mapping[str, tuple[int, str]]:
+    """Runs commands one after the other with the extra cli. Returns the exit status and the stderr of each."""
+    lines = json.dumps([*COMMANDS, IN_JSON, *CALLS])
+    python = environment("cli")
+    ran = subprocess.run(
+        [python, "-c", RUN_COMMANDS, lines], capture_output=True, text=True, check=True, cwd=python.parent
+    )
+    return {line: (status, stderr) for line, (status, stderr) in json.loads(ran.stdout).items()}
+
+
+@pytest.mark.parametrize(("program", "remedy"), PROGRAMS, ids=["cli", "orchestrator", "jobs", "stage", "models"])
+def test_a_program_without_its_extra_prints_the_remedy(
+    environment: Callable[..., Path], program: tuple[str, ...], remedy: str
+) -> None:
+    printed = failure(environment(), *program)
+    assert printed.startswith("error: ")
+    assert printed.endswith(f"; run: {remedy}\n")
+    assert len(printed.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("command", "extra"), COMMANDS.items())
+def test_a_command_without_its_extra_prints_the_remedy(
+    commands: Mapping[str, tuple[int, str]], command: str, extra: str
+) -> None:
+    status, printed = commands[command]
+    assert status == ExitCode.REFUSED
+    assert printed.startswith(f"error: `stagemesh {command.split(maxsplit=1)[0]}` needs the module ")
+    assert printed.endswith(f"; run: pip install 'stagemesh[{extra}]'\n")
+
+
+def test_a_missing_extra_is_an_error_in_json(commands: Mapping[str, tuple[int, str]]) -> None:
+    status, printed = commands[IN_JSON]
+    assert status == ExitCode.REFUSED
+    assert json.loads(printed)["error"]["reason"] == "MISSING_MODULE"
+
+
+@pytest.mark.parametrize("command", CALLS)
+def test_a_command_that_calls_a_pipeline_needs_the_extra_cli_alone(
+    commands: Mapping[str, tuple[int, str]], command: str
+) -> None:
+    status, printed = commands[command]
+    assert status == ExitCode.UNAVAILABLE
+    assert "127.0.0.1:1" in printed
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stage_without_the_extra_of_its_engine_logs_the_remedy(
+    environment: Callable[..., Path], engine: str, tmp_path: Path
+) -> None:
+    (tmp_path / "stage.json").write_bytes(dump_config(stage_config(engine, model=str(tmp_path))))
+    program = ("-m", "stagemesh.services.stage", "--config", str(tmp_path / "stage.json"))
+    assert ENGINES[engine] in failure(environment("stage"), *program)

@@ -1,13 +1,13 @@
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.deployment import deployed
 from tests.launcher.conftest import TINY
-from tests.repository.installed import STAGEMESH, make_environment
+from tests.repository.installed import STAGEMESH
 
 # The client's packages, and those that they import themselves.
 CLIENT_PACKAGES = {"cython_runtime", "google", "grpc", "grpc_status", "numpy", "stagemesh", "typing_extensions"}
@@ -19,6 +19,15 @@ packages = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_mod
 print(json.dumps(sorted(name for name in packages if not name.startswith("_"))))
 """
 
+# Its own modules and those of its packages. The time is the processor time.
+MAX_MODULES, MAX_IMPORT_S = 420, 0.4
+MEASURE_IMPORT = """
+import json, sys, time
+began_s = time.process_time()
+import stagemesh.client
+print(json.dumps([time.process_time() - began_s, len(sys.modules)]))
+"""
+
 GENERATE = """
 from stagemesh.client import Client
 
@@ -28,7 +37,7 @@ with Client(server) as client:
 
 # Each package that the client needs has wheels for all three systems. The client is imported without what Linux has.
 ELSEWHERE = """
-import asyncio, os, signal, socket, subprocess, sys
+import asyncio, os, signal, socket, subprocess, sys, tempfile
 import google.protobuf.message, google.rpc.status_pb2, grpc.aio, grpc_status, numpy
 
 platform, server = sys.argv[1:]
@@ -60,37 +69,46 @@ else:
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory, built_wheel: Path) -> Path:
-    """The interpreter of an environment after `pip install stagemesh`."""
-    return make_environment(tmp_path_factory.mktemp("base"), extras=[], wheel=built_wheel)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, built_wheel: Path) -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory, environment: Callable[..., Path]) -> Iterator[str]:
     """The endpoint of a running pipeline of fake stages, started after `pip install 'stagemesh[cli,orchestrator]'`."""
     folder = tmp_path_factory.mktemp("server")
-    python = make_environment(folder / "venv", extras=["cli", "orchestrator"], wheel=built_wheel)
     (folder / "tiny.yaml").write_text(TINY)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STAGEMESH_HOME", str(folder / "home"))
-        with deployed(folder / "tiny.yaml", stagemesh=(str(python), *STAGEMESH)) as deployment:
+        program = (str(environment("cli", "orchestrator")), *STAGEMESH)
+        with deployed(folder / "tiny.yaml", stagemesh=program) as deployment:
             yield deployment.endpoint
 
 
-def run(python: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    ran = subprocess.run([python, *arguments], capture_output=True, text=True, check=False, cwd=python.parent)
-    assert ran.returncode == status, ran.stdout + ran.stderr
-    return ran
+@pytest.fixture(scope="module")
+def run(environment: Callable[..., Path]) -> Callable[..., str]:
+    """Returns a function that runs a program after `pip install stagemesh`, and returns what it prints."""
+    python = environment()
+
+    def run(program: str, *arguments: str) -> str:
+        command = [python, "-c", program, *arguments]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=python.parent)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    return run
 
 
-def test_the_client_imports_grpc_protobuf_and_numpy_alone(python: Path) -> None:
-    assert set(json.loads(run(python, "-c", LIST_PACKAGES).stdout)) <= CLIENT_PACKAGES
+def test_the_client_imports_grpc_protobuf_and_numpy_alone(run: Callable[..., str]) -> None:
+    assert set(json.loads(run(LIST_PACKAGES))) <= CLIENT_PACKAGES
+
+
+def test_the_client_is_imported_at_once(run: Callable[..., str]) -> None:
+    figures = [json.loads(run(MEASURE_IMPORT)) for _ in range(3)]
+    seconds, modules = min(seconds for seconds, _ in figures), figures[0][1]
+    assert modules <= MAX_MODULES
+    assert seconds <= MAX_IMPORT_S
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_the_client_runs_without_the_modules_of_linux(python: Path, server: str, platform: str) -> None:
-    assert int(run(python, "-c", ELSEWHERE + GENERATE, platform, server).stdout) > 0
+def test_the_client_runs_without_the_modules_of_linux(run: Callable[..., str], server: str, platform: str) -> None:
+    assert int(run(ELSEWHERE + GENERATE, platform, server)) > 0
 
 
-def test_the_base_installation_calls_a_running_pipeline(python: Path, server: str) -> None:
-    assert int(run(python, "-c", f"server = {server!r}{GENERATE}").stdout) > 0
+def test_the_base_installation_calls_a_running_pipeline(run: Callable[..., str], server: str) -> None:
+    assert int(run(f"server = {server!r}{GENERATE}")) > 0

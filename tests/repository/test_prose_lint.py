@@ -1,8 +1,9 @@
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tools.prose_lint import check_file
+from tools.prose_lint import changed_lines, check_file, default_base
 
 PAIRS = [
     ("Starts the stage anew.", "Restarts the stage."),
@@ -21,11 +22,27 @@ PAIRS = [
     ("See `Engine`.", "Runs the engine. See `Engine` for its states."),
 ]
 _BAD, _GOOD = zip(*PAIRS, strict=True)
+NEWER_PAIRS = [
+    ("Waits for the begin of a step.", "Waits for the start of a step. They begin together."),
+    ("The stage ends, so that memory is free.", "The stage ends so that memory is free."),
+    ("Returns those of the stage.", "Returns the edges of the stage. Each of those is open."),
+    ("Has a folder of its own.", "Has its own folder."),
+    ("Calls the stage by TLS.", "Calls the stage over TLS. Found by name."),
+    ("Reads the tokens of the user.", "Reads the user's tokens."),
+    ("It ends. Who waits is notified.", "It ends. Who waits for it? Callers who wait are notified."),
+    ("It shall end.", "It must end."),
+    ("Each medium is a file.", "Each media item is a file."),
+    ("Prints the figures.", "Prints the metrics."),
+    ("Asks the admin.", "Asks the operator. Opens the admin port. Calls the admin API."),
+    ("Ends with exit code 1.", "Ends with exit status 1."),
+]
+_NEWER_BAD, _NEWER_GOOD = zip(*NEWER_PAIRS, strict=True)
+_COMMAND = 'def f(a: Annotated[int, typer.Option(help="Uses {0} if omitted.")] = {0}) -> None: ...\n'
 
 
-def _findings(folder: Path, source: str, *, name: str = "module.py") -> int:
+def _findings(folder: Path, source: str, *, name: str = "module.py", changed: bool = False) -> int:
     (folder / name).write_text(source)
-    return len(check_file(folder / name))
+    return len(check_file(folder / name, changed=range(1, 9) if changed else ()))
 
 
 @pytest.mark.parametrize("sentence", _BAD)
@@ -36,6 +53,39 @@ def test_a_bad_docstring_is_found(tmp_path: Path, sentence: str) -> None:
 @pytest.mark.parametrize("sentence", _GOOD)
 def test_a_good_docstring_passes(tmp_path: Path, sentence: str) -> None:
     assert _findings(tmp_path, f'"""{sentence}"""\n') == 0
+
+
+@pytest.mark.parametrize("sentence", _NEWER_BAD)
+def test_a_newer_rule_applies_to_changed_lines_alone(tmp_path: Path, sentence: str) -> None:
+    assert _findings(tmp_path, f'"""{sentence}"""\n') == 0
+    assert _findings(tmp_path, f'"""{sentence}"""\n', changed=True) == 1
+
+
+@pytest.mark.parametrize("sentence", _NEWER_GOOD)
+def test_a_good_changed_line_passes(tmp_path: Path, sentence: str) -> None:
+    assert _findings(tmp_path, f'"""{sentence}"""\n', changed=True) == 0
+
+
+@pytest.mark.parametrize(("default", "count"), [("5", 1), ("None", 0)])
+def test_a_help_text_does_not_repeat_the_default_that_typer_shows(tmp_path: Path, default: str, count: int) -> None:
+    assert _findings(tmp_path, _COMMAND.format(default), changed=True) == count
+
+
+def test_changed_lines_are_those_since_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=test", "-c", "user.email=test@example.com")
+        command = ["git", *identity, *arguments]
+        subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+
+    monkeypatch.chdir(tmp_path)
+    assert default_base() == ""
+    git("init", "--quiet")
+    for content in ("1\n2\n3\n", "1\ntwo\n3\n"):
+        (tmp_path / "ä b.md").write_text(content)
+        git("add", ".")
+        git("commit", "--quiet", "--message", "a commit")
+    (tmp_path / "new.md").write_text("1\n")
+    assert changed_lines(default_base()) == {"ä b.md": {2}, "new.md": {1, 2}}
 
 
 @pytest.mark.parametrize(

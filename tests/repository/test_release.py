@@ -2,12 +2,12 @@ import json
 import shutil
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.repository.commands import ROOT, run
-from tests.repository.installed import make_environment
 from tools.release import build, find_problems, read_version, write_bill_of_materials
 
 VERSION = read_version(ROOT)
@@ -72,9 +72,8 @@ def test_the_sdist_contains_the_files_that_git_does_not_ignore(release: Path) ->
     assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "docs/architecture.md"} <= packed
 
 
-def test_the_bill_of_materials_names_the_packages_of_a_client(tmp_path: Path, built_wheel: Path) -> None:
-    python = make_environment(tmp_path / "client", extras=[], wheel=built_wheel)
-    write_bill_of_materials(python, tmp_path / "client.cdx.json")
+def test_the_bill_of_materials_names_the_packages_of_a_client(tmp_path: Path, environment: Callable[..., Path]) -> None:
+    write_bill_of_materials(environment(), tmp_path / "client.cdx.json")
     bill = json.loads((tmp_path / "client.cdx.json").read_text())
     named = {component["name"] for component in bill["components"]}
     assert bill["metadata"]["component"]["version"] == VERSION

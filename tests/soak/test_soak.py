@@ -16,6 +16,15 @@ def _passes(report: Report) -> None:
     assert report.problems() == []
 
 
+@pytest.mark.timeout(180)
+async def test_no_client_notices_one_fault_of_each_kind(tmp_path: Path) -> None:
+    kinds = tuple(FaultKind)
+    report = await soak(tmp_path, Plan(kinds=kinds, faults=len(kinds), faults_s=60, seed=1, replicas=2, different=6))
+    _passes(report)
+    assert set(report.faults) == {kind.value for kind in kinds}
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 async def test_no_client_notices_a_minute_of_faults(tmp_path: Path) -> None:
     report = await soak(tmp_path, Plan(kinds=tuple(FaultKind), faults_s=60, seed=1))

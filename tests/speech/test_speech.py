@@ -7,7 +7,6 @@ import subprocess
 import sys
 import wave
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,13 +20,13 @@ from playwright.async_api import Page, expect
 from stagemesh.client import AudioChunk, Result, StageArguments, Text, WavWriter
 from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import InvalidRequestError
-from tests.deployment import Deployment, deployed, eventually
+from tests.deployment import Deployment, eventually
 from tests.gateway.making import client, gateway, serving
 from tests.gateway.page import visiting
 from tests.gateway.test_realtime import Talker
 from tests.repository.code_blocks import read_blocks
 from tests.speech.whisper import transcribe, word_error_rate
-from tests.traces import TraceReceiver, check_whole, chunks_of, last_trace, receiving_traces
+from tests.traces import TraceReceiver, check_whole, chunks_of, last_trace
 
 pytestmark = [pytest.mark.speech, pytest.mark.timeout(300)]
 
@@ -42,50 +41,34 @@ MAX_TOKENS = 70
 PAGE_RATE_HZ = 24_000
 
 
-# The fake pipelines of tests/system cover both connectors; here one run of most tests is enough.
-ON_ONE_CONNECTOR = pytest.mark.parametrize("speech", ["shm"], indirect=True)
-
-
-@pytest.fixture(scope="module")
-def traces() -> Iterator[TraceReceiver]:
-    with receiving_traces() as received:
-        yield received
-
-
-@pytest.fixture(scope="module", params=["shm", "grpc"])
-def speech(request: pytest.FixtureRequest, traces: TraceReceiver) -> Iterator[Deployment]:  # set up first
-    with deployed("speech", "--set", f"edges.*.connector={request.param}") as up:
-        yield up
-
-
 def _ask(up: Deployment, prompt: str, *, seed: int = SEED, max_tokens: int = MAX_TOKENS) -> Result:
     with up.client() as client:
         return client.generate(prompt, seed=seed, max_tokens=max_tokens).result()
 
 
-# test_audio_equals_that_of_one_process compares both connectors exactly.
-@ON_ONE_CONNECTOR
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_whisper_transcribes_the_thinkers_text(speech: Deployment, prompt: str) -> None:
-    result = _ask(speech, prompt)
+def test_whisper_transcribes_the_thinkers_text(speech_up: Deployment, prompt: str) -> None:
+    result = _ask(speech_up, prompt)
     heard = transcribe(result.audio, result.sample_rate_hz)
     assert len(result.text.split()) >= 10
     assert word_error_rate(result.text, heard) <= 0.10, f"said {result.text!r}, heard {heard!r}"
 
 
-def test_every_edge_uses_the_configured_connector(speech: Deployment, request: pytest.FixtureRequest) -> None:
-    result = _ask(speech, PROMPTS[2], max_tokens=20)
-    assert {edge.connector for edge in result.finished.edges} == {request.node.callspec.params["speech"]}
+def test_every_edge_uses_the_configured_connector(speech_up: Deployment) -> None:
+    result = _ask(speech_up, PROMPTS[2], max_tokens=20)
+    assert {edge.edge: edge.connector for edge in result.finished.edges} == {
+        "thinker->acoustic": "shm",
+        "acoustic->vocoder": "grpc",
+    }
 
 
-@ON_ONE_CONNECTOR
-def test_measured_chunks_and_one_whole_chunk_make_the_same_audio(speech: Deployment) -> None:
-    first = _ask(speech, PROMPTS[2], max_tokens=20)
-    acoustic, vocoder = speech.load("acoustic-0"), speech.load("vocoder-0")
+def test_measured_chunks_and_one_whole_chunk_make_the_same_audio(speech_up: Deployment) -> None:
+    first = _ask(speech_up, PROMPTS[2], max_tokens=20)
+    acoustic, vocoder = speech_up.load("acoustic-0"), speech_up.load("vocoder-0")
     assert all(0 < interval_s < 1 for interval_s in acoustic.frame_intervals_s.values())
     assert 16 in {cost.frames for cost in vocoder.call_costs}
     assert vocoder.frame_audio_s == pytest.approx(0.0125, rel=0.1)
-    with speech.client() as client:
+    with speech_up.client() as client:
         for chunk in (16, 64, "whole"):
             stages: dict[str, StageArguments] = {"vocoder": {"chunk": chunk}}
             result = client.generate(PROMPTS[2], seed=SEED, max_tokens=20, stages=stages).result()
@@ -103,9 +86,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, npt.NDArray[np
 
 
 def test_audio_equals_that_of_one_process(
-    speech: Deployment, alone: tuple[str, npt.NDArray[np.float32]], tmp_path: Path
+    speech_up: Deployment, alone: tuple[str, npt.NDArray[np.float32]], tmp_path: Path
 ) -> None:
-    served = _ask(speech, PROMPTS[0])
+    served = _ask(speech_up, PROMPTS[0])
     assert served.text == alone[0]
     for name, samples in (("served.wav", served.audio), ("alone.wav", alone[1])):
         with WavWriter(tmp_path / name) as wav:
@@ -113,88 +96,82 @@ def test_audio_equals_that_of_one_process(
     assert (tmp_path / "served.wav").read_bytes() == (tmp_path / "alone.wav").read_bytes()
 
 
-def test_first_audio_arrives_while_the_thinker_writes(speech: Deployment) -> None:
-    with speech.client() as client:
+def test_first_audio_arrives_while_the_thinker_writes(speech_up: Deployment) -> None:
+    with speech_up.client() as client:
         events = list(client.generate(PROMPTS[0], seed=SEED, max_tokens=MAX_TOKENS))
     audio_events = [number for number, event in enumerate(events) if isinstance(event, AudioChunk)]
     texts = [number for number, event in enumerate(events) if isinstance(event, Text)]
     assert audio_events[0] < texts[-1]
 
 
-@ON_ONE_CONNECTOR
-def test_eight_concurrent_requests_each_speak_their_own_text(speech: Deployment) -> None:
+def test_eight_concurrent_requests_each_speak_their_own_text(speech_up: Deployment) -> None:
     with ThreadPoolExecutor(8) as pool:
         prompts = [f"Describe a {topic} in one sentence." for topic in TOPICS]
-        results = list(pool.map(lambda prompt: _ask(speech, prompt, max_tokens=40), prompts))
+        results = list(pool.map(lambda prompt: _ask(speech_up, prompt, max_tokens=40), prompts))
     heard = [transcribe(result.audio, result.sample_rate_hz) for result in results]
     for result, words in zip(results, heard, strict=True):
         assert word_error_rate(result.text, words) <= 0.5, f"said {result.text!r}, heard {words!r}"
     assert word_error_rate(" ".join(result.text for result in results), " ".join(heard)) <= 0.10
-    eventually(speech.idle, timeout_s=10)
+    eventually(speech_up.idle, timeout_s=10)
 
 
-@ON_ONE_CONNECTOR
-def test_a_request_is_one_trace_with_each_chunk_and_call(speech: Deployment, traces: TraceReceiver) -> None:
+def test_a_request_is_one_trace_with_each_chunk_and_call(speech_up: Deployment, speech_traces: TraceReceiver) -> None:
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda prompt: _ask(speech, prompt, max_tokens=20), PROMPTS[:2]))
-    result = _ask(speech, PROMPTS[2], max_tokens=20)
-    own, spans = last_trace(traces)
+        list(pool.map(lambda prompt: _ask(speech_up, prompt, max_tokens=20), PROMPTS[:2]))
+    result = _ask(speech_up, PROMPTS[2], max_tokens=20)
+    own, spans = last_trace(speech_traces)
     check_whole(own, spans)
     assert chunks_of(spans) == {edge.edge: edge.chunks for edge in result.finished.edges}
     calls = Counter(process for process, span in spans if span.name == "call")
     assert calls["thinker-0"] == result.finished.stages["thinker"].usage.steps
     assert calls["acoustic-0"] > 1
     assert calls["vocoder-0"] > 1
-    linked = [span for _, span in traces.all_spans if span.name == "call" and span.links]
+    linked = [span for _, span in speech_traces.all_spans if span.name == "call" and span.links]
     assert linked, "no call was made for both of the requests that ran together"
 
 
-@ON_ONE_CONNECTOR
-def test_disconnected_client_leaves_no_work(speech: Deployment) -> None:
-    with speech.client() as client:
+def test_disconnected_client_leaves_no_work(speech_up: Deployment) -> None:
+    with speech_up.client() as client:
         for event in client.generate(PROMPTS[0], seed=SEED, max_tokens=200):
             if isinstance(event, AudioChunk):
                 break
         assert isinstance(event, AudioChunk)
-    eventually(speech.idle, timeout_s=10)
+    eventually(speech_up.idle, timeout_s=10)
 
 
-@ON_ONE_CONNECTOR
 @pytest.mark.parametrize("victim", ["thinker", "acoustic", "vocoder"])
 def test_killed_stage_restarts_without_a_gap_in_the_audio(
-    speech: Deployment, traces: TraceReceiver, victim: str
+    speech_up: Deployment, speech_traces: TraceReceiver, victim: str
 ) -> None:
-    first, gathered = speech.process_id(f"{victim}-0"), ResultBuilder()
-    with speech.client() as client:
+    first, gathered = speech_up.process_id(f"{victim}-0"), ResultBuilder()
+    with speech_up.client() as client:
         events = iter(client.generate(PROMPTS[0], seed=SEED, max_tokens=MAX_TOKENS))
         for event in events:
             gathered.add(event)
             if isinstance(event, AudioChunk):
-                speech.kill(f"{victim}-0")
+                speech_up.kill(f"{victim}-0")
                 break
         for event in events:
             gathered.add(event)
-    own, spans = last_trace(traces)
+    own, spans = last_trace(speech_traces)
     check_whole(own, spans)
     assert f"recovery of {victim}" in {span.name for _, span in spans}
     result = gathered.build()
     heard = transcribe(result.audio, result.sample_rate_hz)
-    speech.wait(lambda up: up.all_ready() and not up.runs(f"{victim}-0", first))
+    speech_up.wait(lambda up: up.all_ready() and not up.runs(f"{victim}-0", first))
     assert word_error_rate(result.text, heard) <= 0.10, f"said {result.text!r}, heard {heard!r}"
 
 
-@ON_ONE_CONNECTOR
 @pytest.mark.parametrize(("prompt", "reason"), [("", "EMPTY_PROMPT"), ("word " * 3000, "PROMPT_TOO_LONG")])
-def test_invalid_prompts_are_rejected_with_a_reason(speech: Deployment, prompt: str, reason: str) -> None:
+def test_invalid_prompts_are_rejected_with_a_reason(speech_up: Deployment, prompt: str, reason: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        _ask(speech, prompt)
+        _ask(speech_up, prompt)
     assert caught.value.reason == reason
-    eventually(speech.idle, timeout_s=10)
+    eventually(speech_up.idle, timeout_s=10)
 
 
-@ON_ONE_CONNECTOR
-def test_the_gateway_streams_text_and_speech(speech: Deployment) -> None:
-    with speech.client() as own, gateway(speech.endpoint) as url, client(url) as ai:
+def test_the_gateway_streams_text_and_speech(speech_up: Deployment) -> None:
+    with speech_up.client() as own, gateway(speech_up.endpoint) as url, client(url) as ai:
         expected = own.generate(messages=[("user", PROMPTS[2])], seed=SEED, max_tokens=20).result()
         stream = ai.chat.completions.create(
             model="speech",
@@ -232,10 +209,9 @@ def test_the_gateway_streams_text_and_speech(speech: Deployment) -> None:
     )
 
 
-@ON_ONE_CONNECTOR
-def test_the_gateway_speaks_a_text_as_it_is(speech: Deployment) -> None:
+def test_the_gateway_speaks_a_text_as_it_is(speech_up: Deployment) -> None:
     spoken = "The quick brown fox jumps over the lazy dog. It was a bright day in the garden."
-    with gateway(speech.endpoint) as url, client(url) as ai:
+    with gateway(speech_up.endpoint) as url, client(url) as ai:
         file = ai.audio.speech.create(model="speech", voice=None, input=spoken, response_format="wav")  # type: ignore[arg-type]
         form = ai.chat.completions.create(
             model="speech",
@@ -259,8 +235,7 @@ def test_the_gateway_speaks_a_text_as_it_is(speech: Deployment) -> None:
     assert json.loads(form.choices[0].message.content or "")["colour"] in {"red", "blue"}
 
 
-@ON_ONE_CONNECTOR
-def test_the_examples_of_the_gateway_run(speech: Deployment, tmp_path: Path) -> None:
+def test_the_examples_of_the_gateway_run(speech_up: Deployment, tmp_path: Path) -> None:
     blocks = [each for each in read_blocks("docs/gateway.md") if each.language == "python" and not each.is_fragment]
     first, realtime = (each.code for each in blocks)
 
@@ -268,7 +243,7 @@ def test_the_examples_of_the_gateway_run(speech: Deployment, tmp_path: Path) -> 
         command = [sys.executable, "-c", code.replace("http://127.0.0.1:8000", url)]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True, timeout=120).stdout
 
-    with gateway(speech.endpoint) as url:
+    with gateway(speech_up.endpoint) as url:
         assert len(run(first)) > 50
         *transcript, summary = run(realtime).splitlines()
     with wave.open(str(tmp_path / "calm.wav")) as audio:
@@ -277,10 +252,9 @@ def test_the_examples_of_the_gateway_run(speech: Deployment, tmp_path: Path) -> 
     assert float(summary.split(" ")[0]) > 1
 
 
-@ON_ONE_CONNECTOR
-async def test_a_realtime_response_is_spoken(speech: Deployment) -> None:
+async def test_a_realtime_response_is_spoken(speech_up: Deployment) -> None:
     async with (
-        serving(speech.endpoint) as url,
+        serving(speech_up.endpoint) as url,
         openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none") as ai,
         ai.realtime.connect(model="speech") as connection,
     ):
@@ -296,18 +270,17 @@ async def test_a_realtime_response_is_spoken(speech: Deployment) -> None:
     assert word_error_rate(response["output"][0]["content"][0]["transcript"], said) <= 0.10
 
 
-@ON_ONE_CONNECTOR
-async def test_the_gateway_speaks_a_text_while_it_is_written(speech: Deployment) -> None:
+async def test_the_gateway_speaks_a_text_while_it_is_written(speech_up: Deployment) -> None:
     text = "The quick brown fox jumps over the lazy dog. It was a bright day in the garden."
     words = text.split()
-    with speech.client() as client, client.converse(input_mode="stream", outputs=["audio"], seed=SEED) as session:
+    with speech_up.client() as client, client.converse(input_mode="stream", outputs=["audio"], seed=SEED) as session:
         for word in words:
             session.append(f"{word} ")
         session.commit()
         expected_s = sum(
             len(each.samples) / each.sample_rate_hz for each in session.answer() if isinstance(each, AudioChunk)
         )
-    async with serving(speech.endpoint) as url:
+    async with serving(speech_up.endpoint) as url:
         address = f"ws://{url}/v1/audio/speech/stream?model=speech&seed={SEED}"
         async with websockets.connect(address, max_size=None) as socket:
             for word in words:
@@ -321,10 +294,9 @@ async def test_the_gateway_speaks_a_text_while_it_is_written(speech: Deployment)
     assert word_error_rate(text, transcribe(samples.astype(np.float32) / np.float32(32768), 24_000)) <= 0.10
 
 
-@ON_ONE_CONNECTOR
 @pytest.mark.asyncio(loop_scope="session")
-async def test_the_page_of_the_gateway_speaks_and_is_interrupted(speech: Deployment, page: Page) -> None:
-    async with serving(speech.endpoint) as address:
+async def test_the_page_of_the_gateway_speaks_and_is_interrupted(speech_up: Deployment, page: Page) -> None:
+    async with serving(speech_up.endpoint) as address:
         await page.goto(f"http://{address}/")
         await visiting.send(page, "Tell me everything about the sea.")
 

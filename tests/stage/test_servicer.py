@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -15,16 +15,21 @@ from stagemesh.common.errors import (
     NotFoundError,
     NotReadyError,
     StagemeshError,
+    UnavailableError,
 )
+from stagemesh.common.plugins import connectors
 from stagemesh.common.process.host import host_token
 from stagemesh.common.wire.versions import OFFERS, own_protocol
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.services.engines.abilities import Adapter, AdapterControl, EngineAbilities
 from stagemesh.services.stage.step import run
 from stagemesh.v1 import chunk_pb2, stage_pb2
+from stagemesh.v1.protocol_pb2 import Protocol
 from stagemesh.v1.signature_pb2 import TENSOR_KIND_TEXT
+from tests.later_contract import later, later_class, today
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import Replica, make_runtime, served, served_stage, stage_config, step_request
+from tests.stage.test_execute_steps import Caller
 
 
 async def test_a_step_streams_its_events() -> None:
@@ -270,3 +275,88 @@ async def _until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+async def _probe(thinker: Replica, endpoint: str, **fields: int) -> stage_pb2.ProbeEdgeResponse:
+    request = stage_pb2.ProbeEdgeRequest(edge="thinker->talker", consumer="talker-0", endpoint=endpoint, **fields)  # type: ignore[arg-type]
+    return await thinker.stub.ProbeEdge(request, timeout=10)
+
+
+async def _probe_failure(thinker: Replica, endpoint: str, **fields: int) -> StagemeshError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await _probe(thinker, endpoint, **fields)
+    return from_rpc_error(caught.value, peer="thinker")
+
+
+async def test_a_probe_returns_the_connector_and_sends_nothing() -> None:
+    async with served_stage() as thinker, served_stage(stage_config("talker", function="relay")) as talker:
+        found = await _probe(thinker, talker.endpoint)
+        assert (found.connector, len(found.refusals)) == (chunk_pb2.CONNECTOR_SHM, 0)
+        assert thinker.runtime.load().arena_used_bytes == 0
+
+
+async def test_a_fixed_connector_that_cannot_work_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connectors, "find_spec", lambda _: None)
+    async with served_stage() as thinker, served_stage(stage_config("talker", function="relay")) as talker:
+        error = await _probe_failure(thinker, talker.endpoint, connector=chunk_pb2.CONNECTOR_NIXL)
+    assert isinstance(error, NotReadyError)
+    assert (error.reason, error.metadata["edge"]) == ("CONNECTOR_UNAVAILABLE", "thinker->talker")
+    assert "set `connector: auto`" in error.message
+
+
+async def test_an_unreachable_consumer_is_unavailable() -> None:
+    async with served_stage() as thinker:
+        assert isinstance(await _probe_failure(thinker, "127.0.0.1:1"), UnavailableError)
+
+
+async def test_an_unknown_connector_is_rejected() -> None:
+    async with served_stage() as thinker:
+        assert (await _probe_failure(thinker, "127.0.0.1:1", connector=4711)).reason == "UNKNOWN_CONNECTOR"
+
+
+def _action(call: int, *, ignorable: bool = False) -> stage_pb2.ExecuteStepsRequest:
+    later_action = later_class("ExecuteStepsRequest")(call=call, later="pause", ignorable=ignorable)
+    request: stage_pb2.ExecuteStepsRequest = today(later_action, stage_pb2.ExecuteStepsRequest)
+    return request
+
+
+async def test_a_stage_ignores_added_fields_and_ignorable_actions() -> None:
+    async with served_stage(stage_config(steps=2)) as replica:
+        caller = Caller(replica)
+        request: Any = today(later(step_request("r")), stage_pb2.ExecuteStepRequest)
+        await caller.begin(1, request)
+        await caller.call.write(_action(1, ignorable=True))
+        await caller.until_ended(1)
+    assert not caller.received[1][-1].ended.HasField("error")
+
+
+async def test_a_stage_refuses_an_unknown_action_of_one_call_only() -> None:
+    async with served_stage(stage_config(steps=2)) as replica:
+        caller = Caller(replica)
+        await caller.call.write(_action(1))
+        await caller.begin(2, step_request("r"))
+        await caller.until_ended(1, 2)
+    error = caller.received[1][-1].ended.error
+    assert (error.code, error.reason) == (grpc.StatusCode.UNIMPLEMENTED.value[0], "UNKNOWN_KIND")
+    assert "sent a ExecuteStepsRequest of an unknown kind (field 1000)" in error.message
+    assert not caller.received[2][-1].ended.HasField("error")
+
+
+async def test_a_stage_refuses_an_unknown_chunk_policy() -> None:
+    async with served_stage(stage_config(steps=2)) as replica:
+        binding = later_class("OutputBinding")(edge="a->b", consumer="b-0", endpoint="127.0.0.1:1", attempt=1)
+        binding.policy.later = "pages"
+        request = step_request("r")
+        request.outputs.append(today(binding, stage_pb2.OutputBinding))
+        caller = Caller(replica)
+        await caller.begin(1, request)
+        await caller.until_ended(1)
+    assert "sent a ChunkPolicy of an unknown kind (field 1000)" in caller.received[1][-1].ended.error.message
+
+
+async def test_a_stage_refuses_an_orchestrator_without_a_common_version() -> None:
+    async with served_stage() as replica:
+        request = stage_pb2.DescribeRequest(protocol=Protocol(lowest_version=2, highest_version=4))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"2 to 4, but replica thinker-0 speaks .* 1 to 1") as caught:
+            await replica.stub.Describe(request, timeout=5)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -50,14 +50,13 @@ class Doubled:
 
 
 def add_transform(folder: Path, monkeypatch: pytest.MonkeyPatch, *, name: str, source: str) -> None:
-    """Registers a transform for all processes that are started afterwards. `source` defines its DESCRIPTOR."""
+    """Registers a transform in this process and in those that start afterwards. `source` defines its DESCRIPTOR."""
     _add(folder, monkeypatch, name=name, source=source, group="stagemesh.transforms")
 
 
 def add_function(folder: Path, monkeypatch: pytest.MonkeyPatch, *, name: str, source: str) -> None:
-    """Registers a function like `add_transform`, and in the test's own process."""
+    """Registers a function like `add_transform`."""
     _add(folder, monkeypatch, name=name, source=source, group="stagemesh.functions")
-    monkeypatch.syspath_prepend(str(folder))
 
 
 def _add(folder: Path, monkeypatch: pytest.MonkeyPatch, *, name: str, source: str, group: str) -> None:
@@ -66,4 +65,5 @@ def _add(folder: Path, monkeypatch: pytest.MonkeyPatch, *, name: str, source: st
     package.mkdir()
     (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: added_{name}\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text(f"[{group}]\n{name} = added_{name}:DESCRIPTOR\n")
+    monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", ""))))

@@ -1,15 +1,17 @@
-"""Replicas of external stages: processes that `stagemesh up` does not start."""
+"""Replicas of external stages, which `stagemesh up` does not start."""
 
-import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from anyio.from_thread import start_blocking_portal
+
 from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.stage_process import OrchestratorAddress, StageConfig
-from tests.system.stub_stage import ReplicaFault
+from stagemesh.pipeline import load_pipeline
+from tests.system.stub_stage import ReplicaFault, serving_stub
 
 SONG = """\
 pipeline: song
@@ -59,10 +61,10 @@ def external_replica(
     function: str = "relay",
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Runs a replica of the stage `upper` in a process of its own. Registers it at `admin` if that is not empty."""
-    described = _describe(pipeline)
+    loaded = load_pipeline(str(pipeline))
     config = StageConfig(
-        pipeline=described["pipeline"],
-        generation=described["generation"],
+        pipeline=loaded.name,
+        generation=loaded.generation,
         stage="upper",
         replica=name,
         engine=engine,
@@ -70,46 +72,25 @@ def external_replica(
         listen=listen,
         orchestrators=(OrchestratorAddress(admin),) if admin else (),
     )
-    with _running([_STAGEMESH, "serve", "stage", "-"], stdin=dump_config(config)) as process:
-        yield process
-
-
-@contextmanager
-def stub_replica(
-    pipeline: Path, *, listen: str, name: str = "upper-0", fault: ReplicaFault = ReplicaFault.NONE
-) -> Iterator["subprocess.Popen[bytes]"]:
-    """Runs a replica of the stage `upper` that is made of generated stubs alone."""
-    described = _describe(pipeline)
-    config = {
-        "pipeline": described["pipeline"],
-        "generation": described["generation"],
-        "replica": name,
-        "listen": listen,
-        "fault": fault.value,
-    }
-    with _running([sys.executable, "-m", "tests.system.stub_stage", json.dumps(config)]) as process:
-        yield process
-
-
-_STAGEMESH = str(Path(sys.executable).with_name("stagemesh"))
-
-
-def _describe(pipeline: Path) -> Mapping[str, str]:
-    validated = subprocess.run(
-        [_STAGEMESH, "pipeline", "validate", str(pipeline), "--json"], capture_output=True, check=True
-    )
-    described: Mapping[str, str] = json.loads(validated.stdout)
-    return described
-
-
-@contextmanager
-def _running(command: Sequence[str], *, stdin: bytes = b"") -> Iterator["subprocess.Popen[bytes]"]:
+    command = [str(Path(sys.executable).with_name("stagemesh")), "serve", "stage", "-"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
         assert process.stdin is not None
-        process.stdin.write(stdin)
+        process.stdin.write(dump_config(config))
         process.stdin.close()
         yield process
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def stub_replica(
+    pipeline: Path, *, listen: str, name: str = "upper-0", fault: ReplicaFault = ReplicaFault.NONE
+) -> Iterator[None]:
+    """Runs a replica of the stage `upper` that is made of generated stubs alone, in a thread of this process."""
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(serving_stub(load_pipeline(str(pipeline)), listen, name=name, fault=fault)),
+    ):
+        yield

@@ -1,14 +1,11 @@
-"""A program that is the external stage `upper`, made of generated stubs alone. It returns its text.
+"""A server that is the external stage `upper`, made of generated stubs alone. It returns its text.
 
 It makes one mistake for each request whose id begins with the name of a `RequestFault`, or one for all of them.
-
-    python -m tests.system.stub_stage '{"listen": "127.0.0.1:7001", "pipeline": "song", ...}'
 """
 
 import asyncio
-import json
-import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from enum import Enum
 from typing import Any, TypeAlias
 from uuid import uuid4
@@ -18,6 +15,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import chunk_pb2, request_pb2, signature_pb2, stage_pb2, tensor_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
 from tests.connectors.minimum_profile import (
@@ -175,9 +173,11 @@ async def fail(context: Any, error: chunk_pb2.Error) -> None:
     await context.abort(code, error.message, (("grpc-status-details-bin", status.SerializeToString()),))
 
 
-async def main(config: dict[str, str]) -> None:
-    identity = Identity(config["replica"], uuid4().hex, config["pipeline"], config["generation"], PROTOCOL)
-    stage = StubStage(identity, ReplicaFault(config["fault"]))
+@asynccontextmanager
+async def serving_stub(pipeline: Pipeline, listen: str, *, name: str, fault: ReplicaFault) -> AsyncGenerator[None]:
+    """Serves a replica at an address within the block. Its connections break at the end."""
+    identity = Identity(name, uuid4().hex, pipeline.name, pipeline.generation, PROTOCOL)
+    stage = StubStage(identity, fault)
     server = grpc.aio.server(options=[*LIMITS, ("grpc.http2.min_ping_interval_without_data_ms", 500)])
     describe = grpc.unary_unary_rpc_method_handler(
         stage.describe, stage_pb2.DescribeRequest.FromString, stage_pb2.DescribeResponse.SerializeToString
@@ -191,10 +191,9 @@ async def main(config: dict[str, str]) -> None:
     healthy = health.aio.HealthServicer()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    server.add_insecure_port(config["listen"])
+    server.add_insecure_port(listen)
     await server.start()
-    await server.wait_for_termination()
-
-
-if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1])))
+    try:
+        yield
+    finally:
+        await server.stop(None)

@@ -1,17 +1,15 @@
-"""The programs in the documents run. Those that call a server call a real pipeline of fake stages.
+"""The programs in the documents run. Those that call a server call a pipeline of fake stages.
 
 tests/speech runs the example of docs/gateway.md, and tests/cli/test_replicas_page.py the commands of docs/replicas.md.
 """
 
-import subprocess
-import sys
 import wave
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.deployment import Deployment, deployed
+from tests.local_mesh import LocalMesh, local_mesh
 from tests.repository.code_blocks import read_blocks
 
 PIPELINE = """\
@@ -32,13 +30,24 @@ client = Client("127.0.0.1:7780")
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = tmp_path_factory.mktemp("documented")
-    (folder / "pipeline.yaml").write_text(PIPELINE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STAGEMESH_HOME", str(folder / "home"))
-        with deployed(folder / "pipeline.yaml") as running:
-            yield running
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMesh]:
+    path = tmp_path_factory.mktemp("documented") / "pipeline.yaml"
+    path.write_text(PIPELINE)
+    with local_mesh(path) as running:
+        yield running
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Returns a function that runs a program in an empty folder, and returns what it prints."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(code: str, *, endpoint: str = "") -> str:
+        code = code.replace("127.0.0.1:7780", endpoint).replace("10.0.0.2:7780", endpoint)
+        exec(compile(code, "program.py", "exec"), {"__name__": "__main__"})  # noqa: S102
+        return capsys.readouterr().out
+
+    return run
 
 
 def program(document: str, beginning: str) -> str:
@@ -47,16 +56,11 @@ def program(document: str, beginning: str) -> str:
     return found
 
 
-def run(code: str, *, folder: Path, endpoint: str = "") -> str:
-    command = [sys.executable, "-c", code.replace("127.0.0.1:7780", endpoint).replace("10.0.0.2:7780", endpoint)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, timeout=50)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_client_of_the_quick_start_prints_text_and_saves_audio(deployment: Deployment, tmp_path: Path) -> None:
+def test_the_client_of_the_quick_start_prints_text_and_saves_audio(
+    deployment: LocalMesh, run: Callable[..., str], tmp_path: Path
+) -> None:
     code = program("docs/quick-start.md", "WavWriter")
-    assert run(code, folder=tmp_path, endpoint=deployment.endpoint)
+    assert run(code, endpoint=deployment.endpoint)
     with wave.open(str(tmp_path / "speech.wav")) as audio:
         assert audio.getnframes()
 
@@ -70,9 +74,9 @@ def test_the_client_of_the_quick_start_prints_text_and_saves_audio(deployment: D
     ],
 )
 def test_a_client_of_a_document_prints_answers(
-    deployment: Deployment, tmp_path: Path, document: str, beginning: str, lines: int
+    deployment: LocalMesh, run: Callable[..., str], document: str, beginning: str, lines: int
 ) -> None:
-    printed = run(CLIENT + program(document, beginning), folder=tmp_path, endpoint=deployment.endpoint)
+    printed = run(CLIENT + program(document, beginning), endpoint=deployment.endpoint)
     assert len(printed.splitlines()) == lines
 
 
@@ -85,5 +89,5 @@ def test_a_client_of_a_document_prints_answers(
         ("docs/extending.md", "LOUDER = ", ""),
     ],
 )
-def test_a_program_without_a_server_runs(tmp_path: Path, document: str, beginning: str, printed: str) -> None:
-    assert printed in run(program(document, beginning), folder=tmp_path)
+def test_a_program_without_a_server_runs(run: Callable[..., str], document: str, beginning: str, printed: str) -> None:
+    assert printed in run(program(document, beginning))

@@ -1,19 +1,17 @@
 """`engine: external` under `stagemesh up`: replicas by address and by registration, and what `up` reports."""
 
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from stagemesh.cli.launcher.ports import PortPicker
-from stagemesh.client import Admitted, Client, Result, Text
-from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import ExitCode
 from stagemesh.v1 import stage_pb2
 from tests.deployment import Deployment, deployed
 from tests.system.added_transforms import DOUBLED, add_transform
 from tests.system.external import external_replica, song
+from tests.system.reading import contents, read
 
 UPPER = "upper (external)"
 
@@ -26,18 +24,22 @@ def _detail(deployment: Deployment) -> str:
     return str(deployment.statuses[UPPER]["detail"])
 
 
-def test_a_listed_replica_serves_and_may_return_after_its_death(tmp_path: Path) -> None:
+def test_a_listed_replica_serves_if_its_signature_is_right_and_may_return_after_its_death(tmp_path: Path) -> None:
     address = f"127.0.0.1:{PortPicker().pick()}"
     pipeline = song(tmp_path, addresses=f'["{address}"]')
     with deployed(pipeline, until=_waits) as deployment:
         deployment.wait(lambda up: f"{address} does not answer" in _detail(up))
         assert "pipeline song, generation " in _detail(deployment)
+        with external_replica(pipeline, listen=address, function="talk"):
+            deployment.wait(lambda up: up.statuses[UPPER]["state"] == "failed")
+            assert "its signature differs from the pipeline file's in sampling" in _detail(deployment)
         with external_replica(pipeline, listen=address):
             deployment.wait(Deployment.all_ready)
             with deployment.client() as client:
                 first = client.generate("hello", seed=1).result().text
                 upper = next(stage for stage in client.describe().stages if stage.name == "upper")
             assert (upper.engine, upper.replicas[0].name) == ("external", "upper-0")
+            assert upper.replicas[0].state == stage_pb2.REPLICA_STATE_READY
         deployment.wait(_waits)
         with external_replica(pipeline, listen=address):
             deployment.wait(Deployment.all_ready)
@@ -54,20 +56,6 @@ def test_a_replica_registers_at_the_address_that_up_reports(tmp_path: Path) -> N
             deployment.wait(Deployment.all_ready)
             with deployment.client() as client:
                 assert client.generate("hello", seed=1).result().text
-
-
-def test_a_replica_whose_signature_differs_is_refused(tmp_path: Path) -> None:
-    address = f"127.0.0.1:{PortPicker().pick()}"
-    pipeline = song(tmp_path, addresses=f'["{address}"]')
-    with deployed(pipeline, until=_waits) as deployment:
-        with external_replica(pipeline, listen=address, function="talk"):
-            deployment.wait(lambda up: up.statuses[UPPER]["state"] == "failed")
-            assert "its signature differs from the pipeline file's in sampling" in _detail(deployment)
-        with external_replica(pipeline, listen=address):
-            deployment.wait(Deployment.all_ready)
-            with deployment.client() as client:
-                replica = next(stage for stage in client.describe().stages if stage.name == "upper").replicas[0]
-            assert replica.state == stage_pb2.REPLICA_STATE_READY
 
 
 def test_serve_refuses_to_run_an_external_stage(tmp_path: Path) -> None:
@@ -90,26 +78,12 @@ def test_nothing_is_lost_when_either_end_of_a_transform_at_the_producer_dies(
             process.kill()
             running.enter_context(external_replica(pipeline, listen=address))
 
+        def kill_writer() -> None:
+            writers = ("writer-0", "writer-1")
+            deployment.kill(next(name for name in writers if deployment.load(name).running))
+
         with deployment.client() as client:
-            undisturbed = _disturbed(client, lambda _: None)
+            undisturbed = client.generate("hello", seed=3).result()
             assert "SStteepp  00  iiss" in undisturbed.text
-            for disturb in (lambda replicas: deployment.kill(replicas["writer"]), lambda _: restart_upper()):
-                assert _contents(_disturbed(client, disturb)) == _contents(undisturbed)
-
-
-def _disturbed(client: Client, disturb: Callable[[Mapping[str, str]], object]) -> Result:
-    """Runs a request. Passes the names of its replicas by stage to `disturb` when some of the text has arrived."""
-    builder, replicas = ResultBuilder(), dict[str, str]()
-    texts = 0
-    for event in client.generate("hello", seed=3):
-        builder.add(event)
-        if isinstance(event, Admitted):
-            replicas.update(event.replicas)
-        texts += isinstance(event, Text)
-        if texts == 10 and isinstance(event, Text):
-            disturb(replicas)
-    return builder.build()
-
-
-def _contents(result: Result) -> tuple[str, bytes]:
-    return result.text, b"".join(output.tensor.tobytes() for output in result.tensors["frames"])
+            for disturb in (kill_writer, restart_upper):
+                assert contents(read(client.generate("hello", seed=3), {10: disturb})) == contents(undisturbed)

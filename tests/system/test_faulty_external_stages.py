@@ -14,18 +14,18 @@ from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.client import Client
 from stagemesh.common.errors import DeadlineError, InvalidRequestError, NotReadyError, StagemeshError
 from tests.deployment import Deployment, deployed, eventually
+from tests.local_mesh import LocalMesh, local_mesh
 from tests.system.external import song, stub_replica
 from tests.system.stub_stage import ReplicaFault, RequestFault
 
-UPPER = "upper (external)"
 TIMEOUT_S = 2.5
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMesh]:
     address = f"127.0.0.1:{PortPicker().pick()}"
     pipeline = song(tmp_path_factory.mktemp("song"), addresses=f'["{address}"]', step_s=0.01)
-    with stub_replica(pipeline, listen=address), deployed(pipeline) as deployment:
+    with stub_replica(pipeline, listen=address), local_mesh(pipeline) as deployment:
         # The first request connects the stages, which must not use up the deadline of the first fault.
         with deployment.client() as client:
             assert client.generate("hello", seed=1, timeout_s=20).result().text
@@ -55,7 +55,7 @@ CASES: Mapping[RequestFault, Case] = {
 
 
 @pytest.mark.parametrize("fault", CASES)
-def test_a_fault_ends_its_own_request_alone(up: Deployment, fault: RequestFault) -> None:
+def test_a_fault_ends_its_own_request_alone(up: LocalMesh, fault: RequestFault) -> None:
     expected = CASES[fault]
     with up.client() as client, ThreadPoolExecutor(1) as threads:
         failing = threads.submit(_failure, client, f"{fault.value}.1")
@@ -73,29 +73,46 @@ def test_a_fault_ends_its_own_request_alone(up: Deployment, fault: RequestFault)
 REFUSALS: Mapping[ReplicaFault, str] = {
     ReplicaFault.SIGNATURE: "its signature differs from the pipeline file's in emits",
     ReplicaFault.VERSION: "speaks wire versions 7 to 9",
-    ReplicaFault.NO_DESCRIPTION: "does not answer",
 }
 
 
 @pytest.mark.parametrize("fault", REFUSALS)
 def test_a_replica_that_cannot_take_part_gets_no_requests(tmp_path: Path, fault: ReplicaFault) -> None:
-    port, good, bad = (PortPicker().pick() for _ in range(3))
+    good, bad = (PortPicker().pick() for _ in range(2))
     pipeline = song(tmp_path, addresses=f'["127.0.0.1:{bad}", "127.0.0.1:{good}"]')
     with (
         stub_replica(pipeline, listen=f"127.0.0.1:{bad}", name="upper-1", fault=fault),
         stub_replica(pipeline, listen=f"127.0.0.1:{good}"),
-        deployed(pipeline, f"--port={port}", until=lambda up: _says(up, REFUSALS[fault])),
+        local_mesh(pipeline) as up,
+        up.client() as client,
+    ):
+        eventually(lambda: REFUSALS[fault] in _details(client), timeout_s=30)
+        for _ in range(3):
+            assert client.generate("hello", timeout_s=20).result().text
+
+
+def test_up_names_a_replica_that_does_not_answer(tmp_path: Path) -> None:
+    port, good, bad = (PortPicker().pick() for _ in range(3))
+    pipeline = song(tmp_path, addresses=f'["127.0.0.1:{bad}", "127.0.0.1:{good}"]')
+    with (
+        stub_replica(pipeline, listen=f"127.0.0.1:{bad}", name="upper-1", fault=ReplicaFault.NO_DESCRIPTION),
+        stub_replica(pipeline, listen=f"127.0.0.1:{good}"),
+        deployed(pipeline, f"--port={port}", until=_names_silent_replica),
         Client(f"127.0.0.1:{port}") as client,
     ):
         for _ in range(3):
             assert client.generate("hello", timeout_s=20).result().text
 
 
+def _names_silent_replica(up: Deployment) -> bool:
+    return "does not answer" in str(up.statuses.get("upper (external)", {}).get("detail"))
+
+
 @pytest.mark.parametrize("fault", [ReplicaFault.VERSION_AS_CONSUMER, ReplicaFault.VERSION_AS_PRODUCER])
 def test_a_flow_in_another_version_is_refused(tmp_path: Path, fault: ReplicaFault) -> None:
     address = f"127.0.0.1:{PortPicker().pick()}"
     pipeline = song(tmp_path, addresses=f'["{address}"]')
-    with stub_replica(pipeline, listen=address, fault=fault), deployed(pipeline) as up, up.client() as client:
+    with stub_replica(pipeline, listen=address, fault=fault), local_mesh(pipeline) as up, up.client() as client:
         error = _failure(client, "r")
     assert isinstance(error, NotReadyError), error.message
     assert error.reason == "NO_COMMON_VERSION"
@@ -106,15 +123,16 @@ def test_a_stage_of_the_minimum_profile_may_die_and_return(tmp_path: Path) -> No
     address = f"127.0.0.1:{PortPicker().pick()}"
     pipeline = song(tmp_path, addresses=f'["{address}"]', steps=40, step_s=0.02)
     with ExitStack() as running:
-        process = running.enter_context(stub_replica(pipeline, listen=address))
-        deployment = running.enter_context(deployed(pipeline))
+        stub = running.enter_context(ExitStack())
+        stub.enter_context(stub_replica(pipeline, listen=address))
+        deployment = running.enter_context(local_mesh(pipeline))
         with deployment.client() as client:
             undisturbed = client.generate("hello", seed=1).result().text
             with ThreadPoolExecutor(1) as threads:
                 running_request = threads.submit(lambda: client.generate("hello", seed=1, timeout_s=60).result().text)
                 eventually(lambda: not _is_idle(deployment, "writer-0"), timeout_s=10)
-                process.kill()
-                running.enter_context(stub_replica(pipeline, listen=address))
+                stub.close()
+                stub.enter_context(stub_replica(pipeline, listen=address))
                 assert running_request.result() == undisturbed
 
 
@@ -124,10 +142,10 @@ def _failure(client: Client, request_id: str) -> StagemeshError:
     return caught.value
 
 
-def _is_idle(up: Deployment, name: str) -> bool:
+def _is_idle(up: LocalMesh, name: str) -> bool:
     load = up.load(name)
     return load.running == load.queued == load.arena_used_bytes == 0
 
 
-def _says(up: Deployment, text: str) -> bool:
-    return text in str(up.statuses.get(UPPER, {}).get("detail"))
+def _details(client: Client) -> str:
+    return " ".join(replica.detail for stage in client.describe().stages for replica in stage.replicas)

@@ -130,46 +130,29 @@ PIPELINE = """
 pipeline: flawed
 stages:
   speak: {engine: function, function: speak, options: {max_batch: 1}}
-  play: {engine: function, function: play, non_finite: NON_FINITE}
-edges: [{from: speak, to: play, transform: pass}]
-outputs: {audio: play.audio, spoken: speak.audio}
+  play: {engine: function, function: play, non_finite: warn}
+  strict: {engine: function, function: play, non_finite: error}
+edges: [{from: speak, to: play, transform: pass}, {from: speak, to: strict, transform: pass}]
+outputs: {audio: play.audio, spoken: speak.audio, strict: strict.audio}
 """
 WHERE = {"function": "function speak of stage speak", "transform": "transform pass of edge speak->play"}
 
 
-def _pipeline(folder: Path, *, non_finite: str) -> Path:
-    path = folder / "flawed.yaml"
-    path.write_text(PIPELINE.replace("NON_FINITE", non_finite))
-    return path
-
-
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A deployment whose processes no test ends."""
-    yield from _deployed(tmp_path_factory.mktemp("flawed"), non_finite="warn")
-
-
-@pytest.fixture(scope="module")
-def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    yield from _deployed(tmp_path_factory.mktemp("strict"), non_finite="error")
-
-
-def _deployed(folder: Path, *, non_finite: str) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("flawed")
+    (folder / "flawed.yaml").write_text(PIPELINE)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        _add_packages(folder, monkeypatch)
-        with deployed(_pipeline(folder, non_finite=non_finite)) as deployment:
+        add_function(folder, monkeypatch, name="speak", source=FUNCTION)
+        add_function(folder, monkeypatch, name="play", source=PLAYER)
+        add_transform(folder, monkeypatch, name="pass", source=TRANSFORM)
+        with deployed(folder / "flawed.yaml") as deployment:
             yield deployment
 
 
-def _add_packages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_function(folder, monkeypatch, name="speak", source=FUNCTION)
-    add_function(folder, monkeypatch, name="play", source=PLAYER)
-    add_transform(folder, monkeypatch, name="pass", source=TRANSFORM)
-
-
-def _generate(up: Deployment, prompt: str) -> Result:
+def _generate(up: Deployment, prompt: str, *outputs: str) -> Result:
     with up.client() as client:
-        return client.generate(prompt, timeout_s=60).result()
+        return client.generate(prompt, timeout_s=60, outputs=outputs or ("audio", "spoken")).result()
 
 
 def _error_of(up: Deployment, prompt: str) -> StagemeshError:
@@ -237,14 +220,15 @@ def test_non_finite_audio_is_a_warning(up: Deployment, where: str, stages: set[s
     assert {name: warnings[0].reason for name, warnings in warned.items()} == dict.fromkeys(stages, "NON_FINITE_RESULT")
 
 
-def test_non_finite_audio_is_an_error_on_request(strict: Deployment) -> None:
+def test_non_finite_audio_is_an_error_on_request(up: Deployment) -> None:
     with pytest.raises(StagemeshError) as caught:
-        _generate(strict, "transform nan")
-    assert (caught.value.reason, caught.value.metadata["stage"]) == ("NON_FINITE_RESULT", "play")
+        _generate(up, "transform nan", "strict")
+    assert (caught.value.reason, caught.value.metadata["stage"]) == ("NON_FINITE_RESULT", "strict")
 
 
 @pytest.mark.parametrize("where", ["function", "transform"])
-def test_code_that_ends_its_process_is_poison(strict: Deployment, where: str) -> None:
+def test_code_that_ends_its_process_is_poison(up: Deployment, where: str) -> None:
     with pytest.raises(StagemeshError) as caught:
-        _generate(strict, f"{where} die")
+        _generate(up, f"{where} die", "strict")
     assert caught.value.reason == "POISON_REQUEST"
+    up.wait(Deployment.all_ready)

@@ -1,38 +1,15 @@
 """Stages on vLLM that `stagemesh up` forks from one process: their engine cores, failures and restarts."""
 
-from collections.abc import Iterator
-
 import psutil
 import pytest
 
 from stagemesh.services.engines.vllm import DESCRIPTOR
-from tests.deployment import Deployment, deployed
-from tests.engines.vllm.tiny_model import write_tiny_model
+from tests.deployment import Deployment
 
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(DESCRIPTOR.preload is None, reason="only the build of vLLM for CPUs is forked"),
 ]
-
-PIPELINE = """\
-pipeline: forked
-main_stage: one
-stages:
-  one: {{engine: vllm, model: {model}, options: {options}}}
-  two: {{engine: vllm, model: {model}, options: {options}}}
-edges: []
-outputs: {{first: one.text, second: two.text}}
-"""
-OPTIONS = "{load_format: dummy, kv_cache_memory_bytes: 8388608}"
-
-
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = tmp_path_factory.mktemp("forked")
-    model = write_tiny_model(folder / "model")
-    (folder / "forked.yaml").write_text(PIPELINE.format(model=model, options=OPTIONS))
-    with deployed(folder / "forked.yaml") as running:
-        yield running
 
 
 def _stage(up: Deployment, name: str) -> psutil.Process:
@@ -45,38 +22,38 @@ def _restarted(up: Deployment, name: str, process: psutil.Process) -> psutil.Pro
     return _stage(up, name)
 
 
-def test_stages_and_engine_cores_have_the_imports_of_one_process(up: Deployment) -> None:
-    one, two = (_stage(up, name) for name in ("one-0", "two-0"))
-    assert one.ppid() == two.ppid() != up.process.pid
-    ports = {int(status["endpoint"].rpartition(":")[2]) for status in up.statuses.values()}
+def test_stages_and_engine_cores_have_the_imports_of_one_process(split_up: Deployment) -> None:
+    one, two = (_stage(split_up, name) for name in ("whole-0", "thinker-0"))
+    assert one.ppid() == two.ppid() != split_up.process.pid
+    ports = {int(status["endpoint"].rpartition(":")[2]) for status in split_up.statuses.values()}
     for stage in (one, two):
         (core,) = stage.children()
         # vLLM's core listens on ports of its own.
         assert not ports & {each.laddr.port for each in core.net_connections("tcp")}
 
 
-def test_a_killed_engine_core_restarts_its_stage_alone(up: Deployment) -> None:
-    one, two = _stage(up, "one-0"), _stage(up, "two-0")
+def test_a_killed_engine_core_restarts_its_stage_alone(split_up: Deployment) -> None:
+    one, two = _stage(split_up, "whole-0"), _stage(split_up, "thinker-0")
     one.children()[0].kill()
-    again = _restarted(up, "one-0", one)
+    again = _restarted(split_up, "whole-0", one)
     assert again.ppid() == two.ppid()
-    assert _stage(up, "two-0") == two
-    with up.client() as client:
-        assert client.generate("hello", outputs=["first"]).result().finished
+    assert _stage(split_up, "thinker-0") == two
+    with split_up.client() as client:
+        assert client.generate("hello", outputs=["whole-text"]).result().finished
 
 
-def test_no_engine_core_outlives_a_killed_stage(up: Deployment) -> None:
-    two = _stage(up, "two-0")
+def test_no_engine_core_outlives_a_killed_stage(split_up: Deployment) -> None:
+    two = _stage(split_up, "thinker-0")
     cores = two.children()
     two.kill()
     assert psutil.wait_procs(cores, timeout=3)[1] == []
-    _restarted(up, "two-0", two)
+    _restarted(split_up, "thinker-0", two)
 
 
-def test_a_killed_fork_server_restarts_all_stages(up: Deployment) -> None:
-    one, two = _stage(up, "one-0"), _stage(up, "two-0")
+def test_a_killed_fork_server_restarts_all_stages(split_up: Deployment) -> None:
+    one, two = _stage(split_up, "whole-0"), _stage(split_up, "thinker-0")
     server = one.parent()
     assert server is not None
     server.kill()
-    assert _restarted(up, "one-0", one).ppid() == up.process.pid
-    assert _restarted(up, "two-0", two).ppid() == up.process.pid
+    assert _restarted(split_up, "whole-0", one).ppid() == split_up.process.pid
+    assert _restarted(split_up, "thinker-0", two).ppid() == split_up.process.pid

@@ -1,6 +1,4 @@
-"""Pipelines that fork and join, as real processes. Their outputs equal those of the same functions called one after the
-other.
-"""
+"""Pipelines that fork and join. Their outputs equal those of the same functions called one after the other."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,8 @@ from stagemesh.common.plugins.connectors import descriptors
 from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.fake.outputs import mix, resize_text, source_text, text_to_frames
-from tests.deployment import Deployment, deployed, eventually
+from tests.deployment import eventually
+from tests.local_mesh import LocalMesh, local_mesh
 
 GRAPH = Path(__file__).parents[2] / "examples/graph/pipeline.yaml"
 STEPS, SIZE_BYTES = 10, 20_000
@@ -20,13 +19,13 @@ OTHER = "auto" if descriptors()["nixl"].missing() else "nixl"
 
 
 @pytest.fixture(scope="module")
-def graph() -> Iterator[Deployment]:
-    with deployed(GRAPH, "--set", f"edges.words->mixer.connector={OTHER}") as up:
+def graph() -> Iterator[LocalMesh]:
+    with local_mesh(GRAPH, overrides={"edges.words->mixer.connector": OTHER}) as up:
         yield up
 
 
 @pytest.fixture
-def client(graph: Deployment) -> Iterator[Client]:
+def client(graph: LocalMesh) -> Iterator[Client]:
     with graph.client() as client:
         yield client
         eventually(graph.idle, timeout_s=10)
@@ -72,7 +71,7 @@ def test_stages_of_an_unrequested_output_do_not_run(client: Client) -> None:
 
 
 def test_edges_marked_apart_deliver_each_packet_once() -> None:
-    with deployed(GRAPH, "--set", "stages.mixer.join=any") as up, up.client() as client:
+    with local_mesh(GRAPH, overrides={"stages.mixer.join": "any"}) as up, up.client() as client:
         result = client.generate("hello", seed=7).result()
         made = sorted(output.tensor.tobytes() for output in result.tensors["frames"])
         texts = texts_in_a_row(7)
@@ -82,7 +81,7 @@ def test_edges_marked_apart_deliver_each_packet_once() -> None:
 
 
 def test_a_rehearsal_is_reproduced_exactly_on_any_replica() -> None:
-    with deployed(GRAPH.parents[1] / "rehearsal/pipeline.yaml") as up, up.client() as client:
+    with local_mesh(GRAPH.parents[1] / "rehearsal/pipeline.yaml") as up, up.client() as client:
         first, second, other = [client.generate("hello", seed=seed, max_tokens=8).result() for seed in (1, 1, 2)]
         assert first.audio.tobytes() == second.audio.tobytes() != other.audio.tobytes()
         assert first.text == second.text

@@ -3,17 +3,14 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import grpc
 import psutil
 import pytest
 
 from stagemesh.client import Admitted, Text
 from stagemesh.client.responses import ResultBuilder
-from stagemesh.v1 import admin_pb2
-from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
 from tests.deployment import Deployment, deployed
+from tests.system.reading import steps_of
 
 STEPS = 40
 PIPELINE = f"""\
@@ -26,8 +23,14 @@ stages:
     replicas: 2
     stall_s: 1
     options: {{faults: [{{kind: hang, after_steps: 5}}]}}
-edges: [{{from: source, to: relay}}]
-outputs: {{text: source, echo: relay}}
+  # The other requests must get input without a pause of `stall_s`. Otherwise the whole engine counts as hanging.
+  alone:
+    engine: fake
+    function: relay
+    stall_s: 3
+    options: {{faults: [{{kind: hang, after_steps: 5, probability: 0.2}}]}}
+edges: [{{from: source, to: relay}}, {{from: source, to: alone}}]
+outputs: {{text: source, echo: relay, alone: alone}}
 """
 
 
@@ -63,7 +66,7 @@ def test_a_process_that_is_stopped_loses_its_requests_and_no_client_notices(up: 
 def test_a_hanging_engine_is_replaced_and_no_client_notices(up: Deployment) -> None:
     with up.client() as client:
         builder, hung, process = ResultBuilder(), "", 0
-        for event in client.generate("hello", seed=7):
+        for event in client.generate("hello", seed=7, outputs=["text", "echo"]):
             builder.add(event)
             if isinstance(event, Admitted):
                 hung = event.replicas["relay"]
@@ -73,28 +76,19 @@ def test_a_hanging_engine_is_replaced_and_no_client_notices(up: Deployment) -> N
     up.wait(lambda up: up.statuses[hung]["state"] == "ready" and not up.runs(hung, process))
 
 
-def test_requests_that_hang_alone_restart_and_their_replica_does_not(tmp_path: Path) -> None:
-    path = tmp_path / "pipeline.yaml"
-    # The other requests must get input without a pause of `stall_s`. Otherwise the whole engine counts as hanging.
-    alone = {
-        "after_steps: 5": "after_steps: 5, probability: 0.2",
-        "replicas: 2": "replicas: 1",
-        "stall_s: 1": "stall_s: 3",
-    }
-    text = PIPELINE
-    for former, latter in alone.items():
-        text = text.replace(former, latter)
-    path.write_text(text)
-    with deployed(path) as up, up.client() as client, ThreadPoolExecutor(8) as pool:
-        process = up.process_id("relay-0")
-        requests = [client.generate("hello", seed=seed, request_id=f"r{seed}", max_tokens=200) for seed in range(8)]
+def test_requests_that_hang_alone_restart_and_their_replica_does_not(up: Deployment) -> None:
+    up.wait(Deployment.all_ready)
+    process = up.process_id("alone-0")
+    with up.client() as client, ThreadPoolExecutor(8) as pool:
+        requests = [
+            client.generate("hello", seed=seed, request_id=f"r{seed}", max_tokens=200, outputs=["text", "alone"])
+            for seed in range(8)
+        ]
         results = list(pool.map(lambda request: request.result(), requests))
-        with grpc.insecure_channel(up.admin_endpoint) as channel:
-            ask = AdminServiceStub(channel).GetRequest
-            steps = [ask(admin_pb2.GetRequestRequest(request_id=f"r{seed}"), timeout=10).steps for seed in range(8)]
-        assert up.process_id("relay-0") == process
-    assert all(result.texts["echo"] == result.texts["text"] for result in results)
-    reasons = [[step.error.reason for step in each if step.stage == "relay"] for each in steps]
+    assert up.process_id("alone-0") == process
+    assert all(result.texts["alone"] == result.texts["text"] for result in results)
+    steps = [[step for step in steps_of(up, f"r{seed}") if step.stage == "alone"] for seed in range(8)]
+    reasons = [[step.error.reason for step in each] for each in steps]
     # The seed decides which requests hang.
-    assert [seed for seed in range(8) if reasons[seed] == ["STEP_HANGS", ""]] == [0, 2, 5]
+    assert [seed for seed in range(8) if reasons[seed] == ["STEP_HANGS", ""]] == [3, 4, 6]
     assert reasons.count([""]) == 5

@@ -14,6 +14,7 @@ import pytest
 from stagemesh.client import AsyncClient, Client, MediaFile, read_media
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, PermissionDeniedError, UnsupportedError
 from tests.deployment import Deployment, deployed
+from tests.local_mesh import local_mesh
 
 EYE = """
 pipeline: eye
@@ -154,7 +155,7 @@ def test_a_pipeline_without_a_store_says_so(tmp_path: Path) -> None:
     path = tmp_path / "blind.yaml"
     path.write_text("pipeline: p\nstages: {eye: {engine: fake, function: look}}\noutputs: {text: eye}\n")
     (tmp_path / "a.png").write_bytes(b"x")
-    with deployed(path) as up, up.client() as client:
+    with local_mesh(path) as up, up.client() as client:
         with pytest.raises(UnsupportedError, match="add `media:`"):
             client.upload(tmp_path / "a.png")
         with pytest.raises(UnsupportedError, match="add `media:`"):

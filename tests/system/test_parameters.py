@@ -7,7 +7,7 @@ import pytest
 
 from stagemesh.client import Client, StageArguments
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from tests.deployment import Deployment, deployed
+from tests.local_mesh import LocalMesh, local_mesh
 
 SCHEMA = '{"type": "object"}'
 OMNI = """
@@ -25,15 +25,15 @@ outputs: {text: thinker, speech: talker, frames: frames}
 
 
 @pytest.fixture(scope="module")
-def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMesh]:
     path = tmp_path_factory.mktemp("omni") / "omni.yaml"
     path.write_text(OMNI)
-    with deployed(path) as up:
+    with local_mesh(path) as up:
         yield up
 
 
 @pytest.fixture
-def client(omni: Deployment) -> Iterator[Client]:
+def client(omni: LocalMesh) -> Iterator[Client]:
     with omni.client() as client:
         yield client
 

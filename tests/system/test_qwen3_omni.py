@@ -1,6 +1,6 @@
 """A deployed tiny Qwen3-Omni, compared with transformers: the same text, the same codes and the same waveform."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,9 @@ from stagemesh.client import (
     VideoFile,
 )
 from stagemesh.common.errors import StagemeshError
-from tests.deployment import Deployment, deployed, eventually
+from tests.deployment import Deployment, eventually
 from tests.engines.vllm.media_files import encoded, pixels, tone, video_file, wav
 from tests.models.qwen3_omni import reference
-from tests.models.qwen3_omni.deployment import PIPELINE, with_torchvision
 from tests.models.qwen3_omni.reference import SOUND_HZ, Conversation
 from tests.system.lossless_video import video_of
 
@@ -93,14 +92,6 @@ def expected(tiny_qwen3_omni: Path) -> Sequence[reference.Result]:
     return reference.run(tiny_qwen3_omni, conversations, text_tokens=TEXT_TOKENS, codec_tokens=CODEC_TOKENS)
 
 
-@pytest.fixture(scope="module")
-def omni(tiny_qwen3_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    file = tmp_path_factory.mktemp("omni") / "omni.yaml"
-    file.write_text(PIPELINE.format(model=tiny_qwen3_omni))
-    with with_torchvision(), deployed(file) as deployment:
-        yield deployment
-
-
 def generate(client: Client, each: Case) -> Result:
     thinker: StageArguments = {"temperature": 0.0, "max_tokens": TEXT_TOKENS}
     speaker = {"speaker": each.expected.speaker}
@@ -120,25 +111,26 @@ def check(result: Result, expected: reference.Result) -> None:
     assert np.abs(samples[: len(expected.waveform)] - expected.waveform).max() < 1e-4
 
 
+@pytest.mark.models
 @pytest.mark.parametrize("number", range(len(cases())), ids=[each.name for each in cases()])
-def test_a_request_equals_transformers(omni: Deployment, expected: Sequence[reference.Result], number: int) -> None:
-    with omni.client() as client:
+def test_a_request_equals_transformers(omni_up: Deployment, expected: Sequence[reference.Result], number: int) -> None:
+    with omni_up.client() as client:
         check(generate(client, cases()[number]), expected[number])
 
 
-def test_eight_requests_at_once_equal_transformers(omni: Deployment, expected: Sequence[reference.Result]) -> None:
+def test_eight_requests_at_once_equal_transformers(omni_up: Deployment, expected: Sequence[reference.Result]) -> None:
     numbers = range(8)
-    with omni.client() as client, ThreadPoolExecutor(len(numbers)) as pool:
+    with omni_up.client() as client, ThreadPoolExecutor(len(numbers)) as pool:
         results = list(pool.map(lambda number: generate(client, cases()[number]), numbers))
     for number, result in zip(numbers, results, strict=True):
         check(result, expected[number])
-    eventually(omni.idle, timeout_s=10)
+    eventually(omni_up.idle, timeout_s=10)
 
 
 def test_a_request_for_text_alone_needs_neither_talker_nor_vocoder(
-    omni: Deployment, expected: Sequence[reference.Result]
+    omni_up: Deployment, expected: Sequence[reference.Result]
 ) -> None:
-    with omni.client() as client:
+    with omni_up.client() as client:
         thinker: StageArguments = {"temperature": 0.0, "max_tokens": TEXT_TOKENS}
         messages = [Message("user", cases()[0].content)]
         result = client.generate(messages=messages, outputs=["tokens"], stages={"thinker": thinker}).result()
@@ -171,9 +163,9 @@ BAD_REQUESTS: Mapping[str, tuple[GenerateArguments, str, str]] = {
         "the model accepts 2048 in all",
     ),
     "too long for the talker": (
-        {"messages": [("user", "a" * 1100)]},
+        {"messages": [("user", "a" * 1600)]},
         "PROMPT_TOO_LONG",
-        "the model accepts 1024 tokens in all",
+        "the model accepts 1536 tokens in all",
     ),
     "no turn of the assistant": ({"raw_text": "Hello"}, "INVALID_PROMPT", "the assistant's turn"),
     "empty prompt": ({"messages": [("user", " ")]}, "EMPTY_PROMPT", "provide some text"),
@@ -182,9 +174,9 @@ BAD_REQUESTS: Mapping[str, tuple[GenerateArguments, str, str]] = {
 
 
 def test_bad_requests_name_their_cause_and_disturb_no_other_request(
-    omni: Deployment, expected: Sequence[reference.Result]
+    omni_up: Deployment, expected: Sequence[reference.Result]
 ) -> None:
-    with omni.client() as client, ThreadPoolExecutor(8) as pool:
+    with omni_up.client() as client, ThreadPoolExecutor(8) as pool:
         good = [pool.submit(generate, client, cases()[number]) for number in (0, 6, 7)]
         bad = {name: pool.submit(_error_of, client, arguments) for name, (arguments, *_) in BAD_REQUESTS.items()}
         errors = {name: each.result() for name, each in bad.items()}
@@ -196,7 +188,7 @@ def test_bad_requests_name_their_cause_and_disturb_no_other_request(
     for name, (_, _, message) in BAD_REQUESTS.items():
         assert message in errors[name].message
         assert len(errors[name].message) < 500
-    eventually(omni.idle, timeout_s=10)
+    eventually(omni_up.idle, timeout_s=10)
 
 
 def _error_of(client: Client, arguments: GenerateArguments) -> StagemeshError:
@@ -206,27 +198,27 @@ def _error_of(client: Client, arguments: GenerateArguments) -> StagemeshError:
     return caught.value
 
 
-@pytest.mark.parametrize(("characters", "max_tokens", "reason"), [(20, 40, "length"), (980, None, "limit")])
+@pytest.mark.parametrize(("characters", "max_tokens", "reason"), [(20, 40, "length"), (1490, None, "limit")])
 def test_a_talker_that_never_ends_stops_at_its_limit(
-    omni: Deployment, characters: int, max_tokens: int | None, reason: str
+    omni_up: Deployment, characters: int, max_tokens: int | None, reason: str
 ) -> None:
     talker: StageArguments = {"temperature": 0.9, "ignore_eos": True, "max_tokens": max_tokens}
-    with omni.client() as client:
+    with omni_up.client() as client:
         thinker: StageArguments = {"max_tokens": 8}
         result = client.generate("a" * characters, seed=3, stages={"thinker": thinker, "talker": talker}).result()
     codes = np.concatenate([part.tensor for part in result.tensors["codes"]])
     talked, vocoded = (result.finished.stages[stage] for stage in ("talker", "code2wav"))
-    assert len(codes) == (max_tokens or 1024 - talked.usage.prompt_tokens)
+    assert len(codes) == (max_tokens or 1536 - talked.usage.prompt_tokens)
     # The vocoder decodes all frames, so that its output is complete.
     assert (talked.finish_reason, vocoded.finish_reason) == (reason, "end")
     assert len(result.audio) > 40 * len(codes)
 
 
 @pytest.mark.parametrize("rate_hz", [8_000, 44_100])
-def test_audio_of_any_sample_rate_is_resampled(omni: Deployment, rate_hz: int) -> None:
+def test_audio_of_any_sample_rate_is_resampled(omni_up: Deployment, rate_hz: int) -> None:
     """The model receives as many tokens for a second of audio as at its own rate."""
     thinker: StageArguments = {"max_tokens": 2}
-    with omni.client() as client:
+    with omni_up.client() as client:
         tokens = [
             client.generate(
                 [AudioSamples(tone(1.0, rate_hz=hz), hz), "Hi"], outputs=["text"], stages={"thinker": thinker}
@@ -239,13 +231,13 @@ def test_audio_of_any_sample_rate_is_resampled(omni: Deployment, rate_hz: int) -
     assert tokens[0] == tokens[1] == 13
 
 
-def test_the_audio_does_not_depend_on_a_killed_vocoder(omni: Deployment) -> None:
+def test_the_audio_does_not_depend_on_a_killed_vocoder(omni_up: Deployment) -> None:
     """`make soak` kills the other stages, too. Here vLLM would take half a minute to start again."""
-    with omni.client() as client:
+    with omni_up.client() as client:
         undisturbed = _speak(client)
-        process_id = omni.process_id("code2wav-0")
-        disturbed = _speak(client, on_audio=lambda: omni.kill("code2wav-0"))
-        assert not omni.runs("code2wav-0", process_id)
+        process_id = omni_up.process_id("code2wav-0")
+        disturbed = _speak(client, on_audio=lambda: omni_up.kill("code2wav-0"))
+        assert not omni_up.runs("code2wav-0", process_id)
     # The vocoder restarts with other chunks, whose rounding differs.
     assert disturbed.shape == undisturbed.shape
     assert np.abs(disturbed - undisturbed).max() < 1e-4

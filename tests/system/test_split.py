@@ -1,7 +1,7 @@
 """A vllm stage that is split into prefill and decode replicas, compared with the same model in one stage."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 
 from stagemesh.client import StageArguments
 from stagemesh.common.errors import InvalidRequestError
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment
 from tests.system.split_stage import (
     KILLED_TOKENS,
     check_equal,
@@ -18,7 +18,6 @@ from tests.system.split_stage import (
     generate,
     generate_with_kill,
     prompt,
-    write_pipeline,
 )
 
 pytestmark = pytest.mark.timeout(600)
@@ -37,31 +36,25 @@ CASES: Mapping[str, tuple[Mapping[str, Any], StageArguments]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(write_pipeline(tmp_path_factory.mktemp("pair")), ready_s=300) as deployment:
-        yield deployment
-
-
 @pytest.mark.parametrize(("arguments", "sampling"), CASES.values(), ids=CASES.keys())
 def test_tokens_equal_those_of_one_stage(
-    up: Deployment, arguments: Mapping[str, Any], sampling: StageArguments
+    split_up: Deployment, arguments: Mapping[str, Any], sampling: StageArguments
 ) -> None:
-    with up.client() as client:
+    with split_up.client() as client:
         check_equal(generate(client, arguments, sampling))
-    check_no_blocks(up)
+    check_no_blocks(split_up)
 
 
-def test_concurrent_requests_keep_their_tokens(up: Deployment) -> None:
-    with up.client() as client, ThreadPoolExecutor(12) as pool:
+def test_concurrent_requests_keep_their_tokens(split_up: Deployment) -> None:
+    with split_up.client() as client, ThreadPoolExecutor(12) as pool:
         requests = [{"token_ids": prompt(seed, 40 * seed)} for seed in range(10, 34)]
         for result in pool.map(lambda each: generate(client, each, SEEDED), requests):
             check_equal(result)
-    check_no_blocks(up)
+    check_no_blocks(split_up)
 
 
-def test_reports_name_both_stages(up: Deployment) -> None:
-    with up.client() as client:
+def test_reports_name_both_stages(split_up: Deployment) -> None:
+    with split_up.client() as client:
         result = client.generate(token_ids=prompt(40, 400), outputs=["tokens"], max_tokens=5).result()
         described = client.describe()
     prefill, decode = result.finished.usage["thinker-prefill"], result.finished.usage["thinker"]
@@ -71,8 +64,8 @@ def test_reports_name_both_stages(up: Deployment) -> None:
     assert [(edge.from_stage, edge.to_stage) for edge in described.edges] == [("thinker-prefill", "thinker")]
 
 
-def test_cancelled_requests_leave_no_blocks(up: Deployment) -> None:
-    with up.client() as client:
+def test_cancelled_requests_leave_no_blocks(split_up: Deployment) -> None:
+    with split_up.client() as client:
         for number in range(6):
             running = client.generate(
                 token_ids=prompt(50 + number, 1500), outputs=["tokens"], max_tokens=400, ignore_eos=True
@@ -81,21 +74,21 @@ def test_cancelled_requests_leave_no_blocks(up: Deployment) -> None:
             with closing(iter(running)) as events:
                 for _ in range(number + 1):
                     next(events)
-    check_no_blocks(up)
+    check_no_blocks(split_up)
 
 
-def test_error_of_a_request_is_that_of_one_stage(up: Deployment) -> None:
-    with up.client() as client, pytest.raises(InvalidRequestError, match="the model accepts 2048 in all"):
+def test_error_of_a_request_is_that_of_one_stage(split_up: Deployment) -> None:
+    with split_up.client() as client, pytest.raises(InvalidRequestError, match="the model accepts 2048 in all"):
         client.generate(token_ids=prompt(60, 2000), outputs=["tokens"], max_tokens=100).result()
-    check_no_blocks(up)
+    check_no_blocks(split_up)
 
 
-def test_no_request_fails_if_either_side_is_killed(up: Deployment) -> None:
+def test_no_request_fails_if_either_side_is_killed(split_up: Deployment) -> None:
     moments = random.Random(0)
-    with up.client() as client:
-        for number, victim in enumerate(["thinker-prefill-0", "thinker-0"] * 2):
-            up.wait(Deployment.all_ready, timeout_s=300)
-            after = moments.randrange(-1, KILLED_TOKENS // 2) if number else -1
-            check_equal(generate_with_kill(up, client, seed=70 + number, victim=victim, after=after))
-    up.wait(Deployment.all_ready, timeout_s=300)
-    check_no_blocks(up)
+    with split_up.client() as client:
+        for number, victim in enumerate(["thinker-prefill-0", "thinker-0"]):
+            split_up.wait(Deployment.all_ready, timeout_s=300)
+            after = moments.randrange(KILLED_TOKENS // 2) if number else -1
+            check_equal(generate_with_kill(split_up, client, seed=70 + number, victim=victim, after=after))
+    split_up.wait(Deployment.all_ready, timeout_s=300)
+    check_no_blocks(split_up)

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 
 from stagemesh.client import AudioChunk, Session, TurnEnded
 from stagemesh.services.models.hibari import SAMPLE_RATE_HZ
-from tests.deployment import Deployment, deployed, eventually
+from tests.deployment import Deployment, eventually
 
 pytestmark = [pytest.mark.speech, pytest.mark.timeout(300)]
 
@@ -39,12 +39,6 @@ class Spoken:
                 return
 
 
-@pytest.fixture(scope="module")
-def speech() -> Iterator[Deployment]:
-    with deployed("speech") as up:
-        yield up
-
-
 def _speak(up: Deployment, pieces: Sequence[str], *, interval_s: float = 0.0) -> Spoken:
     spoken = Spoken()
     with (
@@ -62,22 +56,22 @@ def _speak(up: Deployment, pieces: Sequence[str], *, interval_s: float = 0.0) ->
     return spoken
 
 
-def test_audio_begins_before_the_turn_is_committed(speech: Deployment) -> None:
-    spoken = _speak(speech, TOKENS, interval_s=TOKEN_S)
+def test_audio_begins_before_the_turn_is_committed(speech_up: Deployment) -> None:
+    spoken = _speak(speech_up, TOKENS, interval_s=TOKEN_S)
     assert spoken.first_audio_s < spoken.committed_s
     assert len(spoken.audio) > 5 * SAMPLE_RATE_HZ
 
 
-def test_the_audio_does_not_depend_on_the_pieces_of_the_text(speech: Deployment) -> None:
-    whole = _speak(speech, [TEXT]).audio
-    np.testing.assert_array_equal(_speak(speech, TOKENS, interval_s=TOKEN_S).audio, whole)
-    np.testing.assert_array_equal(_speak(speech, list(TEXT)).audio, whole)
+def test_the_audio_does_not_depend_on_the_pieces_of_the_text(speech_up: Deployment) -> None:
+    whole = _speak(speech_up, [TEXT]).audio
+    np.testing.assert_array_equal(_speak(speech_up, TOKENS, interval_s=TOKEN_S).audio, whole)
+    np.testing.assert_array_equal(_speak(speech_up, list(TEXT)).audio, whole)
 
 
-def test_a_stage_that_restarts_speaks_the_text_again_from_its_begin(speech: Deployment) -> None:
-    whole = _speak(speech, [TEXT]).audio
+def test_a_stage_that_restarts_speaks_the_text_again_from_its_begin(speech_up: Deployment) -> None:
+    whole = _speak(speech_up, [TEXT]).audio
     with ThreadPoolExecutor(1) as pool:
-        speaking = pool.submit(_speak, speech, TOKENS, interval_s=2 * TOKEN_S)
-        eventually(lambda: bool(speech.load("acoustic-0").running), timeout_s=10)
-        speech.kill("acoustic-0")
+        speaking = pool.submit(_speak, speech_up, TOKENS, interval_s=2 * TOKEN_S)
+        eventually(lambda: bool(speech_up.load("acoustic-0").running), timeout_s=10)
+        speech_up.kill("acoustic-0")
         np.testing.assert_array_equal(speaking.result(timeout=60).audio, whole)

@@ -2,8 +2,6 @@
 
 import base64
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,29 +22,19 @@ from stagemesh.client import (
     TurnEnded,
     TurnInterrupted,
 )
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment
 from tests.gateway.making import serving
 from tests.gateway.sounds import wav
 from tests.gateway.test_realtime import TOOL, Talker
-from tests.models.qwen3_omni.deployment import with_torchvision
 from tests.models.spoken import speak
 
 pytestmark = pytest.mark.timeout(90)
 
-EXAMPLE = Path("examples/qwen3-omni/tiny.yaml")
 RATE_HZ = 16_000
 PIECE = RATE_HZ // 10
 T = TypeVar("T")
 
 GREEDY: StageArguments = {"temperature": 0.0, "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def omni(tiny_qwen3_omni: Path) -> Iterator[Deployment]:
-    with with_torchvision(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STAGEMESH_OMNI", str(tiny_qwen3_omni))
-        with deployed(EXAMPLE) as deployment:
-            yield deployment
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +71,9 @@ class Heard:
         raise AssertionError(f"the session ended before {kind}")
 
 
-def test_a_turn_ends_with_its_speech(omni: Deployment, speech: npt.NDArray[np.float32]) -> None:
+def test_a_turn_ends_with_its_speech(omni_up: Deployment, speech: npt.NDArray[np.float32]) -> None:
     with (
-        omni.client() as client,
+        omni_up.client() as client,
         client.converse(outputs=["text"], turn_detection={}, stages={"thinker": GREEDY}, seed=1) as session,
     ):
         _append(session, speech)
@@ -101,11 +89,11 @@ def test_a_turn_ends_with_its_speech(omni: Deployment, speech: npt.NDArray[np.fl
     assert heard.text == expected.text
 
 
-def test_speech_interrupts_an_answer(omni: Deployment, speech: npt.NDArray[np.float32]) -> None:
+def test_speech_interrupts_an_answer(omni_up: Deployment, speech: npt.NDArray[np.float32]) -> None:
     endless: StageArguments = {"max_tokens": 1500, "ignore_eos": True}
     detection: TurnDetection = {"interrupts": True, "options": {"silence_ms": 300}}
     with (
-        omni.client() as client,
+        omni_up.client() as client,
         client.converse(outputs=["text"], turn_detection=detection, stages={"thinker": endless}) as session,
     ):
         _append(session, speech)
@@ -118,7 +106,7 @@ def test_speech_interrupts_an_answer(omni: Deployment, speech: npt.NDArray[np.fl
     assert [event.begins for event in heard.speech] == [True, False, True, False]
 
 
-async def test_the_gateway_hears_and_is_interrupted(omni: Deployment, speech: npt.NDArray[np.float32]) -> None:
+async def test_the_gateway_hears_and_is_interrupted(omni_up: Deployment, speech: npt.NDArray[np.float32]) -> None:
     samples = np.repeat(speech, 3)[::2]  # 24 kHz, of 16 kHz
     pcm = (samples * 32_767).astype(np.int16)
 
@@ -127,7 +115,7 @@ async def test_the_gateway_hears_and_is_interrupted(omni: Deployment, speech: np
             data = base64.b64encode(pcm[start : start + 2_400].tobytes()).decode()
             await talker.send("input_audio_buffer.append", audio=data)
 
-    async with serving(omni.endpoint) as url:
+    async with serving(omni_up.endpoint) as url:
         ai = openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none")
         async with ai, ai.realtime.connect(model="qwen3-omni") as connection:
             talker = Talker(connection)
@@ -152,17 +140,17 @@ async def test_the_gateway_hears_and_is_interrupted(omni: Deployment, speech: np
     assert len(base64.b64decode(heard)) / 48 == pytest.approx(spoken_ms, abs=100)
 
 
-async def test_the_gateway_transcribes_speech(omni: Deployment, speech: npt.NDArray[np.float32]) -> None:
+async def test_the_gateway_transcribes_speech(omni_up: Deployment, speech: npt.NDArray[np.float32]) -> None:
     file = wav(speech)
     instruction = "Transcribe the audio into text. The language of the audio is en."
-    with omni.client() as client:
+    with omni_up.client() as client:
         messages = [Message("user", [AudioFile(file, "audio/wav"), instruction])]
         expected = client.generate(messages=messages, outputs=["text"], temperature=0.0, max_tokens=12).result().text
         messages = [Message("user", [AudioFile(wav(0.5 * speech[::-1]), "audio/wav"), instruction])]
         other = client.generate(messages=messages, outputs=["text"], temperature=0.0, max_tokens=12).result().text
     assert expected
     assert other != expected
-    async with serving(omni.endpoint) as url, openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none") as ai:
+    async with serving(omni_up.endpoint) as url, openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none") as ai:
         arguments: dict[str, Any] = {
             "model": "qwen3-omni",
             "file": ("speech.wav", file),
@@ -178,7 +166,7 @@ async def test_the_gateway_transcribes_speech(omni: Deployment, speech: npt.NDAr
         assert len(events) > 2
 
 
-async def test_a_realtime_conversation_has_a_tool_call_and_an_interruption(omni: Deployment) -> None:
+async def test_a_realtime_conversation_has_a_tool_call_and_an_interruption(omni_up: Deployment) -> None:
     zone = {"enum": ["Asia/Tokyo"]}
     schema = {
         "type": "object",
@@ -187,7 +175,7 @@ async def test_a_realtime_conversation_has_a_tool_call_and_an_interruption(omni:
         "additionalProperties": False,
     }
     async with (
-        serving(omni.endpoint) as url,
+        serving(omni_up.endpoint) as url,
         openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none") as ai,
         ai.realtime.connect(model="qwen3-omni") as connection,
     ):

@@ -1,156 +1,126 @@
-"""A pipeline of fake stages as real processes: results, cancellation, kills, restarts and limits."""
+"""`stagemesh up` with fake stages: its processes are killed, stopped and replaced, and no client notices."""
 
 import signal
 import subprocess
 import sys
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from stagemesh.client import AsyncClient, Result, Text
-from stagemesh.common.errors import (
-    CancelledRequestError,
-    DeadlineError,
-    ExistsError,
-    ExitCode,
-    InternalError,
-    InvalidRequestError,
-    OverloadedError,
-)
+from stagemesh.cli.launcher.ports import PortPicker
+from stagemesh.client import AsyncClient, Choice, Client, Text
+from stagemesh.client.responses import ResultBuilder
+from stagemesh.common.errors import ExitCode, UnavailableError
+from stagemesh.common.process.config import dump_config
+from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
+from stagemesh.v1 import stage_pb2
 from tests.deployment import Deployment, deployed, eventually
+from tests.system.breakable_relay import breakable_relay
 from tests.system.pipelines import relays
+from tests.system.reading import contents, read, steps_of
 
-STEPS, STEP_S = 500, 0.02
-"""A request that takes ten seconds."""
-
-
-def _frames(result: Result) -> bytes:
-    return b"".join(output.tensor[:, 0].astype("u1").tobytes() for output in result.tensors["frames"])
-
-
-@pytest.mark.parametrize("connector", ["shm", "grpc"])
-def test_outputs_agree_over_every_connector(tmp_path: Path, connector: str) -> None:
-    with deployed(relays(tmp_path, connector=connector)) as up, up.client() as client:
-        result = client.generate("hello", seed=1).result()
-        assert _frames(result) == result.text.encode()
-        assert result.text.startswith("Step 0 is ")
-        assert len(result.text) == 200_000
-        assert {edge.connector for edge in result.finished.edges} == {connector}
-        eventually(up.idle, timeout_s=10)
-
-
-def test_eight_requests_at_once_never_mix(tmp_path: Path) -> None:
-    with deployed(relays(tmp_path, step_s=0.01)) as up, up.client() as client, ThreadPoolExecutor(8) as pool:
-        prompts = [f"prompt {n}" for n in range(8)]
-        alone = {prompt: client.generate(prompt, seed=5).result().text for prompt in prompts}
-        results = dict(zip(prompts, pool.map(lambda p: client.generate(p, seed=5).result(), prompts), strict=True))
-        assert len(set(alone.values())) == 8
-        for prompt, result in results.items():
-            assert result.text == alone[prompt]
-            assert _frames(result) == alone[prompt].encode()
-        eventually(up.idle, timeout_s=10)
-
-
-def test_a_client_that_disconnects_stops_every_stage(tmp_path: Path) -> None:
-    with deployed(relays(tmp_path, steps=STEPS, step_s=STEP_S)) as up, up.client() as client:
-        for event in client.generate("hello"):
-            if isinstance(event, Text):
-                break
-        eventually(up.idle, timeout_s=10)
-
-
-def test_cancelled_request_stops_every_stage(tmp_path: Path) -> None:
-    with (
-        deployed(relays(tmp_path, steps=STEPS, step_s=STEP_S)) as up,
-        up.client() as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        running = pool.submit(client.generate("hello", request_id="r1").result)
-        eventually(lambda: up.load("frames-0").running == 1, timeout_s=20)
-        client.cancel("r1")
-        with pytest.raises(CancelledRequestError):
-            running.result()
-        eventually(up.idle, timeout_s=10)
-
-
-@pytest.mark.parametrize("victim", ["source", "relay", "frames"])
-def test_a_killed_stage_restarts_and_the_request_continues(tmp_path: Path, victim: str) -> None:
-    with (
-        deployed(relays(tmp_path, steps=150, step_s=STEP_S)) as up,
-        up.client() as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        running = pool.submit(client.generate("hello", seed=1).result)
-        eventually(lambda: up.load("frames-0").running == 1, timeout_s=20)
-        first = up.process_id(f"{victim}-0")
-        up.kill(f"{victim}-0")
-        result = running.result(timeout=45)
-        assert up.process_id(f"{victim}-0") != first
-        assert result.text == client.generate("hello", seed=1).result().text
-        assert _frames(result) == result.text.encode()
-        eventually(up.idle, timeout_s=10)
-
-
-def test_failing_stage_ends_the_request_with_its_cause(tmp_path: Path) -> None:
-    with deployed(relays(tmp_path, fail=", options: {fail_at_step: 3}")) as up, up.client() as client:
-        with pytest.raises(InternalError, match="fails at step 3") as caught:
-            client.generate("hello").result()
-        assert caught.value.metadata["stage"] == "frames"
-        eventually(up.idle, timeout_s=10)
-
-
-def test_a_request_beyond_the_limit_is_rejected_with_a_time_to_retry(tmp_path: Path) -> None:
-    with (
-        deployed(relays(tmp_path, steps=STEPS, step_s=STEP_S, max_in_flight=2, max_queued=0)) as up,
-        up.client() as client,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        running = [pool.submit(client.generate("hello", request_id=f"r{n}").result) for n in range(2)]
-        eventually(lambda: up.load("frames-0").running == 2, timeout_s=20)
-        with pytest.raises(OverloadedError) as caught:
-            client.generate("one too many", timeout_s=0.5).result()
-        assert caught.value.retry_after_s is not None
-        for n, future in enumerate(running):
-            client.cancel(f"r{n}")
-            assert isinstance(future.exception(), CancelledRequestError)
-
-
-async def test_the_same_request_attaches_and_another_is_rejected(tmp_path: Path) -> None:
-    with deployed(relays(tmp_path, step_s=0.02)) as up:
-        async with AsyncClient(up.endpoint) as client:
-            first = aiter(client.generate("hello", request_id="twice", seed=1))
-            await anext(first)
-            second = await client.generate("hello", request_id="twice", seed=1).result()
-            with pytest.raises(ExistsError):
-                await client.generate("other", request_id="twice", seed=1).result()
-            rest = [event.delta async for event in first if isinstance(event, Text)]
-            assert "".join(rest) == second.text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"prompt": ""}, InvalidRequestError, "prompt"),
-        ({"prompt": "x", "outputs": ["video"]}, InvalidRequestError, "video"),
-        ({"prompt": "x", "options": {"speed": 2.0}}, InvalidRequestError, "speed"),
-        ({"prompt": "x", "request_id": "a b"}, InvalidRequestError, "request_id"),
-        ({"prompt": "x", "timeout_s": 0.0}, DeadlineError, "timeout_s"),
-        ({"prompt": "x" * (9 << 20)}, InvalidRequestError, "bytes"),
-    ],
-)
-def test_errors_of_bad_requests_name_the_remedy(
-    shared: Deployment, arguments: dict[str, object], error: type[Exception], message: str
-) -> None:
-    with shared.client() as client, pytest.raises(error, match=message):
-        client.generate(**arguments).result()  # type: ignore[arg-type]
+SEED, STEPS, STEP_S = 2**63 - 2, 40, 0.03
+CHOICES = (1, 3)
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> object:
-    with deployed(relays(tmp_path_factory.mktemp("shared"))) as up:
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with deployed(relays(tmp_path_factory.mktemp("relays"), steps=STEPS, step_s=STEP_S)) as up:
         yield up
+
+
+@pytest.fixture(scope="module")
+def undisturbed(up: Deployment) -> Sequence[Choice]:
+    with up.client() as client:
+        return client.generate("hello", seed=SEED, choices=max(CHOICES)).result().choices
+
+
+@pytest.fixture(autouse=True)
+def _released(up: Deployment) -> Iterator[None]:
+    yield
+    up.wait(Deployment.all_ready)
+    eventually(up.idle, timeout_s=10)
+
+
+def _check(found: Sequence[Choice], undisturbed: Sequence[Choice]) -> None:
+    assert list(map(contents, found)) == list(map(contents, undisturbed[: len(found)]))
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize("replica", ["source-0", "relay-0", "frames-0"])
+def test_a_killed_stage_restarts_and_the_request_continues(
+    up: Deployment, undisturbed: Sequence[Choice], replica: str, choices: int
+) -> None:
+    first = up.process_id(replica)
+    with up.client() as client:
+        result = read(client.generate("hello", seed=SEED, choices=choices), {20: lambda: up.kill(replica)})
+    _check(result.choices, undisturbed)
+    up.wait(Deployment.all_ready)
+    assert up.process_id(replica) != first
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_a_restarted_orchestrator_changes_nothing(up: Deployment, undisturbed: Sequence[Choice], choices: int) -> None:
+    with up.client() as client:
+        call = client.generate("hello", seed=SEED, choices=choices)
+        result = read(call, {20: lambda: up.kill("orchestrator")})
+    _check(result.choices, undisturbed)
+    if choices == 1:
+        assert _attempts(up, call.request_id) == {1}, "it continues with the running steps"
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_a_broken_connection_changes_nothing(up: Deployment, undisturbed: Sequence[Choice], choices: int) -> None:
+    with breakable_relay(up.endpoint) as way, Client(way.endpoint) as client:
+        call = client.generate("hello", seed=SEED, choices=choices)
+        result = read(call, dict.fromkeys((5, 12, 13, 30), way.cut))
+    _check(result.choices, undisturbed)
+    if choices == 1:
+        assert _attempts(up, call.request_id) == {1}
+
+
+def test_a_request_with_a_random_seed_resumes_too(up: Deployment) -> None:
+    with breakable_relay(up.endpoint) as way, Client(way.endpoint) as client:
+        result = read(client.generate("hello"), {10: lambda: up.kill("orchestrator")})
+    with up.client() as client:
+        assert contents(client.generate("hello", seed=result.seed).result()) == contents(result)
+
+
+# One orchestrator is killed, and one hangs: the steps of that one continue until they are taken over. The last one is
+# stopped, and has no time to finish its requests.
+@pytest.mark.parametrize(
+    ("blow", "choices"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 1), (signal.SIGSTOP, 3), (signal.SIGTERM, 1)]
+)
+async def test_another_orchestrator_continues_the_request(
+    up: Deployment, undisturbed: Sequence[Choice], tmp_path: Path, blow: signal.Signals, choices: int
+) -> None:
+    with _orchestrator(up, tmp_path, drain_s=0.1) as (endpoint, process):
+        builder, texts = ResultBuilder(), 0
+        async with AsyncClient(endpoint, up.endpoint) as client:
+            call = client.generate("hello", seed=SEED, choices=choices)
+            async for event in call:
+                builder.add(event)
+                texts += isinstance(event, Text)
+                if texts == STEPS // 4 and isinstance(event, Text):
+                    process.send_signal(blow)
+            assert client.endpoint == up.endpoint
+    _check(builder.build().choices, undisturbed)
+    if choices == 1:
+        assert _attempts(up, call.request_id) == {1}, "it continues with the running steps"
+
+
+def test_up_names_a_port_that_is_in_use(tmp_path: Path, up: Deployment) -> None:
+    port = up.endpoint.rsplit(":", 1)[1]
+    stagemesh = str(Path(sys.executable).with_name("stagemesh"))
+    command = [stagemesh, "up", str(relays(tmp_path)), "--port", port]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert refused.returncode == ExitCode.REFUSED
+    assert port in refused.stderr
+    assert "--port" in refused.stderr
 
 
 def test_stopping_lets_running_requests_finish(tmp_path: Path) -> None:
@@ -174,11 +144,31 @@ def test_no_process_is_left_when_up_is_killed(tmp_path: Path) -> None:
     assert set(Path("/dev/shm").iterdir()) <= before
 
 
-def test_up_names_a_port_that_is_in_use(tmp_path: Path, shared: Deployment) -> None:
-    port = shared.endpoint.rsplit(":", 1)[1]
-    stagemesh = str(Path(sys.executable).with_name("stagemesh"))
-    command = [stagemesh, "up", str(relays(tmp_path)), "--port", port]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert refused.returncode == ExitCode.REFUSED
-    assert port in refused.stderr
-    assert "--port" in refused.stderr
+def _attempts(up: Deployment, request_id: str) -> set[int]:
+    return {step.attempt for step in steps_of(up, request_id)}
+
+
+@contextmanager
+def _orchestrator(up: Deployment, folder: Path, *, drain_s: float) -> "Generator[tuple[str, subprocess.Popen[bytes]]]":
+    """Starts another orchestrator over the same replicas and waits until it serves."""
+    endpoint = f"127.0.0.1:{PortPicker().pick()}"
+    replicas = {name.rpartition("-")[0]: (ReplicaAddress(name, up.endpoint_of(name)),) for name in up.replicas()}
+    pipeline = relays(folder, steps=STEPS, step_s=STEP_S)
+    config = folder / "orchestrator.json"
+    config.write_bytes(dump_config(OrchestratorConfig(str(pipeline), replicas, endpoint, drain_s=drain_s)))
+    command = [sys.executable, "-m", "stagemesh.orchestrator", "--config", str(config)]
+    with subprocess.Popen(command) as process:
+        try:
+            with Client(endpoint) as client:
+                eventually(lambda: _serves(client), timeout_s=30)
+            yield endpoint, process
+        finally:
+            process.kill()
+
+
+def _serves(client: Client) -> bool:
+    try:
+        stages = client.describe().stages
+    except UnavailableError:
+        return False
+    return all(replica.state == stage_pb2.REPLICA_STATE_READY for stage in stages for replica in stage.replicas)

@@ -3,17 +3,15 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from stagemesh.client import AudioChunk, Client
-from stagemesh.rpc.channels import CHANNEL_OPTIONS
-from stagemesh.v1 import admin_pb2, admin_pb2_grpc
 from tests.deployment import Deployment, deployed
 from tests.models.tiny_code2wav import make_reference, write_checkpoint
 from tests.system.added_transforms import add_transform
+from tests.system.reading import steps_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -85,7 +83,7 @@ def test_a_killed_vocoder_decodes_only_the_frames_after_its_checkpoint(voice: De
         disturbed, request_id = _speak(client, at=KILLED_AFTER * len(undisturbed), act=kill_vocoder)
     assert disturbed.shape == undisturbed.shape
     assert np.abs(disturbed - undisturbed).max() < 2e-6
-    first, second = _attempts(voice, request_id)
+    first, second = (step for step in steps_of(voice, request_id) if step.stage == "vocoder")
     # The restarted process may answer before the orchestrator finds the port closed.
     assert first.error.reason in {"REPLICA_LOST", "REPLICA_RESTARTED"}
     assert second.resumed_steps
@@ -109,10 +107,3 @@ def _speak(
             act = None
     assert act is None, "the request ended before the kill"
     return np.concatenate(parts), generation.request_id
-
-
-def _attempts(up: Deployment, request_id: str) -> list[admin_pb2.StepStatus]:
-    with grpc.insecure_channel(up.admin_endpoint, options=CHANNEL_OPTIONS) as channel:
-        operator = admin_pb2_grpc.AdminServiceStub(channel)
-        status = operator.GetRequest(admin_pb2.GetRequestRequest(request_id=request_id), timeout=10)
-    return [step for step in status.steps if step.stage == "vocoder"]

@@ -1,5 +1,6 @@
 """The npm package `stagemesh`: its content, and the programs of the documents in a project that has installed it."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -14,14 +15,8 @@ from tests.repository.code_blocks import read_blocks
 from tests.system.conversing import talking
 from tests.typescript.nodes import PACKAGE, ROOT, node
 
-# A connection that stalls is made again within the time limit of the installation. By default, npm waits for 5 minutes.
-_RETRIES = (
-    "--fetch-timeout=10000",
-    "--fetch-retries=3",
-    "--fetch-retry-mintimeout=500",
-    "--fetch-retry-maxtimeout=1000",
-)
-NPM = ("npm", "--no-audit", "--no-fund", "--loglevel=error", "--prefer-offline", *_RETRIES)
+DOCUMENTS = ("docs/clients.md", "clients/typescript/README.md")
+BEGINNINGS = ("Tell me about the sea.", "And why is it salty?")
 COMPILE = (
     *(node(), str(ROOT / "node_modules" / "typescript" / "bin" / "tsc")),
     *("--strict", "--target", "es2023", "--module", "nodenext"),
@@ -35,17 +30,28 @@ CLIENT = (
 @pytest.fixture(scope="module")
 def tarball(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed")
-    subprocess.run([*NPM, "pack", str(PACKAGE), "--pack-destination", str(folder)], cwd=folder, check=True)
+    command = ["npm", "--offline", "--loglevel=error", "pack", str(PACKAGE), "--pack-destination", str(folder)]
+    subprocess.run(command, cwd=folder, check=True)
     (packed,) = folder.iterdir()
     return packed
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory, tarball: Path) -> Path:
-    """Returns an empty project that has installed the tarball."""
+    """Returns a project with the tarball and the packages that it depends on, and no others.
+
+    Those come from the repository's node_modules, which `make typescript` installs from package-lock.json.
+    """
     folder = tmp_path_factory.mktemp("project")
     (folder / "package.json").write_text('{"private": true, "type": "module"}')
-    subprocess.run([*NPM, "install", str(tarball)], cwd=folder, check=True, timeout=50)
+    installed = folder / "node_modules"
+    installed.mkdir()
+    with tarfile.open(tarball) as files:
+        files.extractall(installed, filter="data")
+    package = (installed / "package").rename(installed / "stagemesh")
+    for name in json.loads((package / "package.json").read_text())["dependencies"]:
+        (installed / name).parent.mkdir(exist_ok=True)
+        (installed / name).symlink_to(ROOT / "node_modules" / name)
     return folder
 
 
@@ -79,15 +85,27 @@ def test_every_export_exists() -> None:
             assert list(PACKAGE.glob(target.removeprefix("./")))
 
 
-@pytest.mark.parametrize("document", ["docs/clients.md", "clients/typescript/README.md"])
-@pytest.mark.parametrize("beginning", ["Tell me about the sea.", "And why is it salty?"])
+@pytest.fixture(scope="module")
+def compiled(project: Path, up: Deployment) -> dict[tuple[str, str], list[Path]]:
+    """Compiles the programs of all documents together. Returns those of each document by a text that they contain."""
+    found = dict[tuple[str, str], list[Path]]()
+    for number, (document, beginning) in enumerate(itertools.product(DOCUMENTS, BEGINNINGS)):
+        files = found[document, beginning] = []
+        for code in programs(document, beginning=beginning):
+            files.append(project / f"program{number}_{len(files)}.ts")
+            files[-1].write_text(code.replace("127.0.0.1:7780", up.endpoint))
+    sources = [file.name for files in found.values() for file in files]
+    subprocess.run([*COMPILE, *sources], cwd=project, check=True, timeout=50)
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("beginning", BEGINNINGS)
 def test_programs_of_documents_run_in_an_empty_project(
-    project: Path, up: Deployment, document: str, beginning: str
+    project: Path, compiled: dict[tuple[str, str], list[Path]], document: str, beginning: str
 ) -> None:
-    for code in programs(document, beginning=beginning):
-        (project / "program.ts").write_text(code.replace("127.0.0.1:7780", up.endpoint))
-        subprocess.run([*COMPILE, "program.ts"], cwd=project, check=True, timeout=50)
-        command = [node(), "program.js"]
+    for program in compiled[document, beginning]:
+        command = [node(), program.with_suffix(".js").name]
         done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False, timeout=30)
         assert (done.returncode, done.stderr) == (0, "")
         assert re.search(r"Step 3 is|audio 1", done.stdout)

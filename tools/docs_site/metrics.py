@@ -12,7 +12,7 @@ from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.gateway.metrics import Metrics as GatewayMetrics
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.metrics.prometheus import OrchestratorMetrics, RequestMetrics
+from stagemesh.orchestrator.metrics.prometheus import OrchestratorMetrics
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.pipeline import load_pipeline
 from stagemesh.services.engines.calls import EngineCalls
@@ -69,8 +69,8 @@ def render_metrics() -> str:
 async def _orchestrator_metrics() -> list[MetricDescription]:
     pipeline = load_pipeline("speech", check_models=False)
     orchestrator = Orchestrator(pipeline, Fleet(pipeline, ()), max_request_s=60, drain_s=0)
-    labels = _labels_of(RequestMetrics(orchestrator))
-    return list(_descriptions(OrchestratorMetrics(orchestrator).collect(), labels))
+    metrics = OrchestratorMetrics(orchestrator)
+    return list(_descriptions(metrics.collect(), _labels_of(metrics)))
 
 
 async def _replica_metrics() -> list[MetricDescription]:

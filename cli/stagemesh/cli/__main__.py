@@ -24,3 +24,7 @@ def main() -> None:
     with exit_without_extra("cli", of="the command line"):
         from stagemesh.cli.app import app
     app()
+
+
+if __name__ == "__main__":
+    main()

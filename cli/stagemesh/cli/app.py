@@ -2,16 +2,29 @@
 
 import typer
 
-from stagemesh.cli.local import demo, deployment_files, logs, probe_transport, serve, up, verify
-from stagemesh.cli.operation import admin, status, top, trace
-from stagemesh.cli.pipelines import models, pipeline
-from stagemesh.cli.pipelines import pipeline as k8s
+from stagemesh.cli.local.demo import demo
+from stagemesh.cli.local.deployment_files import app as config
+from stagemesh.cli.local.deployment_files import certificates, tokens
+from stagemesh.cli.local.logs import logs
+from stagemesh.cli.local.probe_transport import probe_transport
+from stagemesh.cli.local.serve import app as serve
+from stagemesh.cli.local.serve import gateway
+from stagemesh.cli.local.up import up
+from stagemesh.cli.local.verify import verify
+from stagemesh.cli.operation.admin import app as admin
+from stagemesh.cli.operation.status import doctor, stages, version
+from stagemesh.cli.operation.top import top
+from stagemesh.cli.operation.trace import trace
+from stagemesh.cli.pipelines.models import app as models
 from stagemesh.cli.pipelines.new import app as new
-from stagemesh.cli.requests import bench, converse, generate, job
-from stagemesh.cli.requests.bench_options import BENCH as BENCH_PARAMETERS
-from stagemesh.cli.terminal import context_commands as contexts
+from stagemesh.cli.pipelines.pipeline import app as pipeline
+from stagemesh.cli.pipelines.pipeline import k8s
+from stagemesh.cli.requests.bench import bench
+from stagemesh.cli.requests.converse import converse
+from stagemesh.cli.requests.generate import cancel, generate
+from stagemesh.cli.requests.job import app as job
+from stagemesh.cli.terminal.context_commands import app as context
 from stagemesh.cli.terminal.error_output import ErrorGroup
-from stagemesh.cli.terminal.options import with_parameters
 
 app = typer.Typer(
     name="stagemesh",
@@ -24,32 +37,30 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command("up")(up.up)
-app.command("logs")(with_parameters(logs.logs, logs.PARAMETERS))
-app.command("generate")(with_parameters(generate.generate, generate.GENERATE))
-app.command("converse")(with_parameters(converse.converse, converse.PARAMETERS))
-app.command("bench")(with_parameters(bench.bench, BENCH_PARAMETERS))
-app.command("cancel")(with_parameters(generate.cancel, generate.CANCEL))
-app.add_typer(job.app, name="job")
-app.add_typer(pipeline.app, name="pipeline")
+# `--help` lists the commands in this order.
+app.command()(up)
+app.command()(logs)
+app.command()(generate)
+app.command()(converse)
+app.command()(bench)
+app.command()(cancel)
+app.add_typer(job, name="job")
+app.add_typer(pipeline, name="pipeline")
 app.add_typer(new, name="new")
-app.add_typer(k8s.k8s, name="k8s")
-app.command("stages")(with_parameters(status.stages, status.STAGES_PARAMETERS))
-app.add_typer(admin.app, name="admin")
-app.command("top")(with_parameters(top.top, top.PARAMETERS))
-app.command("trace")(with_parameters(trace.trace, trace.PARAMETERS))
-app.command("doctor")(with_parameters(status.doctor, status.DOCTOR_PARAMETERS))
-app.add_typer(contexts.app, name="context")
-app.add_typer(models.app, name="models")
-app.command("verify")(with_parameters(verify.verify, verify.PARAMETERS))
-app.command("demo")(with_parameters(demo.demo, demo.PARAMETERS))
-app.add_typer(serve.app, name="serve")
-app.command("gateway")(serve.gateway)
-app.add_typer(deployment_files.app, name="config")
-app.add_typer(deployment_files.certificates, name="certificate")
-app.add_typer(deployment_files.tokens, name="token")
-app.command("probe-transport")(probe_transport.probe_transport)
-app.command("version")(with_parameters(status.version, status.VERSION_PARAMETERS))
-
-if __name__ == "__main__":
-    app()
+app.add_typer(k8s, name="k8s")
+app.command()(stages)
+app.add_typer(admin, name="admin")
+app.command()(top)
+app.command()(trace)
+app.command()(doctor)
+app.add_typer(context, name="context")
+app.add_typer(models, name="models")
+app.command()(verify)
+app.command()(demo)
+app.add_typer(serve, name="serve")
+app.command()(gateway)
+app.add_typer(config, name="config")
+app.add_typer(certificates, name="certificate")
+app.add_typer(tokens, name="token")
+app.command()(probe_transport)
+app.command()(version)

@@ -298,17 +298,6 @@ def packet_of(data: chunk_pb2.ChunkData, contents: Sequence[Bytes], *, location:
     return _checked(data, tensors)
 
 
-def refuse_unknown_locations(data: chunk_pb2.ChunkData, *, of: str) -> None:
-    """Raises UnsupportedError (UNKNOWN_KIND) if a tensor has a location of an unknown kind. `of` names the sender."""
-    for message in data.tensors:
-        refuse_unknown(message, of=of)
-
-
-def has_tickets(data: chunk_pb2.ChunkData) -> bool:
-    """Returns whether a chunk has tickets, which follow its tensors."""
-    return bool(data.tensors) and data.tensors[-1].HasField("handover")
-
-
 MakeTicket: TypeAlias = Callable[[tensor_pb2.Handover], Ticket]
 
 

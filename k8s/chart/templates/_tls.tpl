@@ -20,24 +20,21 @@
 
 {{/*
 The components that need a certificate, as a JSON array, without the groups: the orchestrators, the media service, the
-gateways, the job servers, the test of the release, and KEDA. Arguments: (list root plan).
+gateways, the job servers, and the test of the release. Argument: root.
 */}}
 {{- define "stagemesh.tlsComponents" -}}
 {{- $owners := list "orchestrator" -}}
-{{- if include "stagemesh.hasMedia" (index . 0) -}}
+{{- if include "stagemesh.hasMedia" . -}}
   {{- $owners = append $owners "media" -}}
 {{- end -}}
-{{- if (index . 0).Values.gateway.enabled -}}
+{{- if .Values.gateway.enabled -}}
   {{- $owners = append $owners "gateway" -}}
 {{- end -}}
-{{- if (index . 0).Values.jobs.enabled -}}
+{{- if .Values.jobs.enabled -}}
   {{- $owners = append $owners "jobs" -}}
 {{- end -}}
-{{- if (index . 0).Values.test.enabled -}}
+{{- if .Values.test.enabled -}}
   {{- $owners = append $owners "test" -}}
-{{- end -}}
-{{- if include "stagemesh.hasKeda" (index . 1) -}}
-  {{- $owners = append $owners "keda" -}}
 {{- end -}}
 {{- toJson $owners -}}
 {{- end -}}
@@ -46,7 +43,7 @@ gateways, the job servers, the test of the release, and KEDA. Arguments: (list r
 {{- define "stagemesh.tlsUri" -}}
 {{- $fullname := include "stagemesh.fullname" (index . 0) -}}
 {{- $owner := index . 1 -}}
-{{- $roles := dict "orchestrator" "orchestrator" "test" "client" "keda" "operator" -}}
+{{- $roles := dict "orchestrator" "orchestrator" "test" "client" -}}
 {{- $forwards := and (eq $owner "gateway") (index . 0).Values.gateway.forwardTokens -}}
 {{- if $forwards -}}
 {{- /* It calls as its callers. */ -}}

@@ -129,8 +129,8 @@ stageDefaults.{{ $key }}
     {{- if not (regexMatch "^[a-z]([a-z0-9-]{0,28}[a-z0-9])?$" $value) -}}
       {{- fail (printf "%s is named %q; use at most 30 lower-case letters, digits and '-', a letter first and no '-' last" $path $value) -}}
     {{- end -}}
-    {{- if or (has $value (list "orchestrator" "admin" "media" "gateway" "jobs" "test" "keda")) (hasSuffix "-warm" $value) -}}
-      {{- fail (printf "%s is named %q, as another object of the chart is; choose a name other than orchestrator, admin, media, gateway, jobs, test and keda, without the end -warm" $path $value) -}}
+    {{- if or (has $value (list "orchestrator" "admin" "media" "gateway" "jobs" "test")) (hasSuffix "-warm" $value) -}}
+      {{- fail (printf "%s is named %q, as another object of the chart is; choose a name other than orchestrator, admin, media, gateway, jobs and test, without the end -warm" $path $value) -}}
     {{- end -}}
   {{- end -}}
   {{- if eq $name "liveness" -}}
@@ -451,6 +451,9 @@ stageDefaults.{{ $key }}
     {{- if and (eq (int $scaling.minReplicas) 0) (or (eq $scaling.kind "hpa") (eq (int $group.warm.replicas) 0)) -}}
       {{- fail (printf "%s.minReplicas is 0, but the pipeline needs stage %s; set at least 1, or kind keda and a warm tier" $path (join " and " $group.stages)) -}}
     {{- end -}}
+    {{- if and (eq $scaling.kind "keda") (not $scaling.prometheus.address) -}}
+      {{- fail (printf "%s.kind is keda, but %s.prometheus.address is not set; set it, such as http://prometheus.monitoring:9090" $path $path) -}}
+    {{- end -}}
     {{- if gt (int $scaling.fallbackReplicas) (int $scaling.maxReplicas) -}}
       {{- fail (printf "%s.fallbackReplicas is %v, which is above %s.maxReplicas, %v; lower it" $path $scaling.fallbackReplicas $path $scaling.maxReplicas) -}}
     {{- end -}}
@@ -682,7 +685,7 @@ stageDefaults.{{ $key }}
 {{- define "stagemesh.rule.tls" -}}
 {{- $root := index . 0 -}}
 {{- $tls := $root.Values.tls -}}
-{{- $needed := append (include "stagemesh.tlsComponents" . | fromJsonArray) "stages" -}}
+{{- $needed := append (include "stagemesh.tlsComponents" $root | fromJsonArray) "stages" -}}
 {{- range $owner, $secret := $tls.secrets -}}
   {{- if and $secret (not $tls.enabled) -}}
     {{- fail (printf "tls.secrets.%s is set, but tls.enabled is false; set tls.enabled: true, or remove the secret" $owner) -}}

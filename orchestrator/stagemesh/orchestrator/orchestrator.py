@@ -13,16 +13,16 @@ from stagemesh.common.errors import (
     InternalError,
     NotFoundError,
     StagemeshError,
-    UnavailableError,
 )
 from stagemesh.common.requests.request_checks import read_options
-from stagemesh.orchestrator.admission import Admission, AdmissionRequest
+from stagemesh.orchestrator.admission.admission import Admission
+from stagemesh.orchestrator.admission.queue import AdmissionRequest
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.planning.chunk_policies import set_chunk_policies
 from stagemesh.orchestrator.planning.planner import Choice, Plan, Planner
 from stagemesh.orchestrator.planning.replacement_replicas import Failover
 from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry, fingerprint
-from stagemesh.orchestrator.request.output_record import RequestRecord
+from stagemesh.orchestrator.request.output_record import RequestRecord, not_running
 from stagemesh.orchestrator.request.parameters import parameters_of
 from stagemesh.orchestrator.request.streamed_input import InputPlanes, StreamedInput
 from stagemesh.orchestrator.request.timeline import History, Timeline, Totals
@@ -38,7 +38,6 @@ _log = logging.getLogger(__name__)
 _TICK_S = 0.25
 # The part of a caller's time, and its maximum in seconds, that remains for the answer to a late request.
 _ANSWER_SHARE, _ANSWER_S = 0.1, 0.5
-_RETRY_AFTER_S = 1.0
 
 
 class Orchestrator:
@@ -141,7 +140,7 @@ class Orchestrator:
         - `time_left_s` is the time until the caller's deadline in seconds, or None if the caller has no deadline.
         """
         if self._group is None:
-            raise _not_running()
+            raise not_running()
         timeout_s = self.max_request_s
         if time_left_s is not None:
             # The error of a late request says what it waits for, and must arrive before the caller stops waiting.
@@ -253,7 +252,7 @@ class Orchestrator:
 
     async def _drain(self) -> None:
         self._group = None
-        self.admission.close(_not_running())
+        self.admission.close(not_running())
         self.sessions.drain()
         running = [known.ended for known in self.requests.running]
         if not running:
@@ -261,7 +260,7 @@ class Orchestrator:
         _log.info("%d requests are still running; they have %.0f s to finish", len(running), self._drain_s)
         await asyncio.wait(running, timeout=self._drain_s)
         for known in self.requests.running:
-            known.stop(_not_running("the orchestrator stopped before the request finished; try again"))
+            known.stop(not_running("the orchestrator stopped before the request finished; try again"))
         await asyncio.wait(running)
 
 
@@ -312,7 +311,3 @@ def _made_bytes(record: RequestRecord, pipeline: Pipeline, stream: StreamedInput
         + streamed_bytes
         + sum(min(edge.size_bytes, windows.get(edge.edge, 0)) for edge in record.edges)
     )
-
-
-def _not_running(message: str = "the orchestrator is starting or stopping; try again") -> UnavailableError:
-    return UnavailableError(message, reason="NOT_RUNNING", retry_after_s=_RETRY_AFTER_S)

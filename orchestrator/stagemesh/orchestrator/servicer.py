@@ -25,6 +25,7 @@ from stagemesh.rpc.interceptors import Malformed
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+SERVICE_NAME = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
 
 
 async def converse(sessions: SessionRegistry, context: _Context) -> None:
@@ -65,9 +66,6 @@ async def _read(context: _Context) -> orchestrator_pb2.ConverseRequest | None:
     if isinstance(event, Malformed):
         raise event.error()
     return event if isinstance(event, orchestrator_pb2.ConverseRequest) else None
-
-
-SERVICE_NAME = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):

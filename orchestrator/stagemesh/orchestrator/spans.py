@@ -16,6 +16,12 @@ from stagemesh.v1 import admin_pb2, request_pb2, stage_pb2
 
 TRACEPARENT = "traceparent"
 _CURRENT: ContextVar[TraceParent | None] = ContextVar("traceparent", default=None)
+Attributes: TypeAlias = Mapping[str, "str | int | float | bool"]
+_MAX_INTEGER = (1 << 63) - 1
+"""The largest integer in an attribute of OpenTelemetry."""
+ORCHESTRATOR = "orchestrator"
+"""The process of spans that belong to no replica."""
+_USAGE = [each for each in request_pb2.Usage.DESCRIPTOR.fields if each.message_type is None and not each.is_repeated]
 
 
 class HeaderContext(Protocol):
@@ -35,14 +41,6 @@ def read_trace_headers(context: HeaderContext) -> None:
 def current_traceparent() -> TraceParent | None:
     """Returns the trace context of the RPC that this task serves. Returns None if the caller sent no valid one."""
     return _CURRENT.get()
-
-
-Attributes: TypeAlias = Mapping[str, "str | int | float | bool"]
-
-_MAX_INTEGER = (1 << 63) - 1
-"""The largest integer in an attribute of OpenTelemetry."""
-ORCHESTRATOR = "orchestrator"
-"""The process of spans that belong to no replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +279,3 @@ def _step_attributes(step: admin_pb2.StepStatus) -> dict[str, str | int | float 
         for edge in step.finished.edges:
             made |= {f"{edge.edge}.chunks": edge.chunks, f"{edge.edge}.bytes": edge.size_bytes}
     return made
-
-
-_USAGE = [each for each in request_pb2.Usage.DESCRIPTOR.fields if each.message_type is None and not each.is_repeated]

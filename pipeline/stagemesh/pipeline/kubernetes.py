@@ -15,7 +15,7 @@ MAX_NAME_LENGTH = 30
 The chart names a Service RELEASE-STAGE. Kubernetes allows 63 characters, so that 32 remain for the release.
 """
 # The chart names its other objects RELEASE-orchestrator and so on, and the pods of a warm tier RELEASE-GROUP-warm.
-_RESERVED = frozenset({"orchestrator", "admin", "media", "gateway", "jobs", "test", "keda"})
+_RESERVED = frozenset({"orchestrator", "admin", "media", "gateway", "jobs", "test"})
 _WARM_SUFFIX = "-warm"
 # The health service answers liveness probes by this name, and readiness probes by the name of the stage.
 _LIVENESS = "liveness"

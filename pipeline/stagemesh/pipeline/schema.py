@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from itertools import accumulate, repeat
 from operator import mul
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
 from pydantic import (
     AfterValidator,
@@ -45,9 +45,6 @@ from stagemesh.pipeline.signature_schema import (
     SignatureEntry,
     Size,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def _dump_written(entry: Entry) -> dict[str, Any]:

@@ -1,14 +1,24 @@
-"""Forks the engine cores of the tests from one process that has imported vLLM. Otherwise each core imports it."""
+"""The engine that tests of texts share, and the process that forks the engine cores of all tests.
 
+That process has imported vLLM. Otherwise, each core would import it.
+"""
+
+import json
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from importlib import import_module
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
+from pydantic import JsonValue
 
 from stagemesh.common.process.settings import replace_variables, variables
+from stagemesh.services.engines.vllm.engine import VllmEngine
+from tests.engines.vllm.engines import started
+from tests.engines.vllm.tiny_model import OPTIONS, TOOLS_TEMPLATE, write_tiny_model
 
 
 class _Core(ForkServerProcess):
@@ -41,3 +51,27 @@ def _forked_cores() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_module("vllm.v1.engine.utils"), "get_mp_context", _Context)
         yield
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose chat template accepts tools."""
+    model = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TOOLS_TEMPLATE}))
+    return model
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def text_engine(text_model: Path) -> AsyncIterator[VllmEngine]:
+    """An engine for at most 8 requests at a time, which emits a checkpoint after each token.
+
+    All tests of a process share it. They must leave no request behind.
+    """
+    # vLLM's attention in bfloat16 ends with an illegal instruction on some virtual machines with AMX.
+    options: dict[str, JsonValue] = {**OPTIONS, "dtype": "float32", "checkpoint_tokens": 1, "max_num_seqs": 8}
+    before = variables()
+    async with started(text_model, **options) as engine:
+        replace_variables(before)
+        yield engine
+        await engine.close()

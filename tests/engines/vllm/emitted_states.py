@@ -19,7 +19,8 @@ from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import EngineEvent, SamplingOptions, Task
 from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import collect, hand_partitions, packets, stage_config
+from tests.engines.support import collect, packets
+from tests.engines.vllm.engines import started
 
 Floats = npt.NDArray[np.float32]
 
@@ -50,14 +51,21 @@ def load_reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def reference(model: Any, prompt: Sequence[int]) -> Reference:
-    """Returns the greedy tokens, and the states of all positions except the last token's."""
+def greedy(model: Any, prompt: Sequence[int], *, steps: int) -> list[int]:
+    """Returns the tokens that follow a prompt."""
     ids = list(prompt)
     with torch.inference_mode():
-        for _ in range(STEPS):
+        for _ in range(steps):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        states = model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
-    return Reference(ids[len(prompt) :], {name: states[at][0].numpy() for name, at in LAYERS.items()})
+    return ids[len(prompt) :]
+
+
+def reference(model: Any, prompt: Sequence[int]) -> Reference:
+    """Returns the greedy tokens, and the states of all positions except the last token's."""
+    tokens = greedy(model, prompt, steps=STEPS)
+    with torch.inference_mode():
+        states = model(torch.tensor([[*prompt, *tokens[:-1]]]), output_hidden_states=True).hidden_states
+    return Reference(tokens, {name: states[at][0].numpy() for name, at in LAYERS.items()})
 
 
 @dataclass
@@ -98,13 +106,10 @@ async def running(model: Path, **options: JsonValue) -> AsyncGenerator[Running]:
     """Runs an engine with `OPTIONS` and the changed `options`."""
     plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=64 << 20, window_bytes=8 << 20)
     arena = CountedArena(plane)
-    engine = VllmEngine(stage_config("vllm", model=str(model), options={**OPTIONS, **options}))
-    hand_partitions(engine, arena)
     try:
-        await engine.start(lambda _: None)
-        yield Running(engine, arena)
+        async with started(model, arena, **{**OPTIONS, **options}) as engine:
+            yield Running(engine, arena)
     finally:
-        await engine.close()
         await plane.close()
 
 

@@ -2,17 +2,18 @@
 
 import asyncio
 import json
+import re
 import shutil
 import weakref
-from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
-from pydantic import JsonValue
 from safetensors.numpy import load_file, save_file
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
@@ -21,25 +22,18 @@ from stagemesh.conformance.replicas import until
 from stagemesh.connectors.arena.memory import PAGE_BYTES
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.packets import Packet
-from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, SamplingOptions, Task, Usage
+from stagemesh.services.engines.base import Emission, EngineEvent, SamplingOptions, Task, Usage
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.models.qwen3_omni.transforms import Thinker2Talker
-from tests.engines.support import hand_partitions, stage_config
+from tests.engines.vllm.codec_runs import check_resumed, codec_options, codes_of
+from tests.engines.vllm.engines import started
 from tests.models.qwen3_omni.reference import Conversation, Reference, Result
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
 TOKENS = 24
 TEXTS = ["Hello there", "What is the sea?", "a", "one two three four five six seven eight nine ten"]
-OPTIONS: Mapping[str, JsonValue] = {
-    "dtype": "float32",
-    "kv_cache_memory_bytes": 1 << 20,
-    "max_model_len": 512,
-    "max_num_batched_tokens": 16,
-    "enable_chunked_prefill": True,
-    "checkpoint_tokens": 8,
-    "codec": {"model": "qwen3_omni.talker", "dtype": "float32"},
-}
+OPTIONS = codec_options("qwen3_omni.talker")
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +52,8 @@ async def plane() -> AsyncIterator[DataPlane]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_qwen3_omni: Path, plane: DataPlane) -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(stage_config("vllm", model=str(tiny_qwen3_omni), options=OPTIONS))
-    hand_partitions(engine, plane.arena)
-    await engine.start(lambda _: None)
-    yield engine
-    await engine.close()
+    async with started(tiny_qwen3_omni, plane.arena, **OPTIONS) as engine:
+        yield engine
 
 
 async def rows_of(model: Path, result: Result, *, cut: int) -> AsyncIterator[Packet]:
@@ -101,12 +92,6 @@ def task(
     return Task("r", 7, inlets={"e": flow}, sampling=sampling, options={"speaker": speaker}, wanted=wanted)
 
 
-async def codes_of(engine: VllmEngine, work: Task) -> Array:
-    async with aclosing(engine.submit(work)) as events:
-        parts = [event.packet.tensors["codes"] async for event in events if isinstance(event, Emission)]
-    return np.concatenate(parts)
-
-
 def check(codes: Array, expected: Result) -> None:
     """Asserts that codes equal those of transformers, which omits the frame of the end code or of the last token."""
     assert codes[:-1].tolist() == expected.codes.tolist()
@@ -131,14 +116,8 @@ async def test_requests_at_once_equal_transformers(
 async def test_a_preempted_request_computes_the_same_codes_again(
     engine: VllmEngine, tiny_qwen3_omni: Path, expected: Sequence[Result]
 ) -> None:
-    parts = list[Array]()
-    async with aclosing(engine.submit(task(tiny_qwen3_omni, expected[3]))) as events:
-        async for event in events:
-            if isinstance(event, Emission):
-                parts.append(event.packet.tensors["codes"])
-                if len(parts) in {1, 9}:
-                    await engine.control.clear_caches(preempt=True)
-    check(np.concatenate(parts), expected[3])
+    codes = await codes_of(engine, task(tiny_qwen3_omni, expected[3]), preempt_after=frozenset({1, 9}))
+    check(codes, expected[3])
 
 
 async def test_random_codes_depend_on_the_seed_alone(
@@ -173,18 +152,7 @@ async def test_an_aborted_request_and_its_unread_frames_are_freed_at_once(
 async def test_a_resumed_request_continues_with_the_same_codes(
     engine: VllmEngine, tiny_qwen3_omni: Path, expected: Sequence[Result], temperature: float
 ) -> None:
-    whole = await codes_of(engine, task(tiny_qwen3_omni, expected[1], temperature=temperature))
-    emitted, checkpoint = 0, Checkpoint(0)
-    async with aclosing(engine.submit(task(tiny_qwen3_omni, expected[1], temperature=temperature))) as events:
-        async for event in events:
-            if isinstance(event, Emission):
-                emitted += len(event.packet.tensors["codes"])
-            if isinstance(event, Checkpoint):
-                checkpoint = replace(event, rows={"codes": emitted})
-                break
-    assert 0 < emitted <= checkpoint.steps
-    resumed = replace(task(tiny_qwen3_omni, expected[1], temperature=temperature), resume_from=checkpoint)
-    assert (await codes_of(engine, resumed)).tolist() == whole[emitted:].tolist()
+    await check_resumed(engine, lambda: task(tiny_qwen3_omni, expected[1], temperature=temperature))
 
 
 async def test_the_speaker_changes_the_codes(
@@ -235,31 +203,38 @@ async def test_invalid_rows_are_rejected(engine: VllmEngine, changed: Mapping[st
         await codes_of(engine, Task("r", 1, inlets={"e": flow()}, sampling=SamplingOptions(max_tokens=2)))
 
 
-async def test_missing_and_unknown_weights_are_named(tiny_qwen3_omni: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_qwen3_omni, model)
-    weights = load_file(model / "model.safetensors")
-    weights["talker.model.layers.7.x"] = weights.pop("talker.model.layers.1.mlp.experts.3.up_proj.weight")
-    save_file(weights, model / "model.safetensors")
-    engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
-    message = "missing: talker.model.layers.1.mlp.experts.3.up_proj.weight; unknown: talker.model.layers.7.x"
-    with pytest.raises(NotReadyError, match=message) as caught:
-        await engine.start(lambda _: None)
+async def load_failure(model: Path) -> str:
+    """Returns the message with which an engine rejects a model."""
+    with pytest.raises(NotReadyError) as caught:
+        async with started(model, **OPTIONS):
+            pass
     assert caught.value.reason == "LOAD_FAILED"
+    return caught.value.message
+
+
+def changed_weights(model: Path, folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Returns a copy of a model whose weights `change` has changed, by name."""
+    copied = Path(shutil.copytree(model, folder / "model"))
+    weights = load_file(copied / "model.safetensors")
+    change(weights)
+    save_file(weights, copied / "model.safetensors")
+    return copied
+
+
+async def test_missing_and_unknown_weights_are_named(tiny_qwen3_omni: Path, tmp_path: Path) -> None:
+    def rename(weights: dict[str, Any]) -> None:
+        weights["talker.model.layers.7.x"] = weights.pop("talker.model.layers.1.mlp.experts.3.up_proj.weight")
+
+    message = await load_failure(changed_weights(tiny_qwen3_omni, tmp_path, rename))
+    missing = "talker.model.layers.1.mlp.experts.3.up_proj.weight"
+    assert f"missing: {missing}; unknown: talker.model.layers.7.x" in message
 
 
 async def test_a_weight_that_lacks_a_part_is_named(tiny_qwen3_omni: Path, tmp_path: Path) -> None:
     """vLLM itself would compute with arbitrary embeddings of text."""
-    model = tmp_path / "model"
-    shutil.copytree(tiny_qwen3_omni, model)
-    weights = load_file(model / "model.safetensors")
-    del weights["thinker.model.embed_tokens.weight"]
-    save_file(weights, model / "model.safetensors")
-    engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
-    with pytest.raises(NotReadyError, match=r"lacks parts of weights, .*: text_embedding\.weight") as caught:
-        await engine.start(lambda _: None)
-    assert caught.value.reason == "LOAD_FAILED"
-    await engine.close()
+    name = "thinker.model.embed_tokens.weight"
+    message = await load_failure(changed_weights(tiny_qwen3_omni, tmp_path, lambda weights: weights.pop(name)))
+    assert re.search(r"lacks parts of weights, .*: text_embedding\.weight", message)
 
 
 @pytest.mark.parametrize("section", ["talker_config", "thinker_config"])
@@ -267,26 +242,16 @@ async def test_a_config_without_a_section_is_rejected(tiny_qwen3_omni: Path, tmp
     config = json.loads((tiny_qwen3_omni / "config.json").read_text())
     del config[section]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    engine = VllmEngine(stage_config("vllm", model=str(tmp_path), options=OPTIONS))
-    with pytest.raises(NotReadyError, match=f"has no {section}"):
-        await engine.start(lambda _: None)
-    await engine.close()
+    assert f"has no {section}" in await load_failure(tmp_path)
 
 
 async def test_a_model_that_does_not_exist_is_rejected(tmp_path: Path) -> None:
-    engine = VllmEngine(stage_config("vllm", model=str(tmp_path / "absent"), options={}))
-    with pytest.raises(NotReadyError, match="absent does not exist"):
-        await engine.start(lambda _: None)
-    await engine.close()
+    assert "absent does not exist" in await load_failure(tmp_path / "absent")
 
 
 async def test_weights_that_do_not_fit_the_config_are_explained(tiny_qwen3_omni: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_qwen3_omni, model)
-    weights = load_file(model / "model.safetensors")
-    weights["talker.model.norm.weight"] = weights["talker.model.norm.weight"][:30]
-    save_file(weights, model / "model.safetensors")
-    engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
-    with pytest.raises(NotReadyError, match=r"vLLM cannot load .*Error: .*30") as caught:
-        await engine.start(lambda _: None)
-    assert caught.value.reason == "LOAD_FAILED"
+    def shorten(weights: dict[str, Any]) -> None:
+        weights["talker.model.norm.weight"] = weights["talker.model.norm.weight"][:30]
+
+    message = await load_failure(changed_weights(tiny_qwen3_omni, tmp_path, shorten))
+    assert re.search(r"vLLM cannot load .*Error: .*30", message)

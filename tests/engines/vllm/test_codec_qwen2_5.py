@@ -1,25 +1,23 @@
 """A codec language model with one code for each frame: the talker of a tiny Qwen2.5-Omni, against transformers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
-from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.wire.tensors import Array
-from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.packets import Packet
-from stagemesh.services.engines.base import Checkpoint, Emission, SamplingOptions, Task
+from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.models.qwen2_5_omni.transforms import Thinker2Talker
-from tests.engines.support import hand_partitions, stage_config
+from tests.engines.vllm.codec_runs import check_resumed, codec_options, codes_of
+from tests.engines.vllm.engines import started_with_arena
 from tests.models.qwen2_5_omni.reference import Reference
 from tests.models.qwen3_omni.reference import Conversation, Result
 
@@ -27,15 +25,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)
 
 TOKENS = 24
 TEXTS = ["Hello there", "What is the sea?", "one two three four five six seven eight nine ten"]
-OPTIONS: Mapping[str, JsonValue] = {
-    "dtype": "float32",
-    "kv_cache_memory_bytes": 1 << 20,
-    "max_model_len": 512,
-    "max_num_batched_tokens": 16,
-    "enable_chunked_prefill": True,
-    "checkpoint_tokens": 8,
-    "codec": {"model": "qwen2_5_omni.talker", "dtype": "float32"},
-}
+OPTIONS = codec_options("qwen2_5_omni.talker")
 
 
 @dataclass(frozen=True)
@@ -68,13 +58,8 @@ def _states(thinker: Any, result: Result) -> Array:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_qwen2_5_omni: Path) -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(stage_config("vllm", model=str(tiny_qwen2_5_omni), options=OPTIONS))
-    plane = DataPlane(replica="a-0", pipeline="p", generation="1")
-    hand_partitions(engine, plane.arena)
-    await engine.start(lambda _: None)
-    yield engine
-    await engine.close()
-    await plane.close()
+    async with started_with_arena(tiny_qwen2_5_omni, **OPTIONS) as engine:
+        yield engine
 
 
 def arrivals(answer: Answer, *, cut: int, early: bool) -> list[Packet]:
@@ -109,12 +94,6 @@ def task(model: Path, answer: Answer, *, cut: int = 1, early: bool = False, spea
     return Task("r", 7, inlets={"e": flow}, sampling=sampling, options={"speaker": speaker})
 
 
-async def codes_of(engine: VllmEngine, work: Task) -> Array:
-    async with aclosing(engine.submit(work)) as events:
-        packets = [event.packet async for event in events if isinstance(event, Emission)]
-    return np.concatenate([packet.tensors["codes"] for packet in packets if "codes" in packet.tensors])
-
-
 def check(codes: Array, answer: Answer) -> None:
     """Checks that the codes are those of transformers, which lack the code of the end."""
     expected = answer.result.codes.tolist()
@@ -145,18 +124,7 @@ async def test_a_resumed_request_continues_with_the_same_codes(
     engine: VllmEngine, tiny_qwen2_5_omni: Path, expected: Sequence[Answer]
 ) -> None:
     answer = max(expected, key=lambda each: len(each.result.codes))
-    whole = await codes_of(engine, task(tiny_qwen2_5_omni, answer))
-    emitted, checkpoint = 0, Checkpoint(0)
-    async with aclosing(engine.submit(task(tiny_qwen2_5_omni, answer))) as events:
-        async for event in events:
-            if isinstance(event, Emission):
-                emitted += len(event.packet.tensors.get("codes", ()))
-            if isinstance(event, Checkpoint):
-                checkpoint = replace(event, rows={"codes": emitted})
-                break
-    assert 0 < emitted <= checkpoint.steps
-    resumed = replace(task(tiny_qwen2_5_omni, answer), resume_from=checkpoint)
-    assert (await codes_of(engine, resumed)).tolist() == whole[emitted:].tolist()
+    await check_resumed(engine, lambda: task(tiny_qwen2_5_omni, answer))
 
 
 async def test_the_speaker_changes_the_codes(

@@ -1,38 +1,28 @@
 """A codec language model whose rows contain given frames: the talker of a tiny Qwen3-TTS, against golden codes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
-from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.wire.tensors import Array
-from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.packets import Packet
-from stagemesh.services.engines.base import Emission, SamplingOptions, Task
+from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.models.qwen3_tts.description import read_config
 from stagemesh.services.models.qwen3_tts.prompt import PromptWriter, RowWriter, SpokenPrompt, make_prompt_writer
-from tests.engines.support import hand_partitions, stage_config
+from tests.engines.vllm.codec_runs import codec_options, codes_of
+from tests.engines.vllm.engines import started_with_arena
 from tests.models.qwen3_tts.prompts import Request, requests, talker_rows, write_prompt
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
 FRAMES = 24
-OPTIONS: Mapping[str, JsonValue] = {
-    "dtype": "float32",
-    "kv_cache_memory_bytes": 1 << 20,
-    "max_model_len": 512,
-    "max_num_batched_tokens": 16,
-    "enable_chunked_prefill": True,
-    "codec": {"model": "qwen3_tts.talker", "dtype": "float32"},
-}
+OPTIONS = codec_options("qwen3_tts.talker")
 BY_NAME = [request for request in requests() if "speaker" in request.options]
 
 
@@ -43,13 +33,8 @@ def writer(tiny_qwen3_tts: Path) -> PromptWriter:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_qwen3_tts: Path) -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(stage_config("vllm", model=str(tiny_qwen3_tts), options=OPTIONS))
-    plane = DataPlane(replica="a-0", pipeline="p", generation="1")
-    hand_partitions(engine, plane.arena)
-    await engine.start(lambda _: None)
-    yield engine
-    await engine.close()
-    await plane.close()
+    async with started_with_arena(tiny_qwen3_tts, **OPTIONS) as engine:
+        yield engine
 
 
 async def flow(packets: Sequence[Packet], *, cut: int) -> AsyncIterator[Packet]:
@@ -68,10 +53,9 @@ def task(packets: Sequence[Packet], *, frames: int = FRAMES, cut: int = 1000, te
     return Task("r", 7, inlets=inlets, sampling=sampling, wanted=frozenset({"codes"}))
 
 
-async def codes_of(engine: VllmEngine, work: Task) -> list[list[int]]:
-    async with aclosing(engine.submit(work)) as events:
-        parts = [event.packet.tensors["codes"] async for event in events if isinstance(event, Emission)]
-    return [frame for part in parts for frame in part.tolist()]
+async def frames_of(engine: VllmEngine, work: Task) -> list[list[int]]:
+    frames: list[list[int]] = (await codes_of(engine, work)).tolist()
+    return frames
 
 
 def check(codes: list[list[int]], request: Request) -> None:
@@ -83,12 +67,12 @@ def check(codes: list[list[int]], request: Request) -> None:
 @pytest.mark.parametrize("cut", [1, 7, 1000])
 async def test_codes_equal_the_reference(engine: VllmEngine, writer: PromptWriter, cut: int) -> None:
     for request in BY_NAME:
-        check(await codes_of(engine, task(write_prompt(writer, request), cut=cut)), request)
+        check(await frames_of(engine, task(write_prompt(writer, request), cut=cut)), request)
 
 
 async def test_requests_at_once_equal_the_reference(engine: VllmEngine, writer: PromptWriter) -> None:
     asked = [*BY_NAME, *BY_NAME]
-    work = [codes_of(engine, task(write_prompt(writer, each))) for each in asked]
+    work = [frames_of(engine, task(write_prompt(writer, each))) for each in asked]
     for codes, request in zip(await asyncio.gather(*work), asked, strict=True):
         check(codes, request)
 
@@ -96,7 +80,7 @@ async def test_requests_at_once_equal_the_reference(engine: VllmEngine, writer: 
 async def test_the_first_two_frames_end_no_speech(engine: VllmEngine, writer: PromptWriter) -> None:
     work, first = task(write_prompt(writer, BY_NAME[0])), BY_NAME[0].codes[0][0]
     ending = replace(work, sampling=replace(work.sampling, stop_token_ids=(first,)))
-    codes = await codes_of(engine, ending)
+    codes = await frames_of(engine, ending)
     assert len(codes) >= 2
     assert first not in {codes[0][0], codes[1][0]}
 
@@ -111,25 +95,20 @@ def clone(tiny_qwen3_tts: Path) -> Sequence[Packet]:
 
 
 async def test_given_frames_do_not_depend_on_how_rows_arrive(engine: VllmEngine, clone: Sequence[Packet]) -> None:
-    whole = await codes_of(engine, task(clone))
-    assert await codes_of(engine, task(clone, cut=1)) == whole
+    whole = await frames_of(engine, task(clone))
+    assert await frames_of(engine, task(clone, cut=1)) == whole
     states = clone[0].tensors["states"]
     without = [Packet({**clone[0].tensors, "states": 0 * states}, clone[0].metadata), *clone[1:]]
-    assert await codes_of(engine, task(without)) != whole
+    assert await frames_of(engine, task(without)) != whole
 
 
 @pytest.mark.parametrize("temperature", [0, 0.9])
 async def test_a_preempted_clone_computes_the_same_codes_again(
     engine: VllmEngine, clone: Sequence[Packet], temperature: float
 ) -> None:
-    undisturbed, parts = await codes_of(engine, task(clone, temperature=temperature)), list[Array]()
-    async with aclosing(engine.submit(task(clone, temperature=temperature))) as events:
-        async for event in events:
-            if isinstance(event, Emission):
-                parts.append(event.packet.tensors["codes"])
-                if len(parts) in {1, 9}:
-                    await engine.control.clear_caches(preempt=True)
-    assert np.concatenate(parts).tolist() == undisturbed
+    undisturbed = await frames_of(engine, task(clone, temperature=temperature))
+    disturbed = await codes_of(engine, task(clone, temperature=temperature), preempt_after=frozenset({1, 9}))
+    assert disturbed.tolist() == undisturbed
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ from stagemesh.common.errors import (
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import collect, controls_of, packets, stage_config
+from tests.engines.support import collect, controls_of, packets, stage_config, tokens_of
+from tests.engines.vllm.emitted_states import greedy, load_reference
+from tests.engines.vllm.engines import started
 from tests.engines.vllm.tiny_adapter import merge, write_adapter
 from tests.engines.vllm.tiny_model import write_real_model
 
@@ -61,10 +63,8 @@ def profile_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(model: Path, profile_dir: Path) -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(stage_config("vllm", model=str(model), options={**OPTIONS, "profile_dir": str(profile_dir)}))
-    await engine.start(lambda _: None)
-    yield engine
-    await engine.close()
+    async with started(model, **OPTIONS, profile_dir=str(profile_dir)) as engine:
+        yield engine
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -81,26 +81,11 @@ def task(prompt: Sequence[int] = PROMPTS[0], *, adapter: str | None = None, max_
 
 
 async def tokens(engine: VllmEngine, wanted: Task) -> list[int]:
-    made = packets(await collect(engine.submit(wanted)))
-    return [int(token) for packet in made for token in packet.tensors["token_ids"].view("int32")]
+    return tokens_of(await collect(engine.submit(wanted)))
 
 
 def files_in(folder: Path) -> list[str]:
     return sorted(map(str, folder.iterdir()))
-
-
-def greedy(reference: Any, prompt: Sequence[int]) -> list[int]:
-    ids = list(prompt)
-    with torch.inference_mode():
-        for _ in range(STEPS):
-            ids.append(int(reference(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
-def load_reference(model: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
 # -- adapters
@@ -114,9 +99,9 @@ async def test_half_a_batch_with_an_adapter_equals_merged_weights(
     tasks = [task(prompt, adapter="poet" if number % 2 else None) for number, prompt in enumerate(PROMPTS)]
     made = await asyncio.gather(*(tokens(engine, each) for each in tasks))
     plain, merged = load_reference(model), merge(load_reference(model), adapter)
-    expected = [greedy(merged if number % 2 else plain, prompt) for number, prompt in enumerate(PROMPTS)]
+    expected = [greedy(merged if number % 2 else plain, prompt, steps=STEPS) for number, prompt in enumerate(PROMPTS)]
     assert made == expected
-    assert expected[1] != greedy(plain, PROMPTS[1])
+    assert expected[1] != greedy(plain, PROMPTS[1], steps=STEPS)
 
 
 async def test_adapters_are_listed_by_name(engine: VllmEngine, tmp_path: Path) -> None:
@@ -144,7 +129,7 @@ async def test_adapter_loaded_again_under_a_name_replaces_the_old_one(
         await controls_of(engine).adapters.load("a", str(write_adapter(tmp_path / "a", seed=seed)))
         made.append(await tokens(engine, task(prompt, adapter="a")))
         await controls_of(engine).adapters.unload("a", drain=False)
-    assert made[1] == greedy(merge(load_reference(model), tmp_path / "a"), prompt)
+    assert made[1] == greedy(merge(load_reference(model), tmp_path / "a"), prompt, steps=STEPS)
     assert made[0] != made[1]
 
 
@@ -208,7 +193,9 @@ async def test_more_adapters_than_slots_and_one_pinned(engine: VllmEngine, model
     assert (await controls_of(engine).adapters.pin("a")).pinned
     made = await asyncio.gather(*(tokens(engine, task(adapter=name)) for name in [*adapters, *adapters]))
     assert made[:3] == made[3:]
-    assert made[:3] == [greedy(merge(load_reference(model), folder), PROMPTS[0]) for folder in adapters.values()]
+    assert made[:3] == [
+        greedy(merge(load_reference(model), folder), PROMPTS[0], steps=STEPS) for folder in adapters.values()
+    ]
     with pytest.raises(OverloadedError, match="would leave none for c"):
         await controls_of(engine).adapters.pin("b")
 
@@ -348,24 +335,6 @@ async def test_waking_an_awake_part_is_an_error(engine: VllmEngine) -> None:
     await controls_of(engine).sleep.wake([])
     with pytest.raises(InvalidRequestError, match="weights is not asleep; asleep: nothing"):
         await controls_of(engine).sleep.wake(["weights"])
-
-
-# -- an engine without these options
-
-
-async def test_error_names_the_missing_option(model: Path, tmp_path: Path) -> None:
-    engine = VllmEngine(stage_config("vllm", model=str(model), options={"kv_cache_memory_bytes": 8 << 20}))
-    await engine.start(lambda _: None)
-    try:
-        with pytest.raises(NotReadyError, match="option enable_lora"):
-            await controls_of(engine).adapters.load("a", str(write_adapter(tmp_path)))
-        with pytest.raises(NotFoundError, match="without the option enable_lora"):
-            await tokens(engine, task(adapter="a"))
-        with pytest.raises(NotReadyError, match="option profile_dir"):
-            await controls_of(engine).profiles.start("here", max_steps=None)
-        assert controls_of(engine).adapters.list_adapters() == []
-    finally:
-        await engine.close()
 
 
 async def test_profile_dir_must_be_absolute() -> None:

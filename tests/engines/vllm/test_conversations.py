@@ -1,10 +1,8 @@
 """Conversations with tools, and prompts without a template, through the vllm engine on a tiny random model."""
 
 import json
-from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError
@@ -12,37 +10,13 @@ from stagemesh.services.engines.base import SamplingOptions, Task, Usage
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, Prompt, RawPrompt, Role, Tool, ToolCall
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.requests import prompt_tokens
-from tests.engines.support import collect, stage_config
-from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
+from tests.engines.support import collect
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(180),
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
-TEMPLATE = (
-    "{% if refuse is defined %}{{ raise_exception('refused: ' + refuse) }}{% endif %}"
-    "{% for tool in tools or [] %}{{ tool.type }}:{{ tool.function | tojson }}|{% endfor %}"
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}"
-    "[{{ call.id }} {{ call.function.name }} {{ call.function.arguments.city }}]{% endfor %}"
-    "{% if message.tool_call_id %}({{ message.tool_call_id }} {{ message.name }}){% endif %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if thinking is false %}no thoughts{% endif %}{% endif %}"
-)
 HI = ChatMessage("user", "hi")
 WEATHER = Tool("weather", "Tells the weather.", {"type": "object", "properties": {"city": {"type": "string"}}})
 CALL = ToolCall("c1", "weather", {"city": "Bern"})
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
-    model = write_tiny_model(tmp_path_factory.mktemp("tiny"))
-    settings = model / "tokenizer_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
-    engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
-    await engine.start(lambda _: None)
-    yield engine
-    await engine.close()
 
 
 def rendered(engine: VllmEngine, prompt: Prompt) -> str:
@@ -50,13 +24,13 @@ def rendered(engine: VllmEngine, prompt: Prompt) -> str:
     return str(llm.get_tokenizer().decode(prompt_tokens(prompt, llm)))
 
 
-async def test_template_receives_tools_their_calls_and_results(engine: VllmEngine) -> None:
+async def test_template_receives_tools_their_calls_and_results(text_engine: VllmEngine) -> None:
     messages = [
         HI,
         ChatMessage("assistant", tool_calls=[CALL, ToolCall("c2", "weather", {"city": "Rom"})]),
         ChatMessage("tool", "12 degrees", result_of=CALL),
     ]
-    text = rendered(engine, Conversation(messages, [WEATHER, Tool("now", "", {})]))
+    text = rendered(text_engine, Conversation(messages, [WEATHER, Tool("now", "", {})]))
     *tools, conversation = text.split("|", 2)
     kinds, functions = zip(*(tool.split(":", 1) for tool in tools), strict=True)
     assert kinds == ("function", "function")
@@ -79,19 +53,21 @@ async def test_template_receives_tools_their_calls_and_results(engine: VllmEngin
     ],
     ids=str,
 )
-async def test_template_receives_its_arguments(engine: VllmEngine, arguments: dict[str, JsonValue], end: str) -> None:
-    assert rendered(engine, Conversation([HI], template_arguments=arguments)) == f"<|user|>hi<|end|>{end}"
+async def test_template_receives_its_arguments(
+    text_engine: VllmEngine, arguments: dict[str, JsonValue], end: str
+) -> None:
+    assert rendered(text_engine, Conversation([HI], template_arguments=arguments)) == f"<|user|>hi<|end|>{end}"
 
 
-async def test_assistants_message_can_be_continued(engine: VllmEngine) -> None:
+async def test_assistants_message_can_be_continued(text_engine: VllmEngine) -> None:
     arguments: dict[str, JsonValue] = {"add_generation_prompt": False, "continue_final_message": True}
     asked = Conversation([HI, ChatMessage("assistant", "Well,")], template_arguments=arguments)
-    assert rendered(engine, asked) == "<|user|>hi<|end|><|assistant|>Well,"
+    assert rendered(text_engine, asked) == "<|user|>hi<|end|><|assistant|>Well,"
 
 
 @pytest.mark.parametrize(("role", "name"), [("developer", "system"), ("system", "system"), ("tool", "tool")])
-async def test_template_receives_each_role(engine: VllmEngine, role: Role, name: str) -> None:
-    assert rendered(engine, Conversation([ChatMessage(role, "x"), HI])).startswith(f"<|{name}|>x<|end|>")
+async def test_template_receives_each_role(text_engine: VllmEngine, role: Role, name: str) -> None:
+    assert rendered(text_engine, Conversation([ChatMessage(role, "x"), HI])).startswith(f"<|{name}|>x<|end|>")
 
 
 @pytest.mark.parametrize(
@@ -106,21 +82,21 @@ async def test_template_receives_each_role(engine: VllmEngine, role: Role, name:
     ids=str,
 )
 async def test_wrong_template_arguments_are_rejected(
-    engine: VllmEngine, arguments: dict[str, JsonValue], message: str
+    text_engine: VllmEngine, arguments: dict[str, JsonValue], message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        await collect(engine.submit(Task("r", 1, Conversation([HI], template_arguments=arguments))))
+        await collect(text_engine.submit(Task("r", 1, Conversation([HI], template_arguments=arguments))))
     assert caught.value.reason == "INVALID_PROMPT"
 
 
-async def test_raw_text_goes_past_the_template(engine: VllmEngine) -> None:
+async def test_raw_text_goes_past_the_template(text_engine: VllmEngine) -> None:
     raw = "<|user|>hi<|end|><|assistant|>"
-    assert rendered(engine, RawPrompt(raw)) == raw == rendered(engine, "hi")
-    assert prompt_tokens(RawPrompt(raw), engine.control.llm) == prompt_tokens("hi", engine.control.llm)
+    assert rendered(text_engine, RawPrompt(raw)) == raw == rendered(text_engine, "hi")
+    assert prompt_tokens(RawPrompt(raw), text_engine.control.llm) == prompt_tokens("hi", text_engine.control.llm)
 
 
-async def test_conversation_with_tools_is_answered(engine: VllmEngine) -> None:
+async def test_conversation_with_tools_is_answered(text_engine: VllmEngine) -> None:
     conversation = Conversation([HI], [WEATHER])
-    events = await collect(engine.submit(Task("r", 1, conversation, sampling=SamplingOptions(max_tokens=4))))
+    events = await collect(text_engine.submit(Task("r", 1, conversation, sampling=SamplingOptions(max_tokens=4))))
     assert isinstance(events[-1], Usage)
-    assert events[-1].prompt_tokens == len(prompt_tokens(conversation, engine.control.llm))
+    assert events[-1].prompt_tokens == len(prompt_tokens(conversation, text_engine.control.llm))

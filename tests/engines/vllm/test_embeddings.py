@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +14,13 @@ import torch
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, StagemeshError, UnavailableError
-from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Emission, SamplingOptions, Task
 from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import collect, hand_partitions, packets, stage_config
+from tests.engines.support import collect, packets, tokens_of
+from tests.engines.vllm.emitted_states import greedy, load_reference
+from tests.engines.vllm.engines import started_with_arena
 from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, write_real_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
@@ -56,9 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(model: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return load_reference(model)
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +80,9 @@ def _case(reference: Any, length: int, seed: int) -> Case:
             inputs = torch.cat([inputs, embedding])
 
 
-@asynccontextmanager
-async def running(model: Path, **options: JsonValue) -> AsyncIterator[VllmEngine]:
-    plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=64 << 20, window_bytes=8 << 20)
-    engine = VllmEngine(stage_config("vllm", model=str(model), options={**OPTIONS, **options}))
-    hand_partitions(engine, plane.arena)
-    try:
-        await engine.start(lambda _: None)
-        yield engine
-    finally:
-        await engine.close()
-        await plane.close()
+def running(model: Path, **options: JsonValue) -> AbstractAsyncContextManager[VllmEngine]:
+    """Runs an engine with `OPTIONS` and the changed `options`."""
+    return started_with_arena(model, **{**OPTIONS, **options})
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -143,7 +134,7 @@ def task(upstream: AsyncIterator[Packet], *, max_tokens: int = STEPS, **edges: A
 
 
 async def tokens(engine: VllmEngine, wanted: Task) -> list[int]:
-    return tokens_in(packets(await collect(engine.submit(wanted))))
+    return tokens_of(await collect(engine.submit(wanted)))
 
 
 def tokens_in(made: Sequence[Packet]) -> list[int]:
@@ -171,11 +162,7 @@ async def test_many_requests_among_token_prompts(engine: VllmEngine, reference: 
         "p", 1, RawPrompt(prompt), sampling=SamplingOptions(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
     )
     *_, made = await asyncio.gather(*(assert_works(engine, case) for case in cases), tokens(engine, plain))
-    expected = list(prompt)
-    with torch.inference_mode():
-        for _ in range(STEPS):
-            expected.append(int(reference(torch.tensor([expected])).logits[0, -1].argmax()))
-    assert made == expected[len(prompt) :]
+    assert made == greedy(reference, prompt, steps=STEPS)
 
 
 @pytest.mark.parametrize(

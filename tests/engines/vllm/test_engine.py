@@ -1,42 +1,25 @@
 """The vllm engine on a tiny random model: its inputs, outputs and errors."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
-from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnsupportedError
+from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError, UnsupportedError
 from stagemesh.services.engines.base import SamplingOptions, Task, Usage
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, Prompt, RawPrompt, Tool
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import as_prompt, collect, packets, stage_config, text_of
-from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, OPTIONS, write_tiny_model
+from tests.engines.support import as_prompt, collect, controls_of, packets, stage_config, text_of
+from tests.engines.vllm.engines import started
+from tests.engines.vllm.tiny_adapter import write_adapter
+from tests.engines.vllm.tiny_model import CHAT_TEMPLATE, MAX_MODEL_LEN, OPTIONS
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(180),
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
 AT_ONCE = 8
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(model: Path) -> AsyncIterator[VllmEngine]:
-    options = {**OPTIONS, "max_num_seqs": AT_ONCE}
-    engine = VllmEngine(stage_config("vllm", model=str(model), options=options))
-    await engine.start(lambda _: None)
-    yield engine
-    await engine.close()
-    await engine.close()
 
 
 def task(
@@ -46,21 +29,21 @@ def task(
     return Task(request_id, seed, as_prompt(prompt) if prompt is not None else None, sampling=options)
 
 
-async def test_seeded_text_repeats(engine: VllmEngine) -> None:
-    first, second, other = [text_of(await collect(engine.submit(task(seed=seed)))) for seed in (3, 3, 4)]
+async def test_seeded_text_repeats(text_engine: VllmEngine) -> None:
+    first, second, other = [text_of(await collect(text_engine.submit(task(seed=seed)))) for seed in (3, 3, 4)]
     assert first == second != other
 
 
-async def test_requests_of_a_batch_keep_their_seeds(engine: VllmEngine) -> None:
-    alone = [text_of(await collect(engine.submit(task(seed=seed)))) for seed in range(AT_ONCE)]
+async def test_requests_of_a_batch_keep_their_seeds(text_engine: VllmEngine) -> None:
+    alone = [text_of(await collect(text_engine.submit(task(seed=seed)))) for seed in range(AT_ONCE)]
     together = await asyncio.gather(
-        *(collect(engine.submit(task(seed=seed, request_id=f"r{seed}"))) for seed in range(AT_ONCE))
+        *(collect(text_engine.submit(task(seed=seed, request_id=f"r{seed}"))) for seed in range(AT_ONCE))
     )
     assert [text_of(events) for events in together] == alone
 
 
-async def test_text_is_streamed_and_usage_is_last(engine: VllmEngine) -> None:
-    events = await collect(engine.submit(task([10, 20, 30], max_tokens=200)))
+async def test_text_is_streamed_and_usage_is_last(text_engine: VllmEngine) -> None:
+    events = await collect(text_engine.submit(task([10, 20, 30], max_tokens=200)))
     # vLLM joins outputs that this process has not taken yet, so their number varies.
     assert len(packets(events)) > 1
     assert isinstance(events[-1], Usage)
@@ -68,26 +51,27 @@ async def test_text_is_streamed_and_usage_is_last(engine: VllmEngine) -> None:
     assert 0 < events[-1].output_tokens <= 200
 
 
-async def test_text_goes_through_the_chat_template(engine: VllmEngine) -> None:
+async def test_text_goes_through_the_chat_template(text_engine: VllmEngine) -> None:
     as_text, as_chat = [
-        (await collect(engine.submit(task(prompt))))[-1] for prompt in ("hi", Conversation([ChatMessage("user", "hi")]))
+        (await collect(text_engine.submit(task(prompt))))[-1]
+        for prompt in ("hi", Conversation([ChatMessage("user", "hi")]))
     ]
     assert as_text == as_chat
     assert isinstance(as_text, Usage)
     assert as_text.prompt_tokens == len("hi") + 3  # user, end, assistant
 
 
-async def test_max_tokens_defaults_to_the_space_left(engine: VllmEngine) -> None:
+async def test_max_tokens_defaults_to_the_space_left(text_engine: VllmEngine) -> None:
     prompt = [10] * (MAX_MODEL_LEN - 5)
-    events = await collect(engine.submit(Task("r", 1, RawPrompt(prompt))))
+    events = await collect(text_engine.submit(Task("r", 1, RawPrompt(prompt))))
     assert isinstance(events[-1], Usage)
     assert events[-1].output_tokens <= 5
 
 
-async def test_long_prompts_are_seeded_too(engine: VllmEngine) -> None:
+async def test_long_prompts_are_seeded_too(text_engine: VllmEngine) -> None:
     prompts = [[10 + number] * (MAX_MODEL_LEN - 20) for number in range(6)]
     runs = await asyncio.gather(
-        *(collect(engine.submit(task(prompt, request_id=str(number)))) for number, prompt in enumerate(prompts))
+        *(collect(text_engine.submit(task(prompt, request_id=str(number)))) for number, prompt in enumerate(prompts))
     )
     assert all(isinstance(events[-1], Usage) for events in runs)
 
@@ -105,38 +89,41 @@ async def test_long_prompts_are_seeded_too(engine: VllmEngine) -> None:
         (task(max_tokens=0), "max_tokens"),
     ],
 )
-async def test_invalid_task_is_rejected(engine: VllmEngine, wrong: Task, message: str) -> None:
+async def test_invalid_task_is_rejected(text_engine: VllmEngine, wrong: Task, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        await collect(engine.submit(wrong))
+        await collect(text_engine.submit(wrong))
 
 
-async def test_tools_are_rejected_if_the_template_accepts_none(engine: VllmEngine) -> None:
+async def test_tools_are_rejected_if_the_template_accepts_none(
+    text_engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_engine.control.llm.get_tokenizer(), "chat_template", CHAT_TEMPLATE)
     wrong = task(Conversation([ChatMessage("user", "hi")], [Tool("weather", "", {})]))
     with pytest.raises(UnsupportedError, match="the model's chat template accepts no tools") as caught:
-        await collect(engine.submit(wrong))
+        await collect(text_engine.submit(wrong))
     assert caught.value.metadata["ability"] == "tools"
 
 
-async def test_pausing_is_rejected(engine: VllmEngine) -> None:
+async def test_pausing_is_rejected(text_engine: VllmEngine) -> None:
     with pytest.raises(UnsupportedError):
-        await collect(engine.submit(Task("r", 1, "hi", max_steps=1)))
+        await collect(text_engine.submit(Task("r", 1, "hi", max_steps=1)))
 
 
-async def test_closing_a_task_ends_it(engine: VllmEngine) -> None:
-    async with aclosing(engine.submit(task(max_tokens=200))) as events:
+async def test_closing_a_task_ends_it(text_engine: VllmEngine) -> None:
+    async with aclosing(text_engine.submit(task(max_tokens=200))) as events:
         await anext(events)
-        assert engine.load().running == 1
-    assert engine.load().running == 0
-    assert not engine.control.llm.output_processor.has_unfinished_requests()
+        assert text_engine.load().running == 1
+    assert text_engine.load().running == 0
+    assert not text_engine.control.llm.output_processor.has_unfinished_requests()
 
 
-async def test_waiting_requests_start_by_priority(engine: VllmEngine) -> None:
+async def test_waiting_requests_start_by_priority(text_engine: VllmEngine) -> None:
     order = list[str]()
     full = asyncio.Event()
 
     async def run(name: str, priority: int, max_tokens: int) -> None:
         wanted = task(max_tokens=max_tokens, request_id=name, ignore_eos=True)
-        async with aclosing(engine.submit(replace(wanted, priority=priority))) as events:
+        async with aclosing(text_engine.submit(replace(wanted, priority=priority))) as events:
             await anext(events)
             order.append(name)
             if len(order) == AT_ONCE:
@@ -154,17 +141,27 @@ async def test_waiting_requests_start_by_priority(engine: VllmEngine) -> None:
     assert sorted(order[AT_ONCE:]) == ["one", "two", "urgent"]
 
 
-async def test_one_request_id_may_run_twice(engine: VllmEngine) -> None:
-    first, second = await asyncio.gather(*(collect(engine.submit(task(max_tokens=30))) for _ in range(2)))
+async def test_one_request_id_may_run_twice(text_engine: VllmEngine) -> None:
+    first, second = await asyncio.gather(*(collect(text_engine.submit(task(max_tokens=30))) for _ in range(2)))
     assert text_of(first) == text_of(second)
-    assert engine.load().running == 0
+    assert text_engine.load().running == 0
 
 
-async def test_unknown_option_error_names_similar_options(model: Path) -> None:
-    engine = VllmEngine(stage_config("vllm", model=str(model), options={"max_modl_len": 5}))
+async def test_error_names_the_missing_option(text_engine: VllmEngine, tmp_path: Path) -> None:
+    controls = controls_of(text_engine)
+    with pytest.raises(NotReadyError, match="option enable_lora"):
+        await controls.adapters.load("a", str(write_adapter(tmp_path)))
+    with pytest.raises(NotFoundError, match="without the option enable_lora"):
+        await collect(text_engine.submit(replace(task(), adapter="a")))
+    with pytest.raises(NotReadyError, match="option profile_dir"):
+        await controls.profiles.start("here", max_steps=None)
+    assert controls.adapters.list_adapters() == []
+
+
+async def test_unknown_option_error_names_similar_options(text_model: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"unknown option 'max_modl_len'.*max_model_len"):
-        await engine.start(lambda _: None)
-    await engine.close()
+        async with started(text_model, max_modl_len=5):
+            pass
 
 
 async def test_model_is_required() -> None:
@@ -173,7 +170,6 @@ async def test_model_is_required() -> None:
 
 
 async def test_error_names_a_folder_without_a_model(tmp_path: Path) -> None:
-    engine = VllmEngine(stage_config("vllm", model=str(tmp_path), options=OPTIONS))
     with pytest.raises(NotReadyError, match=f"vLLM cannot load {tmp_path}"):
-        await engine.start(lambda _: None)
-    await engine.close()
+        async with started(tmp_path, **OPTIONS):
+            pass

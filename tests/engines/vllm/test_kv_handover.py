@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,8 @@ from stagemesh.services.engines.base import Checkpoint, SamplingOptions, Task, U
 from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.options import KV_CACHE
-from tests.engines.support import collect, controls_of, packets, stage_config
+from tests.engines.support import collect, controls_of, packets, tokens_of
+from tests.engines.vllm.engines import started
 from tests.engines.vllm.tiny_adapter import write_adapter
 from tests.engines.vllm.tiny_model import write_real_model
 
@@ -33,6 +34,7 @@ OPTIONS: Mapping[str, JsonValue] = {
 }
 GREEDY = SamplingOptions(max_tokens=12, temperature=0.0, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=1.0, logprobs=2)
+_ROLES = ("prefill", "decode")
 BLOCK = 128
 """The number of tokens in a block of the KV cache on a CPU."""
 
@@ -50,15 +52,16 @@ class Pair(NamedTuple):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     model = write_real_model(tmp_path_factory.mktemp("real"), positions=POSITIONS, deviation=0.2)
-    engines = []
-    for role in ("prefill", "decode"):
-        options: Mapping[str, JsonValue] = {**OPTIONS, "kv_handover": {"role": role, "min_tokens": 4, "wait_s": 2.0}}
-        engine = VllmEngine(stage_config("vllm", model=str(model), options=options))
-        await engine.start(lambda _: None)
-        engines.append(engine)
-    yield Pair(*engines)
-    for engine in engines:
-        await engine.close()
+    async with started_pair(model, OPTIONS, min_tokens=4, wait_s=2.0) as pair:
+        yield pair
+
+
+@asynccontextmanager
+async def started_pair(model: Path, options: Mapping[str, JsonValue], **handover: JsonValue) -> AsyncIterator[Pair]:
+    """Starts a prefill and a decode engine. `handover` contains the options of both sides."""
+    prefill, decode = (started(model, **options, kv_handover={"role": role, **handover}) for role in _ROLES)
+    async with prefill as one, decode as other:
+        yield Pair(one, other)
 
 
 async def check_no_blocks(engine: VllmEngine) -> None:
@@ -108,8 +111,7 @@ def received(ticket: Ticket) -> ReceivedTicket:
 async def decoded(engine: VllmEngine, task: Task, sent: Sequence[Packet]) -> tuple[list[int], Usage]:
     *_, usage = events = await collect(engine.submit(replace(task, inlets={"in": stream(sent)})))
     assert isinstance(usage, Usage)
-    tokens = [int(token) for each in packets(events) for token in each.tensors["token_ids"]]
-    return tokens, usage
+    return tokens_of(events), usage
 
 
 def ticket_of(sent: Sequence[Packet]) -> OfferedTicket:
@@ -250,7 +252,7 @@ async def test_request_resumes_from_a_checkpoint_and_a_ticket(pair: Pair) -> Non
     sent = await prefilled(pair.prefill, each)
     events = await collect(pair.decode.submit(replace(each, inlets={"in": stream(sent)})))
     checkpoint = next(event for event in events if isinstance(event, Checkpoint))
-    tokens = [int(token) for packet in packets(events) for token in packet.tensors["token_ids"]]
+    tokens = tokens_of(events)
     await pair.check_no_blocks()
     sent = await prefilled(pair.prefill, each)
     rest, _ = await decoded(pair.decode, replace(each, resume_from=checkpoint), sent)

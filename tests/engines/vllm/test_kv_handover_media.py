@@ -1,8 +1,7 @@
 """Images in prompts whose KV cache a prefill engine hands over."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -10,11 +9,10 @@ from pydantic import JsonValue
 
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile, Part
-from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.options import KV_CACHE
-from tests.engines.support import collect, packets, stage_config, text_of
+from tests.engines.support import collect, packets, text_of
 from tests.engines.vllm.media_files import image
-from tests.engines.vllm.test_kv_handover import stream, ticket_of
+from tests.engines.vllm.test_kv_handover import Pair, started_pair, stream, ticket_of
 from tests.engines.vllm.tiny_media_models import write_idefics3
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400), pytest.mark.soak]
@@ -29,17 +27,9 @@ SAMPLING = SamplingOptions(max_tokens=20, temperature=1.0, ignore_eos=True)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sequence[VllmEngine]]:
-    model: Path = write_idefics3(tmp_path_factory.mktemp("idefics3"))
-    started = list[VllmEngine]()
-    for role in ("prefill", "decode"):
-        options: Mapping[str, JsonValue] = {**OPTIONS, "kv_handover": {"role": role, "min_tokens": 1}}
-        engine = VllmEngine(stage_config("vllm", model=str(model), options=options))
-        await engine.start(lambda _: None)
-        started.append(engine)
-    yield started
-    for engine in started:
-        await engine.close()
+async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    async with started_pair(write_idefics3(tmp_path_factory.mktemp("idefics3")), OPTIONS, min_tokens=1) as pair:
+        yield pair
 
 
 def task(*images: MediaFile) -> Task:
@@ -47,7 +37,7 @@ def task(*images: MediaFile) -> Task:
     return Task("images", 3, Conversation([ChatMessage("user", parts=parts)]), sampling=SAMPLING)
 
 
-async def test_texts_equal_those_of_one_engine(engines: Sequence[VllmEngine]) -> None:
+async def test_texts_equal_those_of_one_engine(engines: Pair) -> None:
     prefill, decode = engines
     each = replace(task(image(seed=1), image(40, 30, seed=2)), wanted=frozenset({"text"}))
     alone = text_of(await collect(decode.submit(replace(each, inlets={"in": stream([])}))))
@@ -58,9 +48,7 @@ async def test_texts_equal_those_of_one_engine(engines: Sequence[VllmEngine]) ->
     assert ticket_of(sent).is_released
 
 
-async def test_cache_of_another_image_is_not_read(
-    engines: Sequence[VllmEngine], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_cache_of_another_image_is_not_read(engines: Pair, caplog: pytest.LogCaptureFixture) -> None:
     prefill, decode = engines
     sent = packets(await collect(prefill.submit(replace(task(image(seed=5)), wanted=frozenset({KV_CACHE})))))
     await collect(decode.submit(replace(task(image(seed=6)), inlets={"in": stream(sent)})))

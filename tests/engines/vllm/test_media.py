@@ -17,14 +17,15 @@ from pydantic import JsonValue
 from vllm.multimodal.parse import MultiModalDataParser
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnsupportedError
-from stagemesh.services.engines.base import Checkpoint, EngineEvent, SamplingOptions, Task, Usage
+from stagemesh.services.engines.base import Checkpoint, SamplingOptions, Task, Usage
 from stagemesh.services.engines.media_decoding import DecodedBytes, read_video
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile, Medium, Part, RawPrompt, Samples
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.media import check_audio_tracks, decode_media
 from stagemesh.services.engines.vllm.requests import prompt_tokens
-from tests.engines.support import collect, packets, stage_config
+from tests.engines.support import collect, tokens_of
 from tests.engines.vllm.emitted_states import TOLERANCE, Floats, received, running
+from tests.engines.vllm.engines import started
 from tests.engines.vllm.media_files import audio_samples, encoded, image, pixels, tone, video_file, wav
 from tests.engines.vllm.tiny_media_models import SAMPLE_RATE_HZ, write_idefics3, write_qwen2_audio
 
@@ -64,10 +65,8 @@ async def image_engine(image_model: Path) -> AsyncIterator[VllmEngine]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def audio_engine(audio_model: Path) -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(stage_config("vllm", model=str(audio_model), options=OPTIONS))
-    await engine.start(lambda _: None)
-    yield engine
-    await engine.close()
+    async with started(audio_model, **OPTIONS) as engine:
+        yield engine
 
 
 def asked(*parts: Part, request_id: str = "r", **sampling: object) -> Task:
@@ -75,10 +74,6 @@ def asked(*parts: Part, request_id: str = "r", **sampling: object) -> Task:
     messages = [ChatMessage("system", "be brief"), ChatMessage("user", "", parts)]
     chosen = SamplingOptions(**options)  # type: ignore[arg-type]
     return Task(request_id, 3, Conversation(messages), sampling=chosen, wanted=SAMPLED)
-
-
-def tokens_of(events: Sequence[EngineEvent]) -> list[int]:
-    return [token for packet in packets(events) for token in packet.tensors["token_ids"].tolist()]
 
 
 async def tokens(engine: VllmEngine, task: Task) -> list[int]:

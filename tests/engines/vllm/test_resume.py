@@ -1,12 +1,11 @@
 """The vllm engine resumes from a checkpoint with the same output as without an interruption."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-import pytest_asyncio
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -18,13 +17,9 @@ from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
 from stagemesh.services.engines.vllm.requests import CheckedParams
 from stagemesh.services.engines.vllm.resume import remaining_params
-from tests.engines.support import collect, stage_config, text_of
-from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
+from tests.engines.support import collect, text_of
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(180),
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
 MAX_TOKENS = 40
 PROMPT = (20, 30, 40, 50)
@@ -38,17 +33,6 @@ SAMPLINGS = {
 }
 END = 0
 """The tiny model's end-of-text token."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
-    model = write_tiny_model(tmp_path_factory.mktemp("tiny"))
-    # vLLM's attention in bfloat16 ends with an illegal instruction on some virtual machines with AMX.
-    options = {**OPTIONS, "checkpoint_tokens": 1, "dtype": "float32"}
-    engine = VllmEngine(stage_config("vllm", model=str(model), options=options))
-    await engine.start(lambda _: None)
-    yield engine
-    await engine.close()
 
 
 def task(
@@ -109,34 +93,34 @@ async def test_a_slow_request_has_a_checkpoint_after_a_time(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-async def test_output_after_a_checkpoint_is_the_same(engine: VllmEngine, sampling: SamplingOptions) -> None:
-    whole = await collect_checkpoints(engine, task(sampling))
+async def test_output_after_a_checkpoint_is_the_same(text_engine: VllmEngine, sampling: SamplingOptions) -> None:
+    whole = await collect_checkpoints(text_engine, task(sampling))
     made = checkpoints(whole)
     for steps in (1, 17, MAX_TOKENS - 1):
         checkpoint = min(made, key=lambda one: abs(one.steps - steps))
-        await assert_the_same_follows(engine, sampling, whole, checkpoint)
+        await assert_the_same_follows(text_engine, sampling, whole, checkpoint)
 
 
 def made_no_text(event: EngineEvent) -> bool:
     return isinstance(event, Emission) and not event.packet.tensors["text"].size
 
 
-async def test_text_resumes_within_a_character(engine: VllmEngine) -> None:
-    whole = await collect_checkpoints(engine, task(RANDOM))
+async def test_text_resumes_within_a_character(text_engine: VllmEngine) -> None:
+    whole = await collect_checkpoints(text_engine, task(RANDOM))
     within = [one for one in checkpoints(whole) if one.steps > 1 and made_no_text(whole[index_of(whole, one) - 1])]
     assert within, "some token must end within a character"
     for checkpoint in within:
-        await assert_the_same_follows(engine, RANDOM, whole, checkpoint)
+        await assert_the_same_follows(text_engine, RANDOM, whole, checkpoint)
 
 
-async def test_stop_text_is_found_across_the_checkpoint(engine: VllmEngine) -> None:
-    text = text_of(await collect(engine.submit(task(RANDOM))))
+async def test_stop_text_is_found_across_the_checkpoint(text_engine: VllmEngine) -> None:
+    text = text_of(await collect(text_engine.submit(task(RANDOM))))
     stop = text[len(text) // 2 :][:6]
     sampling = replace(RANDOM, stop=(stop, "never there at all"))
-    whole = await collect(engine.submit(task(sampling)))
+    whole = await collect(text_engine.submit(task(sampling)))
     assert text_of(whole) == text[: text.index(stop)]
     for checkpoint in checkpoints(whole)[-8:]:
-        await assert_the_same_follows(engine, sampling, whole, checkpoint)
+        await assert_the_same_follows(text_engine, sampling, whole, checkpoint)
 
 
 def logprobs_in(events: Iterable[EngineEvent]) -> list[TokenLogprobs]:
@@ -144,31 +128,31 @@ def logprobs_in(events: Iterable[EngineEvent]) -> list[TokenLogprobs]:
 
 
 @pytest.mark.parametrize("stop", [(), ("never there at all",)], ids=["no stop text", "stop text"])
-async def test_logprobs_of_the_text_resume_at_the_checkpoint(engine: VllmEngine, stop: tuple[str, ...]) -> None:
+async def test_logprobs_of_the_text_resume_at_the_checkpoint(text_engine: VllmEngine, stop: tuple[str, ...]) -> None:
     sampling = replace(RANDOM, logprobs=1, stop=stop)
-    whole = await collect_checkpoints(engine, task(sampling))
+    whole = await collect_checkpoints(text_engine, task(sampling))
     expected = logprobs_in(whole)
     assert [each.position for each in expected] == sorted(each.position for each in expected)
     for checkpoint in checkpoints(whole)[::3]:
-        rest = await collect(engine.submit(task(sampling, checkpoint)))
+        rest = await collect(text_engine.submit(task(sampling, checkpoint)))
         made = [*logprobs_in(whole[: index_of(whole, checkpoint)]), *logprobs_in(rest)]
         for ours, first in zip(made, expected, strict=True):
             assert (ours.position, ours.sampled[:2]) == (first.position, first.sampled[:2])
             assert ours.sampled.logprob == pytest.approx(first.sampled.logprob, abs=1e-4)
 
 
-async def test_checkpoint_with_damaged_logprobs_is_rejected(engine: VllmEngine) -> None:
+async def test_checkpoint_with_damaged_logprobs_is_rejected(text_engine: VllmEngine) -> None:
     sampling = replace(RANDOM, logprobs=1)
-    made = checkpoints(await collect_checkpoints(engine, task(sampling)))[0]
+    made = checkpoints(await collect_checkpoints(text_engine, task(sampling)))[0]
     damaged = replace(made, tensors={**made.tensors, "logprobs": made.tensors["logprobs"][1:]})
-    error = await _rejected(engine, task(sampling, damaged))
+    error = await _rejected(text_engine, task(sampling, damaged))
     assert (error.reason, "damaged log-probabilities" in error.message) == ("INVALID_CHECKPOINT", True)
 
 
-async def test_penalties_count_the_tokens_of_the_checkpoint(engine: VllmEngine) -> None:
+async def test_penalties_count_the_tokens_of_the_checkpoint(text_engine: VllmEngine) -> None:
     async def sampled(prompt: list[int], params: SamplingParams, name: str) -> list[int]:
-        (rendered,) = engine.control.llm.renderer.render_cmpl([{"prompt_token_ids": prompt}])
-        outputs = engine.control.llm.generate(rendered, params, name)
+        (rendered,) = text_engine.control.llm.renderer.render_cmpl([{"prompt_token_ids": prompt}])
+        outputs = text_engine.control.llm.generate(rendered, params, name)
         return [token async for output in outputs for token in output.outputs[0].token_ids]
 
     plain = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, min_tokens=30, output_kind=RequestOutputKind.DELTA)
@@ -181,23 +165,23 @@ async def test_penalties_count_the_tokens_of_the_checkpoint(engine: VllmEngine) 
         assert rest == whole[count:]
 
 
-async def test_resumed_requests_may_share_a_batch(engine: VllmEngine) -> None:
-    whole = await collect_checkpoints(engine, task(RANDOM))
+async def test_resumed_requests_may_share_a_batch(text_engine: VllmEngine) -> None:
+    whole = await collect_checkpoints(text_engine, task(RANDOM))
     async with asyncio.TaskGroup() as group:
-        group.create_task(collect(engine.submit(task(RANDOM))))
+        group.create_task(collect(text_engine.submit(task(RANDOM))))
         for checkpoint in checkpoints(whole)[::5]:
-            group.create_task(assert_the_same_follows(engine, RANDOM, whole, checkpoint))
+            group.create_task(assert_the_same_follows(text_engine, RANDOM, whole, checkpoint))
 
 
-async def test_checkpoint_without_a_digest_is_accepted(engine: VllmEngine) -> None:
-    whole = await collect_checkpoints(engine, task())
+async def test_checkpoint_without_a_digest_is_accepted(text_engine: VllmEngine) -> None:
+    whole = await collect_checkpoints(text_engine, task())
     made = checkpoints(whole)[4]
-    rest = await collect(engine.submit(task(resume_from=Checkpoint(len(made.token_ids), made.token_ids))))
+    rest = await collect(text_engine.submit(task(resume_from=Checkpoint(len(made.token_ids), made.token_ids))))
     assert text_of(rest) == text_of(whole[index_of(whole, made) + 1 :])
 
 
-async def test_empty_checkpoint_starts_from_the_beginning(engine: VllmEngine) -> None:
-    whole, again = [await collect(engine.submit(task(resume_from=one))) for one in (None, Checkpoint(0))]
+async def test_empty_checkpoint_starts_from_the_beginning(text_engine: VllmEngine) -> None:
+    whole, again = [await collect(text_engine.submit(task(resume_from=one))) for one in (None, Checkpoint(0))]
     assert text_of(whole) == text_of(again)
 
 
@@ -218,27 +202,27 @@ async def _rejected(engine: VllmEngine, wrong: Task) -> InvalidRequestError:
         (Checkpoint(3, (10, END, 10)), "past its end: it contains the stop token 0"),
     ],
 )
-async def test_impossible_checkpoint_is_rejected(engine: VllmEngine, checkpoint: Checkpoint, message: str) -> None:
-    assert message in (await _rejected(engine, task(resume_from=checkpoint))).message
+async def test_impossible_checkpoint_is_rejected(text_engine: VllmEngine, checkpoint: Checkpoint, message: str) -> None:
+    assert message in (await _rejected(text_engine, task(resume_from=checkpoint))).message
 
 
-async def test_checkpoint_of_another_prompt_is_rejected(engine: VllmEngine) -> None:
-    made = checkpoints(await collect_checkpoints(engine, task()))[0]
-    error = await _rejected(engine, task(resume_from=made, prompt=[21, 30, 40, 50]))
+async def test_checkpoint_of_another_prompt_is_rejected(text_engine: VllmEngine) -> None:
+    made = checkpoints(await collect_checkpoints(text_engine, task()))[0]
+    error = await _rejected(text_engine, task(resume_from=made, prompt=[21, 30, 40, 50]))
     assert "belongs to another prompt" in error.message
     assert error.reason == "INVALID_CHECKPOINT"
 
 
-async def test_checkpoint_past_a_stop_text_is_rejected(engine: VllmEngine) -> None:
-    (letter,) = engine.control.llm.get_tokenizer().encode("x")
+async def test_checkpoint_past_a_stop_text_is_rejected(text_engine: VllmEngine) -> None:
+    (letter,) = text_engine.control.llm.get_tokenizer().encode("x")
     wrong = task(replace(GREEDY, stop=("xx",)), Checkpoint(3, (letter, letter, letter)))
-    assert "its text contains the stop text 'xx'" in (await _rejected(engine, wrong)).message
+    assert "its text contains the stop text 'xx'" in (await _rejected(text_engine, wrong)).message
 
 
-async def test_rejected_checkpoint_does_not_affect_other_requests(engine: VllmEngine) -> None:
-    whole = await collect_checkpoints(engine, task(RANDOM))
-    async with aclosing(engine.submit(task(RANDOM))) as running:
+async def test_rejected_checkpoint_does_not_affect_other_requests(text_engine: VllmEngine) -> None:
+    whole = await collect_checkpoints(text_engine, task(RANDOM))
+    async with aclosing(text_engine.submit(task(RANDOM))) as running:
         first = await anext(running)
         with pytest.raises(InvalidRequestError):
-            await collect(engine.submit(task(resume_from=Checkpoint(2, (10, END)))))
+            await collect(text_engine.submit(task(resume_from=Checkpoint(2, (10, END)))))
         assert text_of([first, *await collect(running)]) == text_of(whole)

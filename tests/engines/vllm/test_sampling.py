@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from pydantic import JsonValue
 from tokenizers import Tokenizer
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -31,7 +32,8 @@ from stagemesh.services.engines.base import (
 from stagemesh.services.engines.prompts import Prompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.engine_core import shut_down
-from tests.engines.support import as_prompt, collect, packets, stage_config, text_of
+from tests.engines.support import as_prompt, collect, packets, text_of, tokens_of
+from tests.engines.vllm.engines import started
 from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, write_real_model
 
 pytestmark = [
@@ -64,11 +66,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(model: Path) -> AsyncIterator[VllmEngine]:
-    options = {"kv_cache_memory_bytes": KV_BYTES, "max_num_batched_tokens": CHUNK_TOKENS}
-    engine = VllmEngine(stage_config("vllm", model=str(model), options=options))
-    await engine.start(lambda _: None)
-    yield engine
-    await engine.close()
+    options: dict[str, JsonValue] = {"kv_cache_memory_bytes": KV_BYTES, "max_num_batched_tokens": CHUNK_TOKENS}
+    async with started(model, **options) as engine:
+        yield engine
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -93,10 +93,6 @@ def task(prompt: Prompt | Sequence[int] = "hello", *, seed: int = 3, request_id:
 
 def sampled(sampling: Mapping[str, object]) -> SamplingOptions:
     return SamplingOptions(**{"max_tokens": 24, "temperature": 1.0, **sampling})  # type: ignore[arg-type]
-
-
-def tokens_of(events: Sequence[EngineEvent]) -> list[int]:
-    return [token for packet in packets(events) for token in packet.tensors["token_ids"].tolist()]
 
 
 def logprobs_of(events: Sequence[EngineEvent]) -> list[TokenLogprobs]:

@@ -14,6 +14,15 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+TOOLS_TEMPLATE = (
+    "{% if refuse is defined %}{{ raise_exception('refused: ' + refuse) }}{% endif %}"
+    "{% for tool in tools or [] %}{{ tool.type }}:{{ tool.function | tojson }}|{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "[{{ call.id }} {{ call.function.name }} {{ call.function.arguments.city }}]{% endfor %}"
+    "{% if message.tool_call_id %}({{ message.tool_call_id }} {{ message.name }}){% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if thinking is false %}no thoughts{% endif %}{% endif %}"
+)
 _SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 
 
@@ -68,7 +77,8 @@ def write_real_model(folder: Path, *, layers: int = 2, positions: int = MAX_MODE
         "num_hidden_layers": layers,
         "initializer_range": deviation,
     }
-    torch.manual_seed(0)
-    model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**config))  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**config))  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)
     return folder

@@ -57,8 +57,9 @@ _RULE = {
     "oneOf": [{"required": ["alert"]}, {"required": ["record"]}],
 }  # fmt: skip
 _TRIGGER = _mapping(
-    "type metadata", type={"const": "external"}, name=_TEXT,
-    metadata={**_TEXTS, "required": ["scalerAddress"]}, authenticationRef=_mapping("name", name=_TEXT, kind=_TEXT),
+    "type metadata", type={"const": "prometheus"}, name=_TEXT,
+    metadata={**_TEXTS, "required": ["serverAddress", "query", "threshold"]},
+    authenticationRef=_mapping("name", name=_TEXT, kind=_TEXT),
     metricType={"enum": ["AverageValue", "Value"]}, useCachedMetrics={"type": "boolean"},
 )  # fmt: skip
 _TEMPLATE = _mapping("spec", metadata=_ANY_MAPPING, spec=_ANY_MAPPING)
@@ -73,10 +74,6 @@ _SPECS: dict[tuple[str, str], _Schema] = {
             restoreToOriginalReplicaCount={"type": "boolean"},
             horizontalPodAutoscalerConfig=_mapping(name=_TEXT, behavior=_ANY_MAPPING),
         ),
-    ),
-    ("keda.sh/v1alpha1", "TriggerAuthentication"): _mapping(
-        "secretTargetRef",
-        secretTargetRef=_several(_mapping("parameter name key", parameter=_TEXT, name=_TEXT, key=_TEXT)),
     ),
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _mapping(
         "leaderWorkerTemplate",

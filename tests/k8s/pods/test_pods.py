@@ -3,11 +3,10 @@
 import asyncio
 import random
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -30,7 +29,6 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")
 
 ORCHESTRATOR = f"{RELEASE}-orchestrator"
 STAGES = (f"{RELEASE}-source", f"{RELEASE}-{GROUP}")
-GATEWAY = {"replicas": 1, "httpsSecret": f"{RELEASE}-gateway-tls"}
 SPEAKING = replace(OLD, speaks=True)
 COMPLETION = {"model": "relays", "prompt": "hello", "seed": 1, "max_tokens": 8}
 _CLIENTS = 4
@@ -41,11 +39,11 @@ _LATCHED_S = 11.0
 
 
 @asynccontextmanager
-async def _running(folder: Path, *, replicas: int, tls: bool = False) -> AsyncIterator[Cluster]:
+async def _running(folder: Path, *, replicas: int) -> AsyncIterator[Cluster]:
     """Runs a release of the old generation. Asserts at the end that no container has failed."""
     async with Cluster(folder) as cluster:
         with cluster.logged():
-            await cluster.apply(release(OLD, replicas=replicas, tls=tls))
+            await cluster.apply(release(OLD, replicas=replicas))
             await cluster.until_settled()
             yield cluster
             assert not cluster.failures
@@ -56,6 +54,47 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clus
     """Yields a cluster with two replicas of everything. A test leaves it as it found it."""
     async with _running(tmp_path_factory.mktemp("pods"), replicas=2) as cluster:
         yield cluster
+
+
+class _Secured:
+    """A cluster whose pods have certificates, with a gateway and a job server, and what a user of it has."""
+
+    def __init__(self, cluster: Cluster, folder: Path, jobs: str) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self._jobs = jobs
+        self.user = cluster.authority.issue(folder / "user", ["client/user"])
+
+    async def apply(self, *, tokens: str = "", forward_tokens: bool = False) -> None:
+        """Installs or upgrades the release."""
+        gateway = {"replicas": 1, "httpsSecret": f"{RELEASE}-gateway-tls", "forwardTokens": forward_tokens}
+        jobs = {"endpoint": self._jobs}
+        await self.cluster.apply(release(SPEAKING, tls=True, tokens=tokens, gateway=gateway, jobs=jobs))
+        await self.cluster.until_settled()
+
+    async def endpoint(self, service: str, port: str) -> str:
+        """Returns an endpoint whose host the certificates name."""
+        return (await self.cluster.outside(service, port)).replace("127.0.0.1", "localhost")
+
+    async def post(self, headers: Mapping[str, str] | None = None) -> httpx.Response:
+        """Asks the gateway for a completion."""
+        base_url = f"https://{await self.endpoint(f'{RELEASE}-gateway', 'http')}/v1"
+        trusted = ssl.create_default_context(cafile=self.user / CA)
+        # An asynchronous client would leave connections that end only with the server.
+        with httpx.Client(verify=trusted, timeout=30, base_url=base_url) as client:
+            return await asyncio.to_thread(client.post, "/completions", json=COMPLETION, headers=headers)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[_Secured]:
+    """Yields a cluster with certificates. Only the last of its tests may change the release."""
+    folder = tmp_path_factory.mktemp("secured")
+    async with Cluster(folder) as cluster:
+        with cluster.logged():
+            secured = _Secured(cluster, folder, await cluster.outside(f"{RELEASE}-jobs", "grpc"))
+            await secured.apply()
+            yield secured
+            assert not cluster.failures
 
 
 @asynccontextmanager
@@ -104,83 +143,46 @@ async def test_no_request_of_a_rolling_update_fails_or_pairs_generations(tmp_pat
         assert await cluster.run_hook(f"{RELEASE}-test") == {"generate": 0}
 
 
-async def test_all_pods_use_the_certificates_of_the_issuer(tmp_path: Path) -> None:
-    async with _running(tmp_path, replicas=1, tls=True) as cluster:
-        assert await cluster.run_hook(f"{RELEASE}-test") == {"generate": 0}
-        endpoint = (await cluster.outside(ORCHESTRATOR, "grpc")).replace("127.0.0.1", "localhost")
-        request = requests(3, count=1, steps=(8, 8))[0]
-        async with AsyncClient(endpoint, tls=cluster.authority.issue(tmp_path / "user", ["client/user"])) as client:
-            result = await client.generate(
-                request.prompt, outputs=["text"], seed=request.seed, max_tokens=request.steps
-            ).result()
-        assert result.text.encode() == OLD.outputs(request)["text"]
-        async with AsyncClient(endpoint, retry_policy=RetryPolicy(attempts=1)) as client:
-            with pytest.raises(UnavailableError, match="uses TLS"):
-                await client.describe()
+async def test_all_pods_use_the_certificates_of_the_issuer(secured: _Secured) -> None:
+    assert await secured.cluster.run_hook(f"{RELEASE}-test") == {"generate": 0}
+    endpoint, request = await secured.endpoint(ORCHESTRATOR, "grpc"), requests(3, count=1, steps=(8, 8))[0]
+    async with AsyncClient(endpoint, tls=secured.user) as client:
+        result = await client.generate(
+            request.prompt, outputs=["text"], seed=request.seed, max_tokens=request.steps
+        ).result()
+    assert result.text.encode() == SPEAKING.outputs(request)["text"]
+    async with AsyncClient(endpoint, retry_policy=RetryPolicy(attempts=1)) as client:
+        with pytest.raises(UnavailableError, match="uses TLS"):
+            await client.describe()
 
 
-@asynccontextmanager
-async def _gateway(cluster: Cluster, folder: Path) -> AsyncIterator[Callable[..., Awaitable[httpx.Response]]]:
-    """Yields a function that posts a body to the gateways of a release, with a certificate of the issuer."""
-    endpoint = (await cluster.outside(f"{RELEASE}-gateway", "http")).replace("127.0.0.1", "localhost")
-    trusted = ssl.create_default_context(cafile=cluster.authority.issue(folder / "user", ["client/user"]) / CA)
-    # An asynchronous client would leave connections that end only with the server.
-    with httpx.Client(verify=trusted, timeout=30, base_url=f"https://{endpoint}/v1") as client:
-
-        async def post(path: str, **arguments: Any) -> httpx.Response:
-            return await asyncio.to_thread(client.post, path, **arguments)
-
-        yield post
+async def test_a_gateway_answers_with_its_own_certificate(secured: _Secured) -> None:
+    assert (await secured.post()).json()["choices"][0]["text"].startswith("Step 0 is ")
 
 
-async def test_a_gateway_answers_with_a_certificate_of_its_own(tmp_path: Path) -> None:
-    async with Cluster(tmp_path) as cluster:
-        with cluster.logged():
-            await cluster.apply(release(OLD, tls=True, gateway=GATEWAY))
-            await cluster.until_settled()
-            async with _gateway(cluster, tmp_path) as post:
-                answer = await post("/completions", json=COMPLETION)
-            assert answer.json()["choices"][0]["text"].startswith("Step 0 is ")
-            assert not cluster.failures
-
-
-async def test_a_gateway_forwards_the_tokens_of_its_callers(tmp_path: Path) -> None:
-    add_token(tmp_path / "callers" / "tokens.json", "secret", TokenEntry("ada"))
-    async with Cluster(tmp_path) as cluster:
-        with cluster.logged():
-            cluster.add_secret("callers", tmp_path / "callers")
-            await cluster.apply(release(OLD, tls=True, tokens="callers", gateway={**GATEWAY, "forwardTokens": True}))
-            await cluster.until_settled()
-            async with _gateway(cluster, tmp_path) as post:
-                statuses = [
-                    (await post("/completions", json=COMPLETION, headers=headers)).status_code
-                    for headers in ({"authorization": "Bearer secret"}, {"authorization": "Bearer wrong"}, {})
-                ]
-            assert statuses == [200, 401, 401]
-            assert not cluster.failures
-
-
-async def test_a_job_server_runs_a_job_with_a_certificate_of_its_own_and_stores_its_outputs(tmp_path: Path) -> None:
-    async with Cluster(tmp_path) as cluster:
-        with cluster.logged():
-            endpoint = await cluster.outside(f"{RELEASE}-jobs", "grpc")
-            await cluster.apply(release(SPEAKING, tls=True, jobs={"endpoint": endpoint}))
-            await cluster.until_settled()
-            server = (await cluster.outside(ORCHESTRATOR, "grpc")).replace("127.0.0.1", "localhost")
-            request = requests(3, count=1, steps=(8, 8))[0]
-            async with AsyncClient(server, tls=cluster.authority.issue(tmp_path / "user", ["client/user"])) as client:
-                job = await client.jobs.submit(
-                    request.prompt, outputs=["text", "audio"], seed=request.seed, max_tokens=request.steps
-                )
-                async with asyncio.timeout(_JOB_S):
-                    job = [each async for each in client.jobs.watch(job.job_id)][-1]
-            assert not cluster.failures
+async def test_a_job_server_runs_a_job_with_its_own_certificate_and_stores_its_outputs(secured: _Secured) -> None:
+    endpoint, request = await secured.endpoint(ORCHESTRATOR, "grpc"), requests(3, count=1, steps=(8, 8))[0]
+    async with AsyncClient(endpoint, tls=secured.user) as client:
+        job = await client.jobs.submit(
+            request.prompt, outputs=["text", "audio"], seed=request.seed, max_tokens=request.steps
+        )
+        async with asyncio.timeout(_JOB_S):
+            job = [each async for each in client.jobs.watch(job.job_id)][-1]
     assert (job.state, job.caller, job.attempts) == ("succeeded", "user", 1)
     outputs = {each.name: each for each in job.outputs}
     assert outputs["text"].text.encode() == SPEAKING.outputs(request)["text"]
     (file,) = outputs["audio"].files
-    assert (tmp_path / "claim-media" / file.uri.removeprefix("file:///media/")).stat().st_size == file.size_bytes
-    assert (tmp_path / f"claim-{RELEASE}-jobs" / "relays.sqlite3").exists()
+    stored = secured.folder / "claim-media" / file.uri.removeprefix("file:///media/")
+    assert stored.stat().st_size == file.size_bytes
+    assert (secured.folder / f"claim-{RELEASE}-jobs" / "relays.sqlite3").exists()
+
+
+async def test_a_gateway_forwards_the_tokens_of_its_callers(secured: _Secured) -> None:
+    add_token(secured.folder / "callers" / "tokens.json", "secret", TokenEntry("ada"))
+    secured.cluster.add_secret("callers", secured.folder / "callers")
+    await secured.apply(tokens="callers", forward_tokens=True)
+    given: list[dict[str, str]] = [{"authorization": "Bearer secret"}, {"authorization": "Bearer wrong"}, {}]
+    assert [(await secured.post(headers)).status_code for headers in given] == [200, 401, 401]
 
 
 async def test_no_request_fails_while_stages_grow_to_three_replicas_and_shrink_again(shared: Cluster) -> None:

@@ -1,6 +1,5 @@
 """Qwen2.5-Omni's token2wav as a streaming stage, compared with transformers' decode of the whole stream."""
 
-import itertools
 import json
 import shutil
 from collections.abc import Sequence
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from pydantic import JsonValue
@@ -29,6 +27,7 @@ from stagemesh.services.models.qwen2_5_omni.description import load_speakers
 from stagemesh.services.models.qwen2_5_omni.factory import make_token2wav
 from stagemesh.services.models.qwen2_5_omni.token2wav import Stream, Token2Wav, context_frames
 from stagemesh.tiny_models import qwen2_5_omni
+from tests.models.vocoding import Codes, Samples, joined, pieces, push, push_all
 
 CODES = np.random.default_rng(1).integers(0, qwen2_5_omni.CODEBOOK, (42, 1)).astype(np.int32)
 BLOCK, MEL_SIZE, REPEATS = 8, 16, 2
@@ -39,9 +38,6 @@ ROUNDING = 1e-5
 LARGEST_ERRORS = {1: 0.02, 2: 1e-3, 4: ROUNDING}
 """The largest relative errors of streams, by the number of blocks ahead."""
 CUTTINGS = {"1": range(1, 42), "25": [25], "ramp": [1, 3, 7, 15, 31], "one chunk": []}
-
-Codes = npt.NDArray[np.int32]
-Samples = npt.NDArray[np.float32]
 
 
 class Reference:
@@ -95,20 +91,9 @@ def open_stream(vocoder: Token2Wav, speaker: str = "") -> Stream:
     return vocoder.open(seed=SEED, options={"speaker": speaker})
 
 
-def joined(made: Sequence[Packet]) -> Samples:
-    parts = [packet.tensors["audio"].astype(np.float32, copy=False) for packet in made]
-    return np.concatenate([np.zeros(0, np.float32), *parts])
-
-
-def push(vocoder: Token2Wav, stream: Stream, codes: Codes | None) -> Samples:
-    (made,) = vocoder([Call(stream, None if codes is None else Packet({"codes": codes}))])
-    return joined(made)
-
-
 def decode(vocoder: Token2Wav, codes: Codes, cuts: Sequence[int] = (), speaker: str = "") -> Samples:
-    stream, places = open_stream(vocoder, speaker), [0, *cuts, len(codes)]
-    parts = [push(vocoder, stream, codes[start:end]) for start, end in itertools.pairwise(places)]
-    return np.concatenate([*parts, push(vocoder, stream, None)])
+    stream = open_stream(vocoder, speaker)
+    return np.concatenate([push(vocoder, stream, piece) for piece in (*pieces(codes, cuts), None)])
 
 
 def relative_error(samples: Samples, expected: Samples) -> float:
@@ -157,14 +142,12 @@ def test_long_packets_are_decoded_in_pieces(
 def test_streams_at_different_progress_share_batches(vocoder: Token2Wav, whole: Samples) -> None:
     starts = [0, 0, 4, 8, 9]
     streams = [open_stream(vocoder) for _ in starts]
-    heard = [[push(vocoder, stream, CODES[:start])] for stream, start in zip(streams, starts, strict=True)]
+    heard = [push(vocoder, stream, CODES[:start]) for stream, start in zip(streams, starts, strict=True)]
     for offset in range(0, 33, 16):
-        packets = [Packet({"codes": CODES[start + offset : start + offset + 16]}) for start in starts]
-        made = vocoder([Call(stream, packet) for stream, packet in zip(streams, packets, strict=True)])
-        for parts, each in zip(heard, made, strict=True):
-            parts.append(joined(each))
-    for parts, each in zip(heard, vocoder([Call(stream, None) for stream in streams]), strict=True):
-        assert relative_error(np.concatenate([*parts, joined(each)]), whole) < ROUNDING
+        made = push_all(vocoder, streams, [CODES[start + offset : start + offset + 16] for start in starts])
+        heard = [np.concatenate(each) for each in zip(heard, made, strict=True)]
+    for samples, each in zip(heard, vocoder([Call(stream, None) for stream in streams]), strict=True):
+        assert relative_error(np.concatenate([samples, joined(each)]), whole) < ROUNDING
 
 
 def test_the_seed_and_the_speaker_change_the_samples(vocoder: Token2Wav, whole: Samples) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from stagemesh.common.errors import InvalidChunkError
@@ -13,12 +12,11 @@ from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.models.qwen3_tts.codec_decoder import CloneState, CloneVocoder
 from tests.models.qwen3_tts.golden import arrays
+from tests.models.vocoding import Samples, joined
 
 SAMPLES_PER_FRAME = 1920
 REFERENCE, SPEECH = 12, 20
 ROUNDING = 3e-6
-
-Samples = npt.NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +37,7 @@ def reference(end: int) -> Packet:
 def decode(vocoder: CloneVocoder, packets: Sequence[Packet | None], state: CloneState | None = None) -> Samples:
     state = state or vocoder.open(seed=0, options={})
     made = [packet for given in packets for packet in vocoder([Call(state, given)])[0]]
-    return np.concatenate([np.zeros(0, np.float32), *(packet.tensors["audio"] for packet in made)])
+    return joined(made)
 
 
 @pytest.mark.parametrize("early", [0, 1, 2, 3])

@@ -1,32 +1,25 @@
 """Qwen3-TTS's codec decoder as a streaming stage, compared with the waveforms of the reference implementation."""
 
-import itertools
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from pydantic import JsonValue
 from safetensors.torch import load_file, save_file
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
-from stagemesh.connectors.packets import Packet
-from stagemesh.services.engines.function.base import Call
-from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, VocoderState
+from stagemesh.services.models.codec_speech.vocoder import CodecVocoder
 from stagemesh.services.models.qwen3_tts.codec_decoder import make_codec_decoder
 from tests.models.qwen3_tts.golden import STRIDE, arrays
+from tests.models.vocoding import Codes, Samples, decode, push, push_all
 
 SAMPLES_PER_FRAME = 1920
 FRAMES = 50
 ROUNDING = 3e-6
 CUTTINGS = {"1": range(1, FRAMES), "4": range(4, FRAMES, 4), "25": [25], "ramp": [1, 3, 7, 15, 31]}
-
-Codes = npt.NDArray[np.int32]
-Samples = npt.NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +39,6 @@ def load(folder: Path, **options: JsonValue) -> CodecVocoder:
 def codes(frames: int = 0) -> Codes:
     given: Codes = arrays()["codes"].astype(np.int32)
     return given[: frames or len(given)]
-
-
-def push(vocoder: CodecVocoder, state: VocoderState, codes: Codes) -> Samples:
-    (made,) = vocoder([Call(state, Packet({"codes": codes}))])
-    parts = [packet.tensors["audio"].astype(np.float32, copy=False) for packet in made]
-    return np.concatenate([np.zeros(0, np.float32), *parts])
-
-
-def decode(vocoder: CodecVocoder, codes: Codes, cuts: Iterable[int] = ()) -> Samples:
-    state, places = vocoder.open(seed=0, options={}), [0, *cuts, len(codes)]
-    return np.concatenate([push(vocoder, state, codes[start:end]) for start, end in itertools.pairwise(places)])
 
 
 def assert_equal(samples: Samples, expected: Samples) -> None:
@@ -102,14 +84,12 @@ def test_each_chunk_has_all_samples_of_its_frames(vocoder: CodecVocoder) -> None
 def test_streams_at_different_progress_share_batches(vocoder: CodecVocoder, whole: Samples) -> None:
     starts = range(0, 24, 3)
     states = [vocoder.open(seed=0, options={}) for _ in starts]
-    heard = [[push(vocoder, state, codes()[:start])] for state, start in zip(states, starts, strict=True)]
+    heard = [push(vocoder, state, codes()[:start]) for state, start in zip(states, starts, strict=True)]
     for offset in range(0, 20, 10):
-        packets = [Packet({"codes": codes()[start + offset : start + offset + 10]}) for start in starts]
-        made = vocoder([Call(state, packet) for state, packet in zip(states, packets, strict=True)])
-        for parts, (packet,) in zip(heard, made, strict=True):
-            parts.append(packet.tensors["audio"].astype(np.float32, copy=False))
-    for parts, start in zip(heard, starts, strict=True):
-        assert_equal(np.concatenate(parts), whole[: (start + 20) * SAMPLES_PER_FRAME])
+        made = push_all(vocoder, states, [codes()[start + offset : start + offset + 10] for start in starts])
+        heard = [np.concatenate(each) for each in zip(heard, made, strict=True)]
+    for samples, start in zip(heard, starts, strict=True):
+        assert_equal(samples, whole[: (start + 20) * SAMPLES_PER_FRAME])
 
 
 def test_bfloat16_is_close(tiny_qwen3_tts: Path, whole: Samples) -> None:

@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from google.protobuf.message import Message
 
 from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
 from stagemesh.common.process.stage_process import ReplicaState
@@ -19,10 +19,9 @@ from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.request.lifecycle import RequestRegistry
 from stagemesh.orchestrator.request.timeline import History, Timeline
-from stagemesh.pipeline import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import control_pb2, control_pb2_grpc, stage_pb2
-from tests.orchestrator.mesh import CHAIN
 from tests.orchestrator.replicas import ready_replica
 
 if TYPE_CHECKING:
@@ -37,13 +36,13 @@ class Controls:
         self.on_asked: Callable[[], object] = lambda: None
         self._error = error
 
-    async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
-        del request, timeout_s
-        self.asked.append(method)
+    async def control(self, request: Message, response: type[Message], *, timeout_s: float) -> Message:
+        del timeout_s
+        self.asked.append(request.DESCRIPTOR.name.removesuffix("Request"))
         self.on_asked()
         if self._error is not None:
             raise self._error
-        return b""
+        return response()
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
         del timeout_s
@@ -51,14 +50,13 @@ class Controls:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Fleet:
-    (tmp_path / "chain.yaml").write_text(CHAIN)
-    return Fleet(load_pipeline(str(tmp_path / "chain.yaml")), [])
+def fleet(pipeline: Pipeline) -> Fleet:
+    return Fleet(pipeline, [])
 
 
 @pytest.fixture
-def directory(tmp_path: Path, fleet: Fleet) -> Directory:
-    return Directory(load_pipeline(str(tmp_path / "chain.yaml")), fleet)
+def directory(pipeline: Pipeline, fleet: Fleet) -> Directory:
+    return Directory(pipeline, fleet)
 
 
 def _replica(fleet: Fleet, pipeline: Pipeline, name: str, error: StagemeshError | None = None) -> Replica:
@@ -144,7 +142,7 @@ async def test_a_call_over_a_closed_connection_reports_an_unreachable_replica() 
     for call in (
         anext(client.watch_load(stage_pb2.ROLLOUT_VERDICT_RELEASED)),
         client.describe(timeout_s=5),
-        client.control("ListSteps", b"", timeout_s=5),
+        client.control(control_pb2.ListStepsRequest(), control_pb2.ListStepsResponse, timeout_s=5),
         client.cancel(stage_pb2.CancelStepRequest(), timeout_s=5),
         client.probe_edge("b->c", consumer="c-0", endpoint="127.0.0.1:2", connector="auto", timeout_s=5),
     ):
@@ -166,14 +164,16 @@ class SilentControls(control_pb2_grpc.StageControlServiceServicer):
 
 
 @asynccontextmanager
-async def _asking() -> AsyncGenerator[tuple[ReplicaClient, asyncio.Task[bytes]]]:
+async def _asking() -> AsyncGenerator[tuple[ReplicaClient, asyncio.Task[control_pb2.ListStepsResponse]]]:
     """Yields a call that has reached its replica, and the call's client."""
     server, controls = Server("127.0.0.1:0"), SilentControls()  # type: ignore[abstract]
     control_pb2_grpc.add_StageControlServiceServicer_to_server(controls, server.grpc)
     endpoint = f"127.0.0.1:{await server.start()}"
     try:
         client = ReplicaClient(stage="b", replica="b-0", endpoint=endpoint)
-        asking = asyncio.create_task(client.control("ListSteps", b"", timeout_s=20))
+        asking = asyncio.create_task(
+            client.control(control_pb2.ListStepsRequest(), control_pb2.ListStepsResponse, timeout_s=20)
+        )
         await asyncio.wait_for(controls.asked.wait(), 10)
         yield client, asking
         await client.close()

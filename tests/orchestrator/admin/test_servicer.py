@@ -76,9 +76,7 @@ async def test_the_clients_port_does_not_serve_operators(chain: Mesh) -> None:
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-@pytest.mark.parametrize(
-    "facet", ["", "liveness", SERVICE_NAME, "stagemesh.v1.StageControlService", "externalscaler.ExternalScaler"]
-)
+@pytest.mark.parametrize("facet", ["", "liveness", SERVICE_NAME, "stagemesh.v1.StageControlService"])
 async def test_the_operators_port_has_its_own_health(chain: Mesh, facet: str) -> None:
     answer = await check(chain.admin)(HealthRequest(service=facet), timeout=10)
     assert answer.status == HealthResponse.SERVING

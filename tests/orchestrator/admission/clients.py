@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from stagemesh.common.errors import OverloadedError
-from stagemesh.orchestrator.admission import AdmissionRequest
+from stagemesh.orchestrator.admission.queue import AdmissionRequest
 from tests.orchestrator.admission.driver import AdmissionDriver, Agenda, RecordedRequest
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.orchestrator.admission import Admission, AdmissionRequest, Ticket
+from stagemesh.orchestrator.admission.admission import Admission
+from stagemesh.orchestrator.admission.queue import AdmissionRequest, Ticket
 from stagemesh.pipeline import Bounds, Limits
 
 

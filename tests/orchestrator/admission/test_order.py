@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagemesh.orchestrator.admission import TicketState
+from stagemesh.orchestrator.admission.queue import TicketState
 from stagemesh.pipeline import Bounds
 from tests.orchestrator.admission.driver import AdmissionDriver, RecordedRequest
 

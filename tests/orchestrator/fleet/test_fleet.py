@@ -21,13 +21,6 @@ from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import CHAIN
 from tests.orchestrator.replicas import ready_description
 
-
-@pytest.fixture
-def pipeline(tmp_path: Path) -> Pipeline:
-    (tmp_path / "chain.yaml").write_text(CHAIN)
-    return load_pipeline(str(tmp_path / "chain.yaml"))
-
-
 _NONE = stage_pb2.ROLLOUT_VERDICT_UNSPECIFIED
 _RELEASED, _WITHHELD = stage_pb2.ROLLOUT_VERDICT_RELEASED, stage_pb2.ROLLOUT_VERDICT_WITHHELD
 

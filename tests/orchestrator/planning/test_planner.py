@@ -22,12 +22,6 @@ from tests.orchestrator.replicas import ready_replica
 from tests.rpc.health_calls import Request, Response, check
 
 
-@pytest.fixture
-def pipeline(tmp_path: Path) -> Pipeline:
-    (tmp_path / "chain.yaml").write_text(CHAIN)
-    return load_pipeline(str(tmp_path / "chain.yaml"))
-
-
 def _registry(pipeline: Pipeline, count: int) -> ReplicaRegistry:
     registry = ReplicaRegistry()
     for stage in pipeline.stages:

@@ -1,22 +1,12 @@
 """The replica with the least work gets a request, and the nearest one of equals."""
 
 import random
-from pathlib import Path
-
-import pytest
 
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas, ReplicaRegistry
 from stagemesh.orchestrator.planning.planner import LeastWork, Planner
-from stagemesh.pipeline import Pipeline, load_pipeline
-from tests.orchestrator.mesh import CHAIN
+from stagemesh.pipeline import Pipeline
 from tests.orchestrator.replicas import ready_replica
-
-
-@pytest.fixture
-def pipeline(tmp_path: Path) -> Pipeline:
-    (tmp_path / "chain.yaml").write_text(CHAIN)
-    return load_pipeline(str(tmp_path / "chain.yaml"))
 
 
 def _ready(*replicas: Replica) -> ReadyReplicas:

@@ -14,9 +14,8 @@ from stagemesh.orchestrator.fleet.membership import Member
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.validation import validate
-from stagemesh.pipeline import load_pipeline
 from stagemesh.v1 import orchestrator_pb2
-from tests.orchestrator.mesh import CHAIN, ask
+from tests.orchestrator.mesh import ask, load
 from tests.orchestrator.simulated_replicas import Members, World
 
 SPOKEN = {"first": "a0é a1é a2é a3é a4é ", "last": "c0é c1é c2é c3é c4é "}
@@ -53,8 +52,7 @@ class Caller:
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    (tmp_path / "pipeline.yaml").write_text(CHAIN)
-    return World(load_pipeline(str(tmp_path / "pipeline.yaml")))
+    return World(load(tmp_path))
 
 
 @asynccontextmanager

@@ -1,8 +1,16 @@
+"""Requests over scripted stages: what each stage receives, and what the client receives."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
+
 from stagemesh.common.wire.tensors import to_messages
-from stagemesh.v1 import chunk_pb2, request_pb2
-from tests.orchestrator.mesh import DIAMOND, ask, mesh, texts
+from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2
+from tests.orchestrator.mesh import DIAMOND, Mesh, ask, mesh, texts
+from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, say_hello
 
 
 async def test_outputs_of_all_stages_arrive_in_one_stream(tmp_path: Path) -> None:
@@ -151,3 +159,61 @@ async def test_every_stage_gets_the_clients_deadline(tmp_path: Path) -> None:
         async for _ in call:
             pass
         assert [round(stage.time_left_s) for stage in chain.stages.values()] == [7, 7, 7]
+
+
+def _accepting_when(gate: asyncio.Event) -> Script:
+    async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        del request
+        stage.started.set()
+        await gate.wait()
+        yield ACCEPTED
+        yield FINISHED
+
+    return script
+
+
+def _asked(diamond: Mesh) -> set[str]:
+    return {name for name, stage in diamond.stages.items() if stage.requests}
+
+
+async def test_producers_start_only_when_all_their_consumers_have_accepted(tmp_path: Path) -> None:
+    gates = {name: asyncio.Event() for name in ("join", "left", "right")}
+    scripts = {name: _accepting_when(gate) for name, gate in gates.items()}
+    async with mesh(tmp_path, DIAMOND, scripts=scripts) as diamond, asyncio.TaskGroup() as group:
+        group.create_task(diamond.generate())
+        await diamond.stages["join"].started.wait()
+        assert _asked(diamond) == {"join"}
+        gates["join"].set()
+        await asyncio.gather(*(diamond.stages[name].started.wait() for name in ("left", "right")))
+        assert _asked(diamond) == {"join", "left", "right"}
+        gates["left"].set()
+        await diamond.stages["left"].idle.wait()
+        assert "top" not in _asked(diamond)
+        gates["right"].set()
+        await diamond.stages["top"].started.wait()
+
+
+_TEN_YEARS_S = 10 * 365 * 86_400.0
+
+
+@pytest.mark.parametrize("jump_s", [_TEN_YEARS_S, -_TEN_YEARS_S])
+async def test_a_running_request_does_not_notice_a_clock_that_jumps(
+    tmp_path: Path, jump_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_back, real = asyncio.Event(), time.time
+
+    async def patient(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        yield ACCEPTED
+        await set_back.wait()
+        async for response in say_hello(stage, request):
+            yield response
+
+    async with mesh(tmp_path, scripts=dict.fromkeys("abc", patient)) as chain:
+        call = chain.stub.Generate(ask(request_id="r"), timeout=20)
+        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
+        monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+        set_back.set()
+        events = [event async for event in call]
+        assert texts(events, "last") == "c done"
+        assert 0.0 <= events[-1].finished.timings.finished_s < 20.0
+        await chain.until_idle()

@@ -1,27 +1,31 @@
-"""The memory that a request which has ended still holds."""
+"""Requests that have ended: how long they can be found, and the memory that they hold."""
 
 import asyncio
+import gc
 import weakref
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from stagemesh.common.errors import CancelledRequestError, InternalError, StagemeshError, UnavailableError
-from stagemesh.orchestrator.admission import Admission, AdmissionRequest
+from stagemesh.common.errors import CancelledRequestError, ExistsError, InternalError, StagemeshError, UnavailableError
+from stagemesh.orchestrator.admission.admission import Admission
+from stagemesh.orchestrator.admission.queue import AdmissionRequest
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.step_stream import TakeEvent
 from stagemesh.orchestrator.planning.planner import Plan, PlannedStep, Planner
 from stagemesh.orchestrator.planning.replacement_replicas import Failover
-from stagemesh.orchestrator.request.lifecycle import PlanRuns, RequestLifecycle
+from stagemesh.orchestrator.request.lifecycle import PlanRuns, RequestLifecycle, RequestRegistry
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.run import RequestRun
 from stagemesh.orchestrator.request.validation import ValidRequest
-from stagemesh.pipeline import Limits, load_pipeline
+from stagemesh.pipeline import Limits
 from stagemesh.pipeline.graph import Route
 from stagemesh.v1 import request_pb2, stage_pb2
-from tests.orchestrator.mesh import CHAIN
+from tests.orchestrator.mesh import load, mesh
+from tests.orchestrator.scripted_stage import ACCEPTED, Response, ScriptedStage
 
 LIMITS = Limits(max_in_flight=1, max_in_flight_bytes=1 << 30, max_queued=1, max_queued_bytes=1 << 30)
 FAILOVER = Failover(cast("Planner", None))
@@ -114,8 +118,7 @@ class _FailingClient:
 
 
 async def test_a_failed_run_without_references_is_freed_at_once(tmp_path: Path, no_collector: None) -> None:
-    (tmp_path / "chain.yaml").write_text(CHAIN)
-    stage = load_pipeline(str(tmp_path / "chain.yaml")).stages["a"]
+    stage = load(tmp_path).stages["a"]
     replica = SimpleNamespace(
         name="a-0",
         stage="a",
@@ -132,3 +135,101 @@ async def test_a_failed_run_without_references_is_freed_at_once(tmp_path: Path, 
     ended = weakref.ref(run)
     del run
     assert (str(error), ended()) == ("r does not work", None)
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_request_that_is_no_longer_kept_is_freed_at_once(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        await chain.generate(request_id="r1")
+        await chain.until_idle()
+        assert _found(RequestRecord) == 1
+        _forget_ended()
+        await asyncio.sleep(0)
+        assert _found(RequestRecord) == 0
+
+
+async def test_the_timeline_of_a_failed_request_refers_to_none_of_its_outputs(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"c": _fail}) as chain:
+        for number in range(4):
+            await chain.failure(request_id=f"r{number}")
+        await chain.until_idle()
+        assert _found(RequestRecord) == 4
+        _forget_ended()
+        gc.collect()
+        assert _found(RequestRecord) == 0
+
+
+async def _fail(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    del stage, request
+    yield ACCEPTED
+    raise InternalError("out of luck")
+
+
+def _found(kind: type[object]) -> int:
+    return sum(type(each) is kind for each in gc.get_objects())
+
+
+def _forget_ended() -> None:
+    """Drops the requests that have ended, as their timers would."""
+    for each in gc.get_objects():
+        if type(each) is RequestRegistry:
+            each.clear()
+
+
+def _known(*, size_bytes: int = 0) -> RequestLifecycle:
+    limits = Limits(max_in_flight=1, max_in_flight_bytes=1 << 30, max_queued=1, max_queued_bytes=1 << 30)
+    record = RequestRecord()
+    record.size_bytes = size_bytes
+    return RequestLifecycle(
+        record,
+        fingerprint=b"content",
+        seed=7,
+        admission=Admission(limits),
+        admission_request=AdmissionRequest("r"),
+        failover=Failover(cast("Planner", None)),
+    )
+
+
+async def test_an_ended_request_can_be_found_for_a_while() -> None:
+    table = RequestRegistry(keep_s=60)
+    table.add("r1", known := _known())
+    table.end("r1")
+    assert table.find("r1") is known
+    assert not table.running
+    table.clear()
+
+
+async def test_an_ended_request_is_dropped_in_time() -> None:
+    table = RequestRegistry(keep_s=0)
+    table.add("r1", _known())
+    table.end("r1")
+    later = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.001, later.set)
+    await later.wait()
+    assert table.find("r1") is None
+
+
+async def test_only_an_ended_request_can_be_discarded() -> None:
+    table = RequestRegistry()
+    for request_id in ("r1", "r2"):
+        table.add(request_id, _known())
+    table.end("r1")
+    for request_id in ("r1", "r2", "unknown"):
+        table.discard_ended(request_id)
+    assert (table.find("r1") is None, table.find("r2") is None) == (True, False)
+
+
+async def test_the_oldest_requests_are_dropped_if_too_much_is_kept() -> None:
+    table = RequestRegistry(keep_bytes=100)
+    for request_id in ("r1", "r2", "r3"):
+        table.add(request_id, _known(size_bytes=40))
+        table.end(request_id)
+    assert [table.find(request_id) is None for request_id in ("r1", "r2", "r3")] == [True, False, False]
+    table.clear()
+
+
+async def test_other_content_under_one_id_is_rejected() -> None:
+    table = RequestRegistry()
+    table.add("r1", _known())
+    with pytest.raises(ExistsError, match="already exists with different content"):
+        table.find_same("r1", b"other content")

@@ -1,10 +1,40 @@
+"""Positions in outputs: what a caller has received does not arrive again, and nothing is missing."""
+
 from itertools import accumulate
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stagemesh.client import (
+    AudioChunk,
+    Event,
+    Image,
+    MediaChunk,
+    OutputFinished,
+    RetryPolicy,
+    TensorOutput,
+    Text,
+    Tokens,
+)
+from stagemesh.client.received_events import ClientPosition
+from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.requests.output_position import Position, after, length_of
+from stagemesh.common.wire.tensors import inline_tensor, read_inline
 from stagemesh.orchestrator.request.output_record import Resumption
-from stagemesh.v1.request_pb2 import Media, Output
+from stagemesh.v1.orchestrator_pb2 import AdmittedChoice, GenerateRequest, GenerateResponse, RequestAdmitted
+from stagemesh.v1.request_pb2 import FINISH_REASON_END as END
+from stagemesh.v1.request_pb2 import (
+    FINISH_REASON_LENGTH,
+    Audio,
+    Finish,
+    Media,
+    Output,
+    TokenIds,
+    TokenLogprob,
+    TokenLogprobs,
+)
 
 PIECES = st.lists(st.text(max_size=6), max_size=8)
 
@@ -46,3 +76,187 @@ def test_received_images_are_not_repeated() -> None:
         for number in range(3)
     ]
     assert [rest is not None for rest in rests] == [False, False, True]
+
+
+def _audio(samples: int, *, channels: int = 0) -> Output:
+    shape = (samples, channels) if channels else (samples,)
+    tensor = inline_tensor("samples", np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
+    return Output(name="audio", position=4, audio=Audio(samples=tensor, sample_rate_hz=24000))
+
+
+@given(text=st.text(max_size=20), position=st.integers(0, 25))
+def test_text_is_cut_between_code_points(text: str, position: int) -> None:
+    rest = after(Output(name="text", position=7, text=text), position)
+    assert (rest.text if rest is not None else "") == text[position:]
+    assert rest is None or (rest.name, rest.position) == ("text", 7 + position)
+
+
+def test_tokens_keep_their_logprobs() -> None:
+    logprobs = [TokenLogprobs(sampled=TokenLogprob(logprob=-each)) for each in (1, 2, 3)]
+    rest = after(Output(token_ids=TokenIds(ids=[5, 6, 7]), logprobs=logprobs), 1)
+    assert rest is not None
+    assert list(rest.token_ids.ids) == [6, 7]
+    assert [each.sampled.logprob for each in rest.logprobs] == [-2, -3]
+
+
+def test_text_keeps_the_logprobs_of_the_tokens_that_begin_in_it() -> None:
+    logprobs = [TokenLogprobs(position=position) for position in (10, 12, 12, 13)]
+    fragment = Output(name="text", position=10, text="abcd", logprobs=logprobs)
+    kept = [after(fragment, count) for count in (1, 2, 3)]
+    assert [[each.position for each in rest.logprobs] for rest in kept if rest] == [[12, 12, 13], [12, 12, 13], [13]]
+
+
+def test_a_replay_with_other_fragments_gives_each_logprob_once() -> None:
+    received = Position()
+    first = Output(name="text", text="abc", logprobs=[TokenLogprobs(position=each) for each in (0, 1, 1)])
+    assert received.remainder(first) == first
+    cuts = [(0, "a", [0]), (1, "bcd", [1, 1, 3]), (4, "e", [4])]
+    rest = [
+        received.remainder(
+            Output(
+                name="text", position=begin, text=text, logprobs=[TokenLogprobs(position=each) for each in positions]
+            )
+        )
+        for begin, text, positions in cuts
+    ]
+    assert [(each.text, [token.position for token in each.logprobs]) for each in rest if each] == [
+        ("d", [3]),
+        ("e", [4]),
+    ]
+
+
+@pytest.mark.parametrize("channels", [0, 2])
+def test_audio_is_cut_between_samples(channels: int) -> None:
+    whole = _audio(5, channels=channels)
+    rest = after(whole, 2)
+    assert rest is not None
+    np.testing.assert_array_equal(read_inline(rest.audio.samples), read_inline(whole.audio.samples)[2:])
+    assert (rest.audio.sample_rate_hz, rest.position, length_of(rest), length_of(whole)) == (24000, 6, 3, 5)
+
+
+def test_a_tensor_is_cut_between_rows() -> None:
+    tensor = np.arange(24, dtype=np.int16).reshape(4, 3, 2)
+    rest = after(Output(tensor=inline_tensor("codes", tensor)), 3)
+    assert rest is not None
+    np.testing.assert_array_equal(read_inline(rest.tensor), tensor[3:])
+    assert rest.tensor.name == "codes"
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [Output(image=Media(data=b"png", last=True)), Output(tensor=inline_tensor("loss", np.ones((), np.float32)))],
+    ids=["end of an image", "tensor without axes"],
+)
+def test_an_image_or_scalar_is_one_unit(whole: Output) -> None:
+    assert (length_of(whole), after(whole, 0), after(whole, 1)) == (1, whole, None)
+
+
+def test_nothing_remains_of_a_received_piece() -> None:
+    assert after(_audio(5), 5) is None
+    assert after(Output(text=""), 1) is None
+    assert after(Output(), 1) is None
+
+
+def test_a_tensor_with_a_wrong_size_is_not_cut() -> None:
+    whole = _audio(5)
+    whole.audio.samples.shape[:] = [6]
+    with pytest.raises(InvalidChunkError, match="24 bytes"):
+        after(whole, 1)
+
+
+def test_the_end_of_an_output_remains() -> None:
+    finish = Finish(reason=FINISH_REASON_LENGTH)
+    rest = after(Output(name="text", text="abc", finish=finish), 3)
+    assert rest == Output(name="text", position=3, finish=finish)
+
+
+TEXT = "Zoë sagt: 🙂 e\u0301!"
+TOKENS = tuple(range(17))
+SAMPLES = np.linspace(-1, 1, 23, dtype=np.float32)
+ROWS = np.arange(26, dtype=np.int16).reshape(13, 2)
+PICTURES = tuple(bytes([number] * 7) for number in range(3))
+FILM = bytes(range(40))
+
+
+def _cut(draw: st.DrawFn, length: int) -> list[slice]:
+    """Cuts `length` units into pieces at random. Pieces may be empty."""
+    cuts = sorted(draw(st.lists(st.integers(0, length), max_size=5)))
+    return [slice(start, end) for start, end in zip([0, *cuts], [*cuts, length], strict=True)]
+
+
+def _parts(draw: st.DrawFn, length: int) -> list[slice]:
+    """Cuts a file into parts at random. A stage that restarts sends its first parts again."""
+    parts = [piece for piece in _cut(draw, length) if piece.start < piece.stop]
+    return parts[: draw(st.integers(0, len(parts) - 1))] + parts
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> list[Output]:
+    """All outputs of a request, cut and interleaved at random as each orchestrator may do."""
+    pieces = {
+        "text": [Output(name="text", text=TEXT[piece]) for piece in _cut(draw, len(TEXT))],
+        "codes": [Output(name="codes", token_ids=TokenIds(ids=TOKENS[piece])) for piece in _cut(draw, len(TOKENS))],
+        "sound": [
+            Output(name="sound", audio=Audio(samples=inline_tensor("s", SAMPLES[piece]), sample_rate_hz=8000))
+            for piece in _cut(draw, len(SAMPLES))
+        ],
+        "rows": [Output(name="rows", tensor=inline_tensor("r", ROWS[piece])) for piece in _cut(draw, len(ROWS))],
+        "picture": [
+            Output(
+                name="picture",
+                image=Media(data=data[piece], offset=piece.start, last=piece.stop == len(data)),
+            )
+            for data in PICTURES
+            for piece in _parts(draw, len(data))
+        ],
+        "film": [
+            Output(name="film", media=Media(data=FILM[piece], offset=piece.start)) for piece in _cut(draw, len(FILM))
+        ],
+    }
+    for made in pieces.values():
+        begins = accumulate(map(length_of, made), initial=0)
+        for output, begin in zip(made, begins, strict=False):
+            output.position = begin
+        made.append(Output(name=made[0].name, position=sum(map(length_of, made)), finish=Finish(reason=END)))
+    names = draw(st.permutations([name for name, made in pieces.items() for _ in made]))
+    return [pieces[name].pop(0) for name in names]
+
+
+@given(rounds=st.lists(st.tuples(lives(), st.integers(0, 30)), max_size=5), last=lives())
+def test_a_caller_gets_every_output_once_however_often_its_call_breaks(
+    rounds: list[tuple[list[Output], int]], last: list[Output]
+) -> None:
+    delivery, received = ClientPosition(GenerateRequest(), RetryPolicy()), list[Event]()
+    for outputs, lost_after in [*rounds, (last, len(last))]:
+        positions = delivery.request().next_positions
+        resumption = Resumption({(each.name, each.index): each.position for each in positions})
+        rests = [rest for output in outputs if (rest := resumption.remainder(output)) is not None]
+        for rest in rests[:lost_after]:
+            received += delivery.take(GenerateResponse(output=rest))
+        delivery.note_lost()
+    assert "".join(event.delta for event in received if isinstance(event, Text)) == TEXT
+    assert [number for event in received if isinstance(event, Tokens) for number in event.ids] == list(TOKENS)
+    assert [event.data for event in received if isinstance(event, Image)] == list(PICTURES)
+    film = [event for event in received if isinstance(event, MediaChunk)]
+    assert b"".join(event.data for event in film) == FILM
+    assert all(FILM[event.offset :].startswith(event.data) for event in film)
+    sounds = [event.samples for event in received if isinstance(event, AudioChunk)]
+    np.testing.assert_array_equal(np.concatenate(sounds), SAMPLES)
+    rows = [event.tensor for event in received if isinstance(event, TensorOutput)]
+    np.testing.assert_array_equal(np.concatenate(rows), ROWS)
+    ended = [event.output for event in received if isinstance(event, OutputFinished)]
+    assert sorted(ended) == ["codes", "film", "picture", "rows", "sound", "text"]
+
+
+def _admitted(generation: str) -> GenerateResponse:
+    admitted = RequestAdmitted(request_id="r", choices=[AdmittedChoice()], generation=generation)
+    return GenerateResponse(admitted=admitted)
+
+
+def test_a_client_with_outputs_continues_in_their_generation() -> None:
+    position = ClientPosition(GenerateRequest(request_id="r"), RetryPolicy())
+    position.take(_admitted("old-1"))
+    assert not position.request().generation
+    position.take(_admitted("new-1"))
+    position.take(GenerateResponse(output=Output(name="text", text="Once")))
+    assert position.request().generation == "new-1"

@@ -1,7 +1,17 @@
+"""The timeline of a request, and the continuity of its audio."""
+
 import pytest
 
 from stagemesh.common.errors import CancelledRequestError, InternalError
-from stagemesh.orchestrator.request.timeline import History, RequestState, StepNotes, Timeline, Totals, describe_wait
+from stagemesh.common.wire.telemetry import Playout
+from stagemesh.orchestrator.request.timeline import (
+    History,
+    RequestState,
+    StepNotes,
+    Timeline,
+    Totals,
+    describe_wait,
+)
 from stagemesh.v1 import chunk_pb2, control_pb2, request_pb2, stage_pb2
 
 
@@ -145,3 +155,23 @@ def test_a_step_with_all_its_inputs_waits_for_nothing() -> None:
 def test_a_finished_step_waits_for_its_last_chunks_to_arrive() -> None:
     report = control_pb2.StepReport(started=True, outlets=[_flow(ended=True, waiting_chunks=3)])
     assert describe_wait(_running(Clock())[1], report, unready=[]) == "b-0 to receive the last 3 chunks of edge a->b"
+
+
+@pytest.mark.parametrize(
+    ("parts", "total_s", "longest_s"),
+    [
+        ([(1.0, 0.5)], 0.0, 0.0),
+        ([(1.0, 0.5), (1.2, 0.5), (1.9, 0.5)], 0.0, 0.0),
+        ([(1.0, 0.5), (1.75, 0.5), (2.25, 0.5), (2.8, 0.5)], 0.3, 0.25),
+        # After an underrun, the listener continues later.
+        ([(1.0, 0.5), (2.5, 0.5), (2.9, 0.5), (3.4, 0.5)], 1.0, 1.0),
+    ],
+)
+def test_a_listener_waits_for_parts_that_come_late(
+    parts: list[tuple[float, float]], total_s: float, longest_s: float
+) -> None:
+    playout = Playout(parts[0][0])
+    for at_s, duration_s in parts:
+        playout.add(at_s, duration_s=duration_s)
+    assert playout.underrun_s == pytest.approx(total_s)
+    assert playout.longest_underrun_s == pytest.approx(longest_s)

@@ -7,15 +7,9 @@ import pytest
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
 from stagemesh.common.wire.tensors import inline_tensor, to_messages
 from stagemesh.orchestrator.request.validation import validate
-from stagemesh.pipeline import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2, tensor_pb2
-from tests.orchestrator.mesh import CHAIN, ask, mesh
-
-
-@pytest.fixture
-def pipeline(tmp_path: Path) -> Pipeline:
-    (tmp_path / "chain.yaml").write_text(CHAIN)
-    return load_pipeline(str(tmp_path / "chain.yaml"))
+from tests.orchestrator.mesh import ask, mesh
 
 
 def _rejection(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> StagemeshError:

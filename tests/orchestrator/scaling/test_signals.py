@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.process.stage_process import ReplicaState
-from stagemesh.orchestrator.admission import AdmissionRequest
+from stagemesh.orchestrator.admission.queue import AdmissionRequest
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.metrics.scaling import ScalingSignals
 from stagemesh.orchestrator.orchestrator import Orchestrator
@@ -161,7 +161,7 @@ async def test_a_replicas_queue_is_the_waiting_part_of_its_work(orchestrator: Or
     replica.record_load(stage_pb2.WatchLoadResponse(running=1, queued=3, work_s=8.0))
     signals = ScalingSignals(orchestrator).by_stage()["think"]
     assert (signals.queued_s, signals.own_queued_at_replicas_s) == (6.0, 1.5)
-    assert (signals.in_flight, signals.own_in_flight) == (4, 1)
+    assert signals.own_in_flight == 1
     replica.record_load(stage_pb2.WatchLoadResponse(running=4, work_s=8.0))
     assert ScalingSignals(orchestrator).by_stage()["think"].queued_s == 0
 

@@ -1,4 +1,4 @@
-"""The warm tier: replicas that sleep until an orchestrator needs them. The replicas are processes."""
+"""The warm tier: replicas that sleep until an orchestrator needs them."""
 
 import asyncio
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.rpc.channels import open_channel
-from tests.orchestrator.scaling.processes import running_pipeline
+from tests.orchestrator.running_pipeline import running_pipeline
 from tests.rpc.health_calls import Request, Response, check
 
 pytestmark = pytest.mark.timeout(240)  # on a busy machine, processes take long to start
@@ -81,7 +81,9 @@ async def test_several_orchestrators_wake_the_same_replica(tmp_path: Path) -> No
 
 
 async def test_a_replica_that_hangs_when_it_is_woken_is_passed_over(tmp_path: Path) -> None:
-    running = running_pipeline(tmp_path, SLOW, replicas={"say": 3}, sleepers={"say": 2}, warm={"say": 5})
+    running = running_pipeline(
+        tmp_path, SLOW, replicas={"say": 3}, sleepers={"say": 2}, warm={"say": 5}, processes={"say-1"}
+    )
     async with running as (orchestrator,):
         await orchestrator.until_states(say_0="READY", say_1="ASLEEP", say_2="ASLEEP")
         orchestrator.replicas["say-1"].send_signal(signal.SIGSTOP)
@@ -90,7 +92,9 @@ async def test_a_replica_that_hangs_when_it_is_woken_is_passed_over(tmp_path: Pa
 
 
 async def test_a_sleeping_replica_is_ready_for_rolling_updates_but_not_for_steps(tmp_path: Path) -> None:
-    running = running_pipeline(tmp_path, SLOW, replicas={"say": 2}, sleepers={"say": 1}, warm={"say": 5})
+    running = running_pipeline(
+        tmp_path, SLOW, replicas={"say": 2}, sleepers={"say": 1}, warm={"say": 5}, processes={"say-1"}
+    )
     async with running as (orchestrator,):
         await orchestrator.until_states(say_0="READY", say_1="ASLEEP")
         async with open_channel(orchestrator.endpoints["say-1"]) as channel:
@@ -101,7 +105,9 @@ async def test_a_sleeping_replica_is_ready_for_rolling_updates_but_not_for_steps
 
 
 async def test_a_replica_that_is_lost_is_replaced_by_a_sleeping_one(tmp_path: Path) -> None:
-    running = running_pipeline(tmp_path, SHORT, replicas={"say": 2}, sleepers={"say": 1}, warm={"say": 1000})
+    running = running_pipeline(
+        tmp_path, SHORT, replicas={"say": 2}, sleepers={"say": 1}, warm={"say": 1000}, processes={"say-0"}
+    )
     async with running as (orchestrator,), asyncio.TaskGroup() as group:
         await orchestrator.until_states(say_0="READY", say_1="ASLEEP")
         result = group.create_task(orchestrator.client.generate("hello").result())

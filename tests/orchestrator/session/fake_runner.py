@@ -9,15 +9,17 @@ from typing import Any
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.wire.tensors import Array, inline_tensor
 from stagemesh.connectors.packets import Packet
+from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.timeline import Timeline
-from stagemesh.orchestrator.request.validation import validate
+from stagemesh.orchestrator.request.validation import ValidRequest, validate
 from stagemesh.orchestrator.session.session import Session
 from stagemesh.orchestrator.session.session_call import SessionCall
 from stagemesh.orchestrator.session.settings import read_settings
-from stagemesh.orchestrator.session.turn_requests import TurnRequest
-from stagemesh.pipeline import Pipeline, load_pipeline
+from stagemesh.orchestrator.session.turn_requests import TurnRequest, TurnRequests
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
+from tests.orchestrator.mesh import load
 
 Request = orchestrator_pb2.ConverseRequest
 Response = orchestrator_pb2.ConverseResponse
@@ -66,19 +68,16 @@ class SteeredRequest:
         return list(self.turn.stream._packets)
 
 
-class FakeRunner:
+class FakeRunner(TurnRequests):
     """A runner of turns. `error` is raised by the next start, if it is set."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
+        super().__init__(pipeline, RequestRegistry(), self._never_start)
         self.requests: dict[str, SteeredRequest] = {}
         self.error: StagemeshError | None = None
 
-    def check(self, request: orchestrator_pb2.GenerateRequest) -> None:
-        validate(request, self.pipeline)
-
     def start(self, turn: TurnRequest) -> SteeredRequest:
-        validate(turn.message, self.pipeline, stream=turn.stream)
+        validate(turn.message, self._pipeline, stream=turn.stream)
         return self._run(turn)
 
     def listen(self, turn: TurnRequest, detection: orchestrator_pb2.TurnDetection) -> SteeredRequest:
@@ -87,6 +86,9 @@ class FakeRunner:
 
     def find(self, request_id: str) -> SteeredRequest | None:
         return self.requests.get(request_id)
+
+    def _never_start(self, request: ValidRequest, *, content: bytes, time_left_s: float | None) -> RequestLifecycle:
+        raise AssertionError("turns run as steered requests")
 
     def _run(self, turn: TurnRequest) -> SteeredRequest:
         if self.error is not None:
@@ -196,9 +198,7 @@ async def chatting(
     folder: Path, text: str, *, clock: Callable[[], float] = lambda: 0.0, linger_s: int = 60, **fields: Any
 ) -> AsyncGenerator[Chat]:
     """Opens a session for a pipeline file, and attaches its first call."""
-    path = folder / "pipeline.yaml"
-    path.write_text(text)
-    pipeline = load_pipeline(str(path))
+    pipeline = load(folder, text)
     opening = orchestrator_pb2.SessionOpen(**{"session_id": "s", **fields})
     tasks = set[asyncio.Task[None]]()
 

@@ -123,13 +123,6 @@ async def test_only_a_turn_that_is_being_answered_can_be_interrupted(tmp_path: P
     assert chat.rejected == reason
 
 
-async def test_nothing_can_be_interrupted_before_the_first_turn(tmp_path: Path) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        chat.send(interrupt={})
-        await settle()
-    assert chat.rejected == "TURN_NOT_STARTED"
-
-
 @pytest.mark.parametrize(
     ("truncation", "reason"),
     [
@@ -274,38 +267,41 @@ async def test_a_piece_of_an_unknown_kind_is_rejected(tmp_path: Path) -> None:
     assert chat.rejected == "INVALID_PROMPT"
 
 
-async def test_a_medium_that_no_stage_accepts_is_rejected(tmp_path: Path) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        chat.send(append={"part": {"image": {"media_type": "image/png", "data": b"png"}}})
+def _audio(*, count: int = 160, declared: int | None = None, rate_hz: int = 16_000) -> Mapping[str, Any]:
+    """Returns an event that appends `count` samples. Their tensor declares another number of samples if it is given."""
+    samples = inline_tensor("", np.zeros(count, np.float32))
+    samples.shape[0] = count if declared is None else declared
+    return {"append": {"part": {"audio": {"samples": samples, "sample_rate_hz": rate_hz}}}}
+
+
+FIRST_EVENTS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any], str]] = {
+    "interruption before the first turn": (ECHO, {}, {"interrupt": {}}, "TURN_NOT_STARTED"),
+    "image that no stage accepts": (
+        ECHO,
+        {},
+        {"append": {"part": {"image": {"media_type": "image/png", "data": b"png"}}}},
+        "UNSUPPORTED",
+    ),
+    "audio that no stage accepts": (ECHO, {}, _audio(), "UNSUPPORTED"),
+    "codec that cannot be streamed": (
+        SPEAK,
+        {"input_mode": STREAM},
+        {"append": {"part": {"audio_file": {"media_type": "audio/opus", "data": b"opus"}}}},
+        "UNSUPPORTED",
+    ),
+    "no sample rate": (LISTEN, {"turn_detection": {}}, _audio(rate_hz=0), "INVALID_MEDIA"),
+    "sample rate that no stage takes": (LISTEN, {"turn_detection": {}}, _audio(rate_hz=1_000_000), "INVALID_MEDIA"),
+    "shape that does not match": (LISTEN, {}, _audio(count=10, declared=20), "INVALID_CHUNK"),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_EVENTS)
+async def test_an_invalid_first_event_is_rejected(tmp_path: Path, name: str) -> None:
+    text, settings, event, reason = FIRST_EVENTS[name]
+    async with chatting(tmp_path, text, **settings) as chat:
+        chat.send(**event)
         await settle()
-        assert chat.rejected == "UNSUPPORTED"
-        chat.hear(np.zeros(160, np.float32))
-        await settle()
-    assert chat.rejected == "UNSUPPORTED"
-
-
-async def test_a_codec_that_cannot_be_streamed_is_rejected(tmp_path: Path) -> None:
-    async with chatting(tmp_path, SPEAK, input_mode=STREAM) as chat:
-        chat.send(append={"part": {"audio_file": {"media_type": "audio/opus", "data": b"opus"}}})
-        await settle()
-    assert chat.rejected == "UNSUPPORTED"
-
-
-@pytest.mark.parametrize("rate_hz", [0, 1_000_000])
-async def test_a_rate_that_no_stage_takes_is_rejected(tmp_path: Path, rate_hz: int) -> None:
-    async with chatting(tmp_path, LISTEN, turn_detection={}) as chat:
-        chat.hear(np.zeros(160, np.float32), rate_hz=rate_hz)
-        await settle()
-    assert chat.rejected == "INVALID_MEDIA"
-
-
-async def test_audio_whose_shape_does_not_match_is_rejected(tmp_path: Path) -> None:
-    samples = inline_tensor("", np.zeros(10, np.float32))
-    samples.shape[0] = 20
-    async with chatting(tmp_path, LISTEN) as chat:
-        chat.send(append={"part": {"audio": {"samples": samples, "sample_rate_hz": 16_000}}})
-        await settle()
-    assert chat.rejected == "INVALID_CHUNK"
+    assert chat.rejected == reason
 
 
 async def test_turns_are_restored_in_order(tmp_path: Path) -> None:

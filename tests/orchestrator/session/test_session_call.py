@@ -6,8 +6,9 @@ from contextlib import aclosing
 import pytest
 
 from stagemesh.common.errors import ReplacedError
-from stagemesh.orchestrator.session.session_call import SessionCall
+from stagemesh.orchestrator.session.session_call import SessionCall, generated_response
 from stagemesh.orchestrator.session.turn_requests import Answer, EndedRequest
+from stagemesh.v1 import orchestrator_pb2, request_pb2
 from tests.orchestrator.session.fake_runner import settle
 
 
@@ -64,3 +65,11 @@ async def test_a_client_that_reads_nothing_is_not_read_any_longer() -> None:
     async for _ in call.events():
         pass
     await waiting
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 127, 128, 20_000, 3_000_000])
+@pytest.mark.parametrize("turn", [1, 300, 2**40])
+def test_an_event_is_contained_without_being_parsed(size: int, turn: int) -> None:
+    event = orchestrator_pb2.GenerateResponse(output=request_pb2.Output(name="text", text="x" * size))
+    parsed = orchestrator_pb2.ConverseResponse.FromString(generated_response(turn, event.SerializeToString()))
+    assert parsed == orchestrator_pb2.ConverseResponse(turn=turn, generated=event)

@@ -3,16 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from stagemesh.bench.loads import Load, LoadRun
 from stagemesh.bench.measurements import FIGURES, Measurement, meets
-
-if TYPE_CHECKING:
-    pass
-
 
 C50_LIMIT_S = 0.05
 """The longest underrun of a stream that counts as continuous, in seconds."""

@@ -8,24 +8,36 @@ from typing import Any
 import typer
 
 from stagemesh.cli.local.up import run_until_signal
-from stagemesh.cli.requests import generate, request_options, result_output
-from stagemesh.cli.terminal.error_output import AsJson
-from stagemesh.cli.terminal.options import REQUIRED, Parameter, PipelineName, Replicas, Settings, option, read_overrides
+from stagemesh.cli.requests.generate import GENERATE, run_request
+from stagemesh.cli.requests.request_options import client_arguments
+from stagemesh.cli.requests.result_output import show_result
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import (
+    PIPELINE,
+    REPLICAS,
+    REQUIRED,
+    SETTINGS,
+    Parameter,
+    option,
+    read_overrides,
+    with_parameters,
+)
 from stagemesh.common.errors import ExitCode, InternalError
 
-PARAMETERS: Mapping[str, Parameter] = {
-    "pipeline": Parameter(PipelineName),
+_DEMO: Mapping[str, Parameter] = {
+    "pipeline": PIPELINE,
     "prompt": option(str, "Set the prompt to send to the pipeline.", default=REQUIRED, metavar="TEXT"),
-    **{name: generate.GENERATE[name] for name in ("audio", "image", "negative_prompt", "max_tokens", "seed")},
-    "settings": Parameter(Settings, None),
-    "replicas": Parameter(Replicas, None),
+    **{name: GENERATE[name] for name in ("audio", "image", "negative_prompt", "max_tokens", "seed")},
+    "settings": SETTINGS,
+    "replicas": REPLICAS,
     "timeout": option(
         float, "Fail if the request takes longer than this number of seconds.", default=300.0, metavar="SECONDS"
     ),
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 
+@with_parameters(_DEMO)
 def demo(**values: Any) -> None:
     """Start a pipeline on this machine, send it a prompt, print the outputs, and stop the pipeline."""
     from stagemesh.cli.launcher import Launcher
@@ -36,13 +48,13 @@ def demo(**values: Any) -> None:
     overrides = read_overrides(values["settings"], values["replicas"])
     loaded = load_pipeline(values["pipeline"], overrides=overrides)
     prompt, audio, image, as_json = values["prompt"], values["audio"], values["image"], values["as_json"]
-    arguments = request_options.client_arguments(values)
+    arguments = client_arguments(values)
     display = make_display(as_json=as_json)
     with Sinks(folder=None, audio=audio, image=image, quiet=as_json) as sinks:
         try:
             launcher = Launcher(loaded, listen="127.0.0.1:0", overrides=overrides, listener=display.show)
             request = partial(
-                generate.run_request,
+                run_request,
                 [launcher.endpoint],
                 prompt,
                 arguments=arguments,
@@ -54,7 +66,7 @@ def demo(**values: Any) -> None:
             display.close()
     if result is None:
         raise typer.Exit(ExitCode.INTERRUPTED)
-    result_output.show_result(result, sinks, as_json=as_json)
+    show_result(result, sinks, as_json=as_json)
     for kind, path, produced in (("audio", audio, result.audios), ("image", image, result.images)):
         if path is not None and not produced:
             raise InternalError(

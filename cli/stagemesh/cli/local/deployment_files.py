@@ -5,13 +5,21 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from stagemesh.cli.terminal.contexts import DEFAULT_ADMIN_SERVER, DEFAULT_SERVER
-from stagemesh.cli.terminal.error_output import AsJson
-from stagemesh.cli.terminal.options import PipelineName, read_pairs
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import (
+    PIPELINE,
+    REQUIRED,
+    Parameter,
+    argument,
+    option,
+    read_pairs,
+    with_parameters,
+)
 from stagemesh.cli.terminal.output import print_json
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.process import settings
@@ -25,29 +33,32 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-_Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Write to this file.", show_default="standard output"),
-]
+_OUTPUT = option(Path, "Write to this file.", "--output", "-o", metavar="FILE", show_default="standard output")
 _LEASE_S = 30.0
+
+_ORCHESTRATOR: Mapping[str, Parameter] = {
+    "pipeline": PIPELINE,
+    "listen": option(str, "Serve clients at this address.", default=DEFAULT_SERVER, metavar="HOST:PORT"),
+    "admin_listen": option(
+        str,
+        "Serve operators and registering replicas at this address.",
+        default=DEFAULT_ADMIN_SERVER,
+        metavar="HOST:PORT",
+    ),
+    "replica": option(
+        list[str],
+        "List this replica, whose name begins with its stage's name, for example thinker-0. Repeatable. Without this "
+        "option, replicas register themselves.",
+        metavar="NAME=HOST:PORT",
+    ),
+    "output": _OUTPUT,
+}
 
 
 @app.command()
+@with_parameters(_ORCHESTRATOR)
 def orchestrator(
-    pipeline: PipelineName,
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Serve clients at this address.")] = DEFAULT_SERVER,
-    admin_listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Serve operators and registering replicas at this address.")
-    ] = DEFAULT_ADMIN_SERVER,
-    replica: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=HOST:PORT",
-            help="List this replica, whose name begins with its stage's name, for example thinker-0. Repeatable. "
-            "Without this option, replicas register themselves.",
-        ),
-    ] = None,
-    output: _Output = None,
+    *, pipeline: str, listen: str, admin_listen: str, replica: Sequence[str] | None, output: Path | None
 ) -> None:
     """Write the config file of an orchestrator."""
     from stagemesh.orchestrator.config import OrchestratorConfig, Registration
@@ -64,26 +75,31 @@ def orchestrator(
     _write(config, output)
 
 
+_STAGE: Mapping[str, Parameter] = {
+    "pipeline": PIPELINE,
+    "name": argument(str, "Write the config of a replica of this stage.", metavar="STAGE"),
+    "listen": option(str, "Listen on this address. Other hosts must reach it.", default=REQUIRED, metavar="HOST:PORT"),
+    "replica": option(str, "Name the replica. Names are unique.", metavar="NAME", show_default="STAGE-0"),
+    "orchestrators": option(
+        list[str],
+        "Register with the orchestrator that serves operators at this address. Repeatable.",
+        "--orchestrator",
+        metavar="HOST:PORT",
+    ),
+    "output": _OUTPUT,
+}
+
+
 @app.command()
+@with_parameters(_STAGE)
 def stage(
-    pipeline: PipelineName,
-    name: Annotated[str, typer.Argument(metavar="STAGE", help="Write the config of a replica of this stage.")],
-    listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Listen on this address. Other hosts must reach it.")
-    ],
-    replica: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name the replica. Names are unique.", show_default="STAGE-0"),
-    ] = None,
-    orchestrators: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--orchestrator",
-            metavar="HOST:PORT",
-            help="Register with the orchestrator that serves operators at this address. Repeatable.",
-        ),
-    ] = None,
-    output: _Output = None,
+    *,
+    pipeline: str,
+    name: str,
+    listen: str,
+    replica: str | None,
+    orchestrators: Sequence[str] | None,
+    output: Path | None,
 ) -> None:
     """Write the config file of a replica of a stage."""
     from stagemesh.cli.launcher.process_configs import stage_config
@@ -148,36 +164,37 @@ tokens = typer.Typer(help="Create tokens by which clients identify themselves.",
 _TOKEN_BYTES = 32
 
 
-@certificates.command("new")
-def new_certificate(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Write ca.crt, tls.crt and tls.key to this folder.")],
-    authority: Annotated[
+_CERTIFICATE: Mapping[str, Parameter] = {
+    "folder": argument(Path, "Write ca.crt, tls.crt and tls.key to this folder.", metavar="FOLDER"),
+    "authority": option(
         Path,
-        typer.Option(
-            metavar="FOLDER",
-            help="Sign with the authority in this folder, which contains ca.crt and ca.key. It is created if it does "
-            "not exist.",
-        ),
-    ],
-    names: Annotated[
+        "Sign with the authority in this folder, which contains ca.crt and ca.key. It is created if it does not exist.",
+        default=REQUIRED,
+        metavar="FOLDER",
+    ),
+    "names": option(
         list[str],
-        typer.Option(
-            "--name",
-            metavar="ROLE/NAME",
-            help="Set what the owner is: stage/REPLICA, orchestrator/NAME, operator/NAME or client/NAME. In the name "
-            "of a replica, * stands for any text. Repeatable.",
-        ),
-    ],
-    hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--host",
-            metavar="HOST",
-            help="Set a DNS name or an IP address at which the owner listens. Repeatable. Users need none.",
-        ),
-    ] = None,
-    days: Annotated[float, typer.Option(min=0.001, help="Set the number of days until the certificate expires.")] = 90,
-    as_json: AsJson = False,
+        "Set what the owner is: stage/REPLICA, orchestrator/NAME, operator/NAME or client/NAME. In the name of a "
+        "replica, * stands for any text. Repeatable.",
+        "--name",
+        default=REQUIRED,
+        metavar="ROLE/NAME",
+    ),
+    "hosts": option(
+        list[str],
+        "Set a DNS name or an IP address at which the owner listens. Repeatable. Users need none.",
+        "--host",
+        metavar="HOST",
+    ),
+    "days": option(float, "Set the number of days until the certificate expires.", default=90, min=0.001),
+    **AS_JSON,
+}
+
+
+@certificates.command("new")
+@with_parameters(_CERTIFICATE)
+def new_certificate(
+    *, folder: Path, authority: Path, names: Sequence[str], hosts: Sequence[str] | None, days: float, as_json: bool
 ) -> None:
     """Create a certificate, or renew it. Services that use the folder read it again without a restart."""
     from stagemesh.cli.launcher.certificates import Authority
@@ -189,19 +206,17 @@ def new_certificate(
         typer.echo(f"wrote the certificate of {', '.join(names)} to {folder}; it expires in {days:g} days")
 
 
+_TOKEN: Mapping[str, Parameter] = {
+    "file": argument(Path, "Add the digest of the token to this file, which a server's config names.", metavar="FILE"),
+    "caller": option(str, "Set the name of the caller that the token identifies.", default=REQUIRED, metavar="NAME"),
+    "days": option(float, "Set the number of days until the token expires. It does not expire if omitted.", min=0.001),
+    **AS_JSON,
+}
+
+
 @tokens.command("new")
-def new_token(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="Add the digest of the token to this file, which a server's config names."),
-    ],
-    caller: Annotated[str, typer.Option(metavar="NAME", help="Set the name of the caller that the token identifies.")],
-    days: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Set the number of days until the token expires. It does not expire if omitted."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+@with_parameters(_TOKEN)
+def new_token(*, file: Path, caller: str, days: float | None, as_json: bool) -> None:
     """Create a token and print it. It cannot be shown again. To revoke a token, remove its entry from the file."""
     from stagemesh.rpc.authentication import TokenEntry, add_token
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stagemesh.cli.terminal.error_output import AsJson
-from stagemesh.cli.terminal.options import Parameter, argument, flag, option
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import Parameter, argument, flag, option, with_parameters
 from stagemesh.cli.terminal.output import Column, make_table, print_all, print_json
 from stagemesh.common.process import settings
 
 if TYPE_CHECKING:
     from stagemesh.cli.launcher.run_folder import LogLine, PastRun
 
-PARAMETERS: Mapping[str, Parameter] = {
+_LOGS: Mapping[str, Parameter] = {
     "name": argument(str | None, "Show only the logs of this stage or process.", default=None, metavar="STAGE|PROCESS"),
     "run": option(
         str,
@@ -25,10 +25,11 @@ PARAMETERS: Mapping[str, Parameter] = {
     "follow": option(bool, "Wait for further lines until the run ends.", "--follow", "-f", default=False),
     "lines": option(int, "Show only this number of lines, the last ones.", "-n", "--lines", min=0, metavar="NUMBER"),
     "runs": flag("List the runs whose logs are kept: those of the last 7 days, at most 200 runs and 1 GiB.", "--list"),
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 
+@with_parameters(_LOGS)
 def logs(**values: Any) -> None:
     """Show the logs of a run of `stagemesh up` or `stagemesh demo` on this machine, merged by time."""
     from stagemesh.cli.launcher.run_folder import RunLogs, find_run, past_runs

@@ -1,17 +1,17 @@
 """`stagemesh probe-transport`: measures the connectors within a host or between two hosts."""
 
 import socket
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import Parameter, argument, option, with_parameters
 from stagemesh.cli.terminal.output import Column, make_table, number, print_all, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.table import Table
 
     from stagemesh.bench.transport import TransportReport
@@ -19,27 +19,26 @@ if TYPE_CHECKING:
 _KIB, _MIB, _GB = 1 << 10, 1 << 20, 1e9
 
 
-def probe_transport(
-    peer: Annotated[
+_PROBE: Mapping[str, Parameter] = {
+    "peer": argument(
         str,
-        typer.Argument(
-            metavar="[HOST:PORT]",
-            help="Measure the connection to the host at this address, which must run `stagemesh probe-transport "
-            "--serve`. Measures within this host if omitted.",
-            show_default=False,
-        ),
-    ] = "",
-    serve: Annotated[
+        "Measure the connection to the host at this address, which must run `stagemesh probe-transport --serve`. "
+        "Measures within this host if omitted.",
+        metavar="[HOST:PORT]",
+        default="",
+    ),
+    "serve": option(
         str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Answer probes at this address until Ctrl-C, so that another host can measure its connection to this "
-            "host.",
-            show_default=False,
-        ),
-    ] = "",
-    as_json: AsJson = False,
-) -> None:
+        "Answer probes at this address until Ctrl-C, so that another host can measure its connection to this host.",
+        default="",
+        metavar="HOST:PORT",
+    ),
+    **AS_JSON,
+}
+
+
+@with_parameters(_PROBE)
+def probe_transport(*, peer: str, serve: str, as_json: bool) -> None:
     """Measure the latency and throughput of each connector, within this host or to another host. Print which connector
     `connector: auto` selects.
     """
@@ -57,7 +56,7 @@ def probe_transport(
         _show(report)
 
 
-async def _measure(peer: str, *, progress: "Callable[[str], None]") -> "TransportReport":
+async def _measure(peer: str, *, progress: Callable[[str], None]) -> "TransportReport":
     from stagemesh.bench.transport import measure_peer, second_process
 
     if peer:

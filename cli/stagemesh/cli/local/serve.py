@@ -6,14 +6,15 @@ directly and the command line imports neither the orchestrator's service nor a s
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from stagemesh.cli.terminal.contexts import DEFAULT_SERVER, split_addresses
+from stagemesh.cli.terminal.options import Parameter, argument, flag, option, with_parameters
 from stagemesh.common.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -26,193 +27,162 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-_CONFIG_HELP = "Read the configuration from this JSON file. A single - reads it from standard input."
-_Config = Annotated[str, typer.Argument(metavar="CONFIG", help=_CONFIG_HELP)]
-_OptionalConfig = Annotated[
-    str | None,
-    typer.Argument(metavar="CONFIG", help=f"{_CONFIG_HELP} Not allowed with --pipeline.", show_default=False),
-]
-_Pipeline = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PIPELINE",
-        help="Derive the configuration from the built-in pipeline with this name, or from the YAML file at this path. "
-        "Replaces CONFIG.",
-    ),
-]
-_Listen = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="Listen on this address. Required with --pipeline."),
-]
-_Tls = Annotated[
-    str | None,
-    typer.Option(
-        "--tls",
-        metavar="FOLDER",
-        help="Serve TLS with ca.crt, tls.crt and tls.key in this folder (docs/security.md).",
-        show_default="no TLS",
-    ),
-]
-_HealthListen = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help="Answer health checks without TLS at this further address.",
-        show_default="only at --listen",
-    ),
-]
-_MetricsListen = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="Serve metrics to Prometheus at this address.", show_default="no metrics"),
-]
+_ADDRESS, _CONFIG_HELP = (
+    "HOST:PORT",
+    "Read the configuration from this JSON file. A single - reads it from standard input.",
+)
+_CONFIG = argument(str, _CONFIG_HELP, metavar="CONFIG")
+_OPTIONAL_CONFIG = argument(str | None, f"{_CONFIG_HELP} Not allowed with --pipeline.", metavar="CONFIG", default=None)
+_PIPELINE = option(
+    str,
+    "Derive the configuration from the built-in pipeline with this name, or from the YAML file at this path. Replaces "
+    "CONFIG.",
+    metavar="PIPELINE",
+)
+_LISTEN = option(str, "Listen on this address. Required with --pipeline.", metavar=_ADDRESS)
+_TLS = option(
+    str,
+    "Serve TLS with ca.crt, tls.crt and tls.key in this folder (docs/security.md).",
+    metavar="FOLDER",
+    show_default="no TLS",
+)
+_HEALTH_LISTEN = option(
+    str,
+    "Answer health checks without TLS at this further address.",
+    metavar=_ADDRESS,
+    show_default="only at --listen",
+)
 
 
 @app.command()
-def orchestrator(config: _Config) -> None:
+@with_parameters({"config": _CONFIG})
+def orchestrator(config: str) -> None:
     """Run an orchestrator. docs/replicas.md describes its configuration."""
     replace_process("stagemesh.orchestrator", config)
 
 
+_STAGE: Mapping[str, Parameter] = {
+    "config": _OPTIONAL_CONFIG,
+    "pipeline": _PIPELINE,
+    "stage": option(str, "Run this stage of the pipeline. Required with --pipeline.", metavar="NAME"),
+    "replica": option(
+        str, "Name the replica. Names are unique in the pipeline. Required with --pipeline.", metavar="NAME"
+    ),
+    "listen": _LISTEN,
+    "generation": option(
+        str,
+        "Set the generation that the replica reports to orchestrators.",
+        metavar="NAME",
+        show_default="computed from the pipeline file",
+    ),
+    "drain_s": option(
+        float,
+        "Give running steps this number of seconds to end after SIGTERM.",
+        min=0,
+        max=86400,
+        metavar="SECONDS",
+        show_default="10",
+    ),
+    "sleep_when_idle_s": option(
+        float,
+        "Sleep after loading and after this number of seconds without a step. Orchestrators whose configuration names "
+        "the stage in `warm` wake the replica.",
+        min=1,
+        max=86400,
+        metavar="SECONDS",
+        show_default="never sleep",
+    ),
+    "tls": _TLS,
+    "health_listen": _HEALTH_LISTEN,
+    "metrics_listen": option(
+        str, "Serve metrics to Prometheus at this address.", metavar=_ADDRESS, show_default="no metrics"
+    ),
+}
+
+
 @app.command()
-def stage(
-    config: _OptionalConfig = None,
-    pipeline: _Pipeline = None,
-    stage: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Run this stage of the pipeline. Required with --pipeline.")
-    ] = None,
-    replica: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Name the replica. Names are unique in the pipeline. Required with --pipeline."
-        ),
-    ] = None,
-    listen: _Listen = None,
-    generation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Set the generation that the replica reports to orchestrators.",
-            show_default="computed from the pipeline file",
-        ),
-    ] = None,
-    drain_s: Annotated[
-        float | None,
-        typer.Option(
-            "--drain-s",
-            min=0,
-            max=86400,
-            metavar="SECONDS",
-            help="Give running steps this number of seconds to end after SIGTERM.",
-            show_default="10",
-        ),
-    ] = None,
-    sleep_when_idle_s: Annotated[
-        float | None,
-        typer.Option(
-            "--sleep-when-idle-s",
-            min=1,
-            max=86400,
-            metavar="SECONDS",
-            help="Sleep after loading and after this number of seconds without a step. Orchestrators whose "
-            "configuration names the stage in `warm` wake the replica.",
-            show_default="never sleep",
-        ),
-    ] = None,
-    tls: _Tls = None,
-    health_listen: _HealthListen = None,
-    metrics_listen: _MetricsListen = None,
-) -> None:
+@with_parameters(_STAGE)
+def stage(config: str | None, **values: Any) -> None:
     """Run a replica of a stage, configured by CONFIG (docs/replicas.md) or by a pipeline file.
 
     With --pipeline, only the model of the stage itself must exist on this machine. If the stage is a vllm stage whose
     option node_rank is above 0, run the workers of that node of the replica.
     """
-    required = {"--stage": stage, "--replica": replica, "--listen": listen}
-    optional = {
-        "--generation": generation,
-        "--drain-s": drain_s,
-        "--sleep-when-idle-s": sleep_when_idle_s,
-        "--tls": tls,
-        "--health-listen": health_listen,
-        "--metrics-listen": metrics_listen,
-    }
-    _check_form(config, pipeline, required=required, optional=optional)
+    _check_form(config, values, required=("stage", "replica", "listen"))
     if config is not None:
         replace_process("stagemesh.services.stage", config)
     from stagemesh.cli.launcher.process_configs import stage_config
     from stagemesh.pipeline import load_pipeline
 
-    loaded = load_pipeline(str(pipeline), check_models=[str(stage)])
-    served = loaded.stages.get(str(stage))
-    if served is None:
+    name, pipeline = values["stage"], load_pipeline(values["pipeline"], check_models=[values["stage"]])
+    if name not in pipeline.stages:
         raise InvalidRequestError(
-            f"--stage: pipeline {loaded.name!r} has no stage {stage!r}; its stages are {', '.join(loaded.stages)}",
+            f"--stage: pipeline {pipeline.name!r} has no stage {name!r}; its stages are {', '.join(pipeline.stages)}",
             reason="INVALID_CONFIG",
         )
-    derived = stage_config(loaded, served, replica=str(replica), listen=str(listen))
+    derived = stage_config(pipeline, pipeline.stages[name], replica=values["replica"], listen=values["listen"])
     derived = replace(
         derived,
-        generation=generation or derived.generation,
-        drain_s=derived.drain_s if drain_s is None else drain_s,
-        sleep_when_idle_s=sleep_when_idle_s,
-        tls=tls,
-        health_listen=health_listen,
-        metrics_listen=metrics_listen,
+        generation=values["generation"] or derived.generation,
+        drain_s=derived.drain_s if values["drain_s"] is None else values["drain_s"],
+        sleep_when_idle_s=values["sleep_when_idle_s"],
+        tls=values["tls"],
+        health_listen=values["health_listen"],
+        metrics_listen=values["metrics_listen"],
     )
     is_further_node = derived.engine == "vllm" and derived.options.get("node_rank")
     module = "stagemesh.services.engines.vllm.node" if is_further_node else "stagemesh.services.stage"
     replace_process(module, standard_input(derived))
 
 
+_MEDIA: Mapping[str, Parameter] = {
+    "config": _OPTIONAL_CONFIG,
+    "pipeline": _PIPELINE,
+    "listen": _LISTEN,
+    "name": option(
+        str,
+        "Name the process. Processes with the same store need different names.",
+        metavar="NAME",
+        show_default="media",
+    ),
+    "tls": _TLS,
+    "health_listen": _HEALTH_LISTEN,
+}
+
+
 @app.command()
-def media(
-    config: _OptionalConfig = None,
-    pipeline: _Pipeline = None,
-    listen: _Listen = None,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Name the process. Processes with the same store need different names.",
-            show_default="media",
-        ),
-    ] = None,
-    tls: _Tls = None,
-    health_listen: _HealthListen = None,
-) -> None:
+@with_parameters(_MEDIA)
+def media(config: str | None, **values: Any) -> None:
     """Run a media service, which stores uploads and serves downloads.
 
     It is configured by CONFIG (docs/media.md) or by a pipeline file.
     """
-    _check_form(
-        config,
-        pipeline,
-        required={"--listen": listen},
-        optional={"--name": name, "--tls": tls, "--health-listen": health_listen},
-    )
+    _check_form(config, values, required=("listen",))
     if config is not None:
         replace_process("stagemesh.services.media", config)
     from stagemesh.cli.launcher.process_configs import MEDIA, media_service_config
     from stagemesh.pipeline import load_pipeline
 
-    loaded = load_pipeline(str(pipeline), check_models=False)
-    derived = media_service_config(loaded, listen=str(listen), name=name or MEDIA)
-    derived = replace(derived, tls=tls, health_listen=health_listen)
+    pipeline = load_pipeline(values["pipeline"], check_models=False)
+    derived = media_service_config(pipeline, listen=values["listen"], name=values["name"] or MEDIA)
+    derived = replace(derived, tls=values["tls"], health_listen=values["health_listen"])
     replace_process("stagemesh.services.media", standard_input(derived))
 
 
+_JOBS: Mapping[str, Parameter] = {
+    "config": _CONFIG,
+    "name": option(
+        str,
+        "Name the process. Processes with the same database or the same store need different names.",
+        metavar="NAME",
+        show_default="that of CONFIG",
+    ),
+}
+
+
 @app.command()
-def jobs(
-    config: _Config,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Name the process. Processes with the same database or the same store need different names.",
-            show_default="that of CONFIG",
-        ),
-    ] = None,
-) -> None:
+@with_parameters(_JOBS)
+def jobs(config: str, name: str | None) -> None:
     """Run a job server, which runs requests that survive restarts. docs/jobs.md describes its configuration."""
     if name is None:
         replace_process("stagemesh.jobs", config)
@@ -223,20 +193,19 @@ def jobs(
     replace_process("stagemesh.jobs", standard_input(replace(loaded, name=name)))
 
 
-def _check_form(
-    config: str | None, pipeline: str | None, *, required: Mapping[str, object], optional: Mapping[str, object]
-) -> None:
+def _check_form(config: str | None, values: Mapping[str, Any], *, required: Sequence[str]) -> None:
     """Raises BadParameter unless exactly one form of the command is given: CONFIG alone, or --pipeline.
 
-    `required` and `optional` are the values of the options that belong to --pipeline, by name. None stands for an
-    option that is omitted.
+    `values` are the values of the options by parameter name, and None for options that are omitted. `required` are the
+    parameters that --pipeline needs.
     """
-    given = [name for name, value in {"--pipeline": pipeline, **required, **optional}.items() if value is not None]
+    names = {name: f"--{name.replace('_', '-')}" for name in values}
+    given = [names[name] for name, value in values.items() if value is not None]
     if config is not None and given:
         raise typer.BadParameter(f"CONFIG contains all settings; give either CONFIG or {', '.join(given)}, not both")
-    if config is None and pipeline is None:
+    if config is None and values["pipeline"] is None:
         raise typer.BadParameter("give CONFIG, or --pipeline and the options that it requires", param_hint="CONFIG")
-    missing = [name for name, value in required.items() if not value]
+    missing = [names[name] for name in required if not values[name]]
     if config is None and missing:
         raise typer.BadParameter("it is required with --pipeline", param_hint=" and ".join(missing))
 
@@ -258,68 +227,58 @@ def replace_process(module: str, config: str) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-u", "-m", module, f"--config={config}"])  # noqa: S606 - our own module
 
 
-_LISTEN = "127.0.0.1:8000"
+_GATEWAY_LISTEN = "127.0.0.1:8000"
+_GATEWAY: Mapping[str, Parameter] = {
+    "config": argument(
+        str | None,
+        f"{_CONFIG_HELP} Replaces all options.",
+        metavar="CONFIG",
+        default=None,
+    ),
+    "server": option(
+        list[str],
+        "Serve the pipeline of these orchestrators. Repeatable, for several pipelines.",
+        metavar="HOST:PORT[,HOST:PORT]...",
+        show_default=DEFAULT_SERVER,
+    ),
+    "listen": option(str, "Serve HTTP at this address.", metavar=_ADDRESS, show_default=_GATEWAY_LISTEN),
+    "tls": option(
+        str,
+        "Connect to the orchestrators by TLS with ca.crt in this folder, and with the token of each HTTP caller, or "
+        "with tls.crt and tls.key in the folder for all of them (docs/gateway.md).",
+        metavar="FOLDER",
+        show_default="no TLS",
+    ),
+    "https": option(str, "Serve HTTPS with tls.crt and tls.key in this folder.", metavar="FOLDER", show_default="HTTP"),
+    "voices": option(
+        str,
+        "Store the voices that callers create in this folder. Several gateways may share it.",
+        metavar="FOLDER",
+        show_default="callers cannot create voices",
+    ),
+    "no_page": flag("Serve only the API, without the page at / on which people try a pipeline.", "--no-page"),
+}
 
 
-def gateway(
-    config: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help="Read the configuration from this JSON file. A single - reads it from standard input. Replaces all "
-            "options.",
-            show_default=False,
-        ),
-    ] = None,
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST:PORT[,HOST:PORT]...",
-            help="Serve the pipeline of these orchestrators. Repeatable, for several pipelines.",
-            show_default=DEFAULT_SERVER,
-        ),
-    ] = None,
-    listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Serve HTTP at this address.", show_default=_LISTEN)
-    ] = None,
-    tls: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Connect to the orchestrators by TLS with ca.crt in this folder, and with the token of each HTTP "
-            "caller, or with tls.crt and tls.key in the folder for all of them (docs/gateway.md).",
-            show_default="no TLS",
-        ),
-    ] = None,
-    https: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER", help="Serve HTTPS with tls.crt and tls.key in this folder.", show_default="HTTP"
-        ),
-    ] = None,
-    voices: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Store the voices that callers create in this folder. Several gateways may share it.",
-            show_default="callers cannot create voices",
-        ),
-    ] = None,
-    no_page: Annotated[
-        bool,
-        typer.Option("--no-page", help="Serve only the API, without the page at / on which people try a pipeline."),
-    ] = False,
-) -> None:
+@with_parameters(_GATEWAY)
+def gateway(config: str | None, **values: Any) -> None:
     """Serve OpenAI's API for running pipelines until SIGTERM or Ctrl-C: chat, completions, speech and images."""
     if config is not None:
-        if no_page or any(value is not None for value in (server, listen, tls, https, voices)):
+        if any(value is not None and value is not False for value in values.values()):
             raise typer.BadParameter("it replaces all options; give either of them", param_hint="CONFIG")
         replace_process("stagemesh.gateway", config)
     from stagemesh.gateway.config import GatewayConfig
 
     try:
-        servers = [split_addresses(each) for each in server or [DEFAULT_SERVER]]
+        servers = [split_addresses(each) for each in values["server"] or [DEFAULT_SERVER]]
     except ValueError as exc:
         raise InvalidRequestError(f"--server: {exc}") from exc
-    derived = GatewayConfig(listen or _LISTEN, servers, tls=tls, https=https, page=not no_page, voices=voices)
+    derived = GatewayConfig(
+        values["listen"] or _GATEWAY_LISTEN,
+        servers,
+        tls=values["tls"],
+        https=values["https"],
+        page=not values["no_page"],
+        voices=values["voices"],
+    )
     replace_process("stagemesh.gateway", standard_input(derived))

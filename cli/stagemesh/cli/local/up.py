@@ -3,16 +3,23 @@
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
-
-from stagemesh.cli.terminal.contexts import DEFAULT_PORT, DEFAULT_SERVER
-from stagemesh.cli.terminal.error_output import AsJson
-from stagemesh.cli.terminal.options import PipelineName, Replicas, Settings, read_overrides
+from stagemesh.cli.terminal.contexts import DEFAULT_PORT, DEFAULT_SERVER, MAX_PORT
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import (
+    PIPELINE,
+    REPLICAS,
+    SETTINGS,
+    Parameter,
+    flag,
+    option,
+    read_overrides,
+    with_parameters,
+)
 from stagemesh.common.errors import needs_extra
 
 if TYPE_CHECKING:
@@ -27,54 +34,56 @@ CLIENT, OPERATOR = "client", "operator"
 _Result = TypeVar("_Result")
 
 
+_UP: Mapping[str, Parameter] = {
+    "pipeline": PIPELINE,
+    "port": option(
+        int, "Serve clients on this port. 0 chooses a free port.", default=DEFAULT_PORT, min=0, max=MAX_PORT
+    ),
+    "admin_port": option(
+        int,
+        "Serve the admin API, which `stagemesh admin` and `stagemesh top` use, on this port. 0 chooses a free port.",
+        min=0,
+        max=MAX_PORT,
+        show_default="the port after --port",
+    ),
+    "settings": SETTINGS,
+    "replicas": REPLICAS,
+    "tls": option(
+        Path,
+        "Connect all processes by TLS, with certificates of the authority in this folder, which is created if it does "
+        "not exist. Users connect with the certificates in its folders client and operator.",
+        metavar="FOLDER",
+    ),
+    "metrics": flag("Serve metrics of the orchestrator and of each replica to Prometheus.", "--metrics"),
+    "gateway": option(
+        str,
+        "Serve OpenAI's API at this address, such as 127.0.0.1:8000, by a gateway (docs/gateway.md). Port 0 chooses a "
+        "free port.",
+        metavar="HOST:PORT",
+        show_default="no gateway",
+    ),
+    "jobs": flag(
+        "Run a job server, which runs requests that survive restarts (docs/jobs.md). The pipeline file must set "
+        "media.store.",
+        "--jobs",
+    ),
+    **AS_JSON,
+}
+
+
+@with_parameters(_UP)
 def up(
-    pipeline: PipelineName,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Serve clients on this port. 0 chooses a free port.")
-    ] = DEFAULT_PORT,
-    admin_port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            help="Serve the admin API, which `stagemesh admin` and `stagemesh top` use, on this port. 0 chooses a free "
-            "port.",
-            show_default="the port after --port",
-        ),
-    ] = None,
-    settings: Settings = None,
-    replicas: Replicas = None,
-    tls: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Connect all processes by TLS, with certificates of the authority in this folder, which is created if "
-            "it does not exist. Users connect with the certificates in its folders client and operator.",
-            show_default=False,
-        ),
-    ] = None,
-    metrics: Annotated[
-        bool,
-        typer.Option("--metrics", help="Serve metrics of the orchestrator and of each replica to Prometheus."),
-    ] = False,
-    gateway: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Serve OpenAI's API at this address, such as 127.0.0.1:8000, by a gateway (docs/gateway.md). Port 0 "
-            "chooses a free port.",
-            show_default="no gateway",
-        ),
-    ] = None,
-    jobs: Annotated[
-        bool,
-        typer.Option(
-            "--jobs",
-            help="Run a job server, which runs requests that survive restarts (docs/jobs.md). The pipeline file must "
-            "set media.store.",
-        ),
-    ] = False,
-    as_json: AsJson = False,
+    *,
+    pipeline: str,
+    port: int,
+    admin_port: int | None,
+    settings: Sequence[str] | None,
+    replicas: Sequence[str] | None,
+    tls: Path | None,
+    metrics: bool,
+    gateway: str | None,
+    jobs: bool,
+    as_json: bool,
 ) -> None:
     """Run a pipeline on this machine until Ctrl-C. Start the orchestrator and every stage, and restart processes that
     exit.

@@ -10,8 +10,8 @@ import typer
 
 from stagemesh.cli.local.up import run_until_signal
 from stagemesh.cli.terminal.contexts import split_addresses
-from stagemesh.cli.terminal.error_output import AsJson
-from stagemesh.cli.terminal.options import Parameter, PipelineName, Settings, option, read_overrides
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import PIPELINE, SETTINGS, Parameter, option, read_overrides, with_parameters
 from stagemesh.cli.terminal.output import Cell, Column, fields, make_table, number, numbers, print_all, print_json
 from stagemesh.common.errors import ExitCode, InvalidRequestError
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 MAX_FRAMES = 300
 """References decode at most this number of audio frames at once. Some lose samples between such parts."""
 
-PARAMETERS: Mapping[str, Parameter] = {
-    "pipeline": Parameter(PipelineName),
+_VERIFY: Mapping[str, Parameter] = {
+    "pipeline": PIPELINE,
     "prompt": option(
         list[str], "Verify this prompt. Repeatable. Verifies three built-in prompts if omitted.", metavar="TEXT"
     ),
@@ -56,15 +56,16 @@ PARAMETERS: Mapping[str, Parameter] = {
         "CPU.",
         default="auto",
     ),
-    "settings": Parameter(Settings, None),
+    "settings": SETTINGS,
     "timeout": option(
         float, "Fail if a request takes longer than this number of seconds.", default=600.0, metavar="SECONDS"
     ),
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 _STYLES = {"equal": "green", "ties": "yellow", "differs": "red", "skipped": "dim"}
 
 
+@with_parameters(_VERIFY)
 def verify(**values: Any) -> None:
     """Compare the outputs of a pipeline with those of a reference implementation, stage by stage.
 

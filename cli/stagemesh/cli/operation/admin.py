@@ -12,22 +12,17 @@ import typer
 from stagemesh.cli.operation.admin_commands import COMMANDS, GROUPS, Command
 from stagemesh.cli.operation.admin_targets import complete_target
 from stagemesh.cli.terminal.connection_options import ADMIN_SERVER
-from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Parameter, argument, option, with_parameters
 from stagemesh.cli.terminal.output import enum_word, print_all, print_json, show_views, ticks, to_json
 from stagemesh.common.errors import DeadlineError, ExitCode, NotFoundError, UnavailableError
-
-if TYPE_CHECKING:
-    from stagemesh.cli.operation.admin_connection import AdminConnection
-    from stagemesh.v1 import admin_pb2, orchestrator_pb2
-
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
     from rich.console import RenderableType
 
     from stagemesh.cli.operation.admin_connection import AdminConnection
-
+    from stagemesh.v1 import admin_pb2, orchestrator_pb2
 
 _INTERVAL_S = 0.2
 _MOST_CAUSES = 5
@@ -35,7 +30,7 @@ _MOST_CAUSES = 5
 Condition = StrEnum("Condition", ["READY", "DRAINED", "GONE"])
 """The conditions that the command can wait for."""
 
-WAIT_PARAMETERS: Mapping[str, Parameter] = {
+_WAIT: Mapping[str, Parameter] = {
     "target": argument(
         str,
         "Wait for the replica with this name, or for all replicas of the stage with this name. Waits for the whole "
@@ -61,10 +56,11 @@ WAIT_PARAMETERS: Mapping[str, Parameter] = {
         metavar="SECONDS",
     ),
     **ADMIN_SERVER,
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 
+@with_parameters(_WAIT)
 def wait(**values: Any) -> None:
     """Wait until the pipeline, a stage or a replica is ready, drained or gone. The server may be unreachable for a part
     of this time.
@@ -156,13 +152,14 @@ app = typer.Typer(help="Inspect and control a running pipeline.", no_args_is_hel
 
 
 def _callback(command: Command) -> Callable[..., None]:
+    @with_parameters({**command.parameters, **ADMIN_SERVER, **AS_JSON})
     def callback(*, admin_server: str, as_json: bool, **values: Any) -> None:
         from stagemesh.cli.operation.admin_connection import AdminConnection
 
         with AdminConnection(admin_server) as admin:
             _run(admin, command, values, as_json=as_json)
 
-    return with_parameters(callback, {**command.parameters, **ADMIN_SERVER, "as_json": Parameter(AsJson, False)})
+    return callback
 
 
 def _run(admin: "AdminConnection", command: Command, values: dict[str, Any], *, as_json: bool) -> None:
@@ -187,8 +184,6 @@ def _answers(admin: "AdminConnection", command: Command, values: dict[str, Any])
 
     The name is empty if AdminService sent the answer.
     """
-    from contextlib import closing
-
     from stagemesh.cli.operation.admin_connection import TIMEOUT_S, is_control, is_stream, make_request
 
     rpc = command.rpc if isinstance(command.rpc, str) else command.rpc(values)
@@ -232,4 +227,4 @@ for _command in COMMANDS:
     _groups.get(_group, app).command(_name, help=_command.description)(_callback(_command))
 for _name, _app in _groups.items():
     app.add_typer(_app, name=_name)
-app.command("wait")(with_parameters(wait, WAIT_PARAMETERS))
+app.command()(wait)

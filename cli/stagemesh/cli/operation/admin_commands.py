@@ -5,7 +5,7 @@ Shell completion suggests the names of stages, replicas, edges and requests that
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stagemesh.cli.operation import views
 from stagemesh.cli.operation.admin_targets import (
@@ -30,10 +30,6 @@ from stagemesh.cli.operation.views import (
 )
 from stagemesh.cli.terminal.options import Parameter, argument, flag, option
 from stagemesh.cli.terminal.output import WATCH, links_table
-
-if TYPE_CHECKING:
-    pass
-
 
 _CHANGE_S = 600.0
 _LOAD_S = 300.0

@@ -9,8 +9,8 @@ import typer
 from stagemesh.cli.operation import views
 from stagemesh.cli.terminal.connection_options import ADMIN_SERVER, SERVER, is_given
 from stagemesh.cli.terminal.contexts import split_addresses
-from stagemesh.cli.terminal.error_output import AsJson
-from stagemesh.cli.terminal.options import Parameter
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import Parameter, with_parameters
 from stagemesh.cli.terminal.output import (
     WATCH,
     Column,
@@ -29,20 +29,15 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from stagemesh.v1 import orchestrator_pb2
-
-
-if TYPE_CHECKING:
     from stagemesh.cli.operation.diagnosis import Deployment, Finding
-
-
-if TYPE_CHECKING:
+    from stagemesh.v1 import orchestrator_pb2
     from stagemesh.v1.protocol_pb2 import Protocol
 
 
-STAGES_PARAMETERS: Mapping[str, Parameter] = {**WATCH, **SERVER, "as_json": Parameter(AsJson, False)}
+_STAGES: Mapping[str, Parameter] = {**WATCH, **SERVER, **AS_JSON}
 
 
+@with_parameters(_STAGES)
 def stages(**values: Any) -> None:
     """List the stages and replicas of a running pipeline, and the connectors that its edges use."""
     from stagemesh.client import Client
@@ -86,9 +81,10 @@ def _stages_table(pipeline: "orchestrator_pb2.DescribePipelineResponse") -> "Tab
     return make_table(columns, rows, title=title)
 
 
-DOCTOR_PARAMETERS: Mapping[str, Parameter] = {**ADMIN_SERVER, "as_json": Parameter(AsJson, False)}
+_DOCTOR: Mapping[str, Parameter] = {**ADMIN_SERVER, **AS_JSON}
 
 
+@with_parameters(_DOCTOR)
 def doctor(**values: Any) -> None:
     """Check a running deployment: replicas, edges, versions, clocks, certificates, memory, shared memory, limits and
     RDMA devices. Print what is wrong and how to repair it. Exits with code 1 if a finding is an error.
@@ -134,13 +130,14 @@ def _show(findings: "list[Finding]") -> None:
     print_all(make_table(columns, findings))
 
 
-VERSION_PARAMETERS: Mapping[str, Parameter] = {
+_VERSION: Mapping[str, Parameter] = {
     "ctx": Parameter(typer.Context),
     **SERVER,
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 
+@with_parameters(_VERSION)
 def version(ctx: typer.Context, **values: Any) -> None:
     """Print the version of this installation, and what the server reports about itself. A server that does not answer
     is an error only if --server or --context is given.

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from stagemesh.cli.operation import views
 from stagemesh.cli.terminal.connection_options import ADMIN_SERVER
-from stagemesh.cli.terminal.error_output import AsJson
-from stagemesh.cli.terminal.options import Parameter, flag, option
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import Parameter, flag, option, with_parameters
 from stagemesh.cli.terminal.output import (
     INTERVAL,
     Column,
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
     from stagemesh.v1 import admin_pb2
 
 
-PARAMETERS: Mapping[str, Parameter] = {
+_TOP: Mapping[str, Parameter] = {
     "interval": INTERVAL,
     "slowest": option(int, "Show at most this number of requests, the slowest first.", default=10, min=1),
     "once": flag("Print one update after one interval, and exit.", "--once"),
     **ADMIN_SERVER,
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 
+@with_parameters(_TOP)
 def top(**values: Any) -> None:
     """Show the stages, replicas, edges, rates and slowest requests of a running pipeline. Refresh the display until
     Ctrl-C.

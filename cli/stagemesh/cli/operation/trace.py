@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from stagemesh.cli.operation.admin_targets import complete_request
 from stagemesh.cli.terminal.connection_options import ADMIN_SERVER
-from stagemesh.cli.terminal.error_output import AsJson
-from stagemesh.cli.terminal.options import Parameter, argument, option
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import Parameter, argument, option, with_parameters
 from stagemesh.cli.terminal.output import Column, duration, make_table, number, print_all, print_json
 from stagemesh.common.errors import InvalidRequestError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _BAR_CELLS = 60
 _US = 1e6
 
-PARAMETERS: Mapping[str, Parameter] = {
+_TRACE: Mapping[str, Parameter] = {
     "request_id": argument(str, "Select the request with this id.", metavar="ID", complete=complete_request),
     "output": option(
         str,
@@ -33,10 +33,11 @@ PARAMETERS: Mapping[str, Parameter] = {
         bool, "Draw each chunk and each call of an engine in a line of its own.", "--expand", default=False
     ),
     **ADMIN_SERVER,
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 
+@with_parameters(_TRACE)
 def trace(**values: Any) -> None:
     """Draw the timeline of a request: when it waited, and when each attempt of each stage worked. Requests that have
     ended are known for a limited time.

@@ -6,15 +6,15 @@ The built-in models are prepared in a separate process, because preparation may 
 import logging
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import Parameter, argument, flag, option, with_parameters
 from stagemesh.cli.terminal.output import Cell, Column, make_table, print_all, print_json, size
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, needs_extra
 from stagemesh.common.process.settings import set_library_variables
@@ -25,25 +25,25 @@ app = typer.Typer(
 )
 
 
+_FETCH: Mapping[str, Parameter] = {
+    "pipeline": argument(
+        str, "Download the models of the built-in pipeline with this name, for example speech.", metavar="PIPELINE"
+    ),
+    "force": flag("Download and convert the models again, even if they are already present.", "--force"),
+}
+
+
 @app.command()
-def fetch(
-    pipeline: Annotated[
-        str,
-        typer.Argument(
-            metavar="PIPELINE", help="Download the models of the built-in pipeline with this name, for example speech."
-        ),
-    ],
-    force: Annotated[
-        bool, typer.Option("--force", help="Download and convert the models again, even if they are already present.")
-    ] = False,
-) -> None:
+@with_parameters(_FETCH)
+def fetch(*, pipeline: str, force: bool) -> None:
     """Download and convert the models of a built-in pipeline. Skips models that are already present."""
     command = [sys.executable, "-m", "stagemesh.services.models", "fetch", pipeline, *(["--force"] if force else [])]
     raise typer.Exit(subprocess.run(command, check=False).returncode)  # noqa: S603 - our own module
 
 
 @app.command("list")
-def list_models(as_json: AsJson = False) -> None:
+@with_parameters(AS_JSON)
+def list_models(*, as_json: bool) -> None:
     """List the models of the built-in pipelines and the folders that contain them."""
     columns = (
         Column("model", lambda model: model["model"]),
@@ -57,23 +57,18 @@ def list_models(as_json: AsJson = False) -> None:
         print_all(make_table(columns, models))
 
 
+_TINY: Mapping[str, Parameter] = {
+    "model": argument(str, "Write the tiny model with this name, for example qwen3-omni.", metavar="MODEL"),
+    "folder": argument(Path, "Write to this folder, which must be empty or not exist.", metavar="DIR"),
+    "seed": option(int, "Set the random seed of the weights. The same seed gives the same weights.", default=0, min=0),
+    "force": flag("Write to a folder that is not empty, and replace files of the same name.", "--force"),
+    **AS_JSON,
+}
+
+
 @app.command()
-def tiny(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="Write the tiny model with this name, for example qwen3-omni."),
-    ],
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Write to this folder, which must be empty or not exist.")
-    ],
-    seed: Annotated[
-        int, typer.Option(min=0, help="Set the random seed of the weights. The same seed gives the same weights.")
-    ] = 0,
-    force: Annotated[
-        bool, typer.Option("--force", help="Write to a folder that is not empty, and replace files of the same name.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
+@with_parameters(_TINY)
+def tiny(*, model: str, folder: Path, seed: int, force: bool, as_json: bool) -> None:
     """Write a model of a few megabytes with random weights, for tests and demos. Its structure is the real model's."""
     entry = _find_tiny_model(model)
     try:

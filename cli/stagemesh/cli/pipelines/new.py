@@ -5,14 +5,15 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from string import Template
-from typing import Annotated
 
 import typer
 
+from stagemesh.cli.terminal.options import Parameter, argument, option, with_parameters
 from stagemesh.common.errors import ExistsError, InvalidRequestError
 
 app = typer.Typer(help="Write a package that adds a stage to Stagemesh.", no_args_is_help=True)
@@ -29,18 +30,15 @@ _NEXT = (
 """The commands that install, test, check and try a new package."""
 
 
+_STAGE: Mapping[str, Parameter] = {
+    "name": argument(str, "Set the name of the package, the stage and its function.", metavar="NAME"),
+    "folder": option(Path, "Write the package to this new folder.", metavar="DIR", show_default="a folder NAME here"),
+}
+
+
 @app.command()
-def stage(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Set the name of the package, the stage and its function.")
-    ],
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--folder", metavar="DIR", help="Write the package to this new folder.", show_default="a folder NAME here"
-        ),
-    ] = None,
-) -> None:
+@with_parameters(_STAGE)
+def stage(*, name: str, folder: Path | None) -> None:
     """Write a package with a function, a transform, their descriptors, a pipeline and a test."""
     _check_name(name)
     target = folder or Path(name)

@@ -1,14 +1,24 @@
 """`stagemesh pipeline` and `stagemesh k8s`: check, explain, draw, import and render pipeline files."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from stagemesh.cli.terminal.error_output import AsJson
-from stagemesh.cli.terminal.options import PipelineName, Replicas, Settings, read_overrides
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import (
+    PIPELINE,
+    REPLICAS,
+    SETTINGS,
+    Parameter,
+    argument,
+    flag,
+    option,
+    read_overrides,
+    with_parameters,
+)
 from stagemesh.cli.terminal.output import Column, fields, make_table, print_all, print_json
 from stagemesh.common.errors import ExitCode, InvalidPipelineError, InvalidRequestError, exit_code
 
@@ -23,34 +33,38 @@ class GraphFormat(Enum):
     DOT = "dot"
 
 
-@app.command()
-def validate(
-    name: PipelineName,
-    settings: Settings = None,
-    models: Annotated[
-        bool | None,
-        typer.Option(
-            "--models/--no-models",
-            help="Also check that the models are on this machine and can run in their stages. --no-models skips "
-            "this check. The default is --models, or --no-models with --kubernetes.",
-        ),
-    ] = None,
-    kubernetes: Annotated[
+_VALIDATE: Mapping[str, Parameter] = {
+    "name": PIPELINE,
+    "settings": SETTINGS,
+    "models": option(
         bool,
-        typer.Option(
-            "--kubernetes",
-            help="Also check the rules of the Helm chart. PIPELINE may be a values file of the chart.",
-        ),
-    ] = False,
-    imports: Annotated[
-        bool | None,
-        typer.Option(
-            "--import/--no-import",
-            help="Also import the code of engines, functions and transforms, and look up the classes of models. The "
-            "default is --import, or --no-import with --kubernetes.",
-        ),
-    ] = None,
-    as_json: AsJson = False,
+        "Also check that the models are on this machine and can run in their stages. --no-models skips this check. "
+        "The default is --models, or --no-models with --kubernetes.",
+        "--models/--no-models",
+    ),
+    "kubernetes": flag(
+        "Also check the rules of the Helm chart. PIPELINE may be a values file of the chart.", "--kubernetes"
+    ),
+    "imports": option(
+        bool,
+        "Also import the code of engines, functions and transforms, and look up the classes of models. The default is "
+        "--import, or --no-import with --kubernetes.",
+        "--import/--no-import",
+    ),
+    **AS_JSON,
+}
+
+
+@app.command()
+@with_parameters(_VALIDATE)
+def validate(
+    *,
+    name: str,
+    settings: Sequence[str] | None,
+    models: bool | None,
+    kubernetes: bool,
+    imports: bool | None,
+    as_json: bool,
 ) -> None:
     """Check a pipeline file. Report every mistake with its file, line and remedy."""
     from stagemesh.pipeline import kubernetes_hints, load_pipeline
@@ -83,9 +97,18 @@ def validate(
         typer.echo(f"  note: {hint}")
 
 
+_WITH_REPLICAS: Mapping[str, Parameter] = {
+    "name": PIPELINE,
+    "settings": SETTINGS,
+    "replicas": REPLICAS,
+    **AS_JSON,
+}
+
+
 @app.command("explain")
+@with_parameters(_WITH_REPLICAS)
 def explain_pipeline(
-    name: PipelineName, settings: Settings = None, replicas: Replicas = None, as_json: AsJson = False
+    *, name: str, settings: Sequence[str] | None, replicas: Sequence[str] | None, as_json: bool
 ) -> None:
     """List every value of a pipeline with its origin: a line of the file, an override, or a default."""
     from stagemesh.pipeline import load_pipeline
@@ -99,19 +122,22 @@ def explain_pipeline(
     print_all(make_table((*fields("key", "value"), origin), pipeline.explanation))
 
 
-@app.command()
-def graph(
-    name: PipelineName,
-    settings: Settings = None,
-    form: Annotated[
+_GRAPH: Mapping[str, Parameter] = {
+    "name": PIPELINE,
+    "settings": SETTINGS,
+    "form": option(
         GraphFormat,
-        typer.Option(
-            "--format",
-            help="Set the format: a tree for the terminal, a mermaid flowchart for Markdown, or dot for Graphviz.",
-        ),
-    ] = GraphFormat.TREE,
-    as_json: AsJson = False,
-) -> None:
+        "Set the format: a tree for the terminal, a mermaid flowchart for Markdown, or dot for Graphviz.",
+        "--format",
+        default=GraphFormat.TREE,
+    ),
+    **AS_JSON,
+}
+
+
+@app.command()
+@with_parameters(_GRAPH)
+def graph(*, name: str, settings: Sequence[str] | None, form: GraphFormat, as_json: bool) -> None:
     """Draw the stages, edges and outputs of a pipeline."""
     from rich.console import Console
 
@@ -136,39 +162,31 @@ def graph(
         typer.echo(draw_mermaid(pipeline) if form is GraphFormat.MERMAID else draw_dot(pipeline))
 
 
+_IMPORT: Mapping[str, Parameter] = {
+    "file": argument(
+        Path, "Read this stage config or deploy config of vLLM-Omni.", metavar="FILE", exists=True, dir_okay=False
+    ),
+    "output": option(
+        Path, "Write the pipeline to this file.", "--output", "-o", metavar="FILE", show_default="standard output"
+    ),
+    "model": option(
+        str,
+        "Set the model of all stages: a name or a path.",
+        show_default="the variable STAGEMESH_MODEL, with the usual checkpoint as its default",
+    ),
+    "name": option(str, "Set the name of the pipeline.", show_default="the name of FILE"),
+    "topology": option(
+        str,
+        "Set the graph of stages of a deploy config that does not name it, for example qwen3_omni_moe.",
+    ),
+    **AS_JSON,
+}
+
+
 @app.command("import")
+@with_parameters(_IMPORT)
 def import_file(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", exists=True, dir_okay=False, help="Read this stage config or deploy config of vLLM-Omni."
-        ),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Write the pipeline to this file.", show_default="standard output"
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="Set the model of all stages: a name or a path.",
-            show_default="the variable STAGEMESH_MODEL, with the usual checkpoint as its default",
-        ),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", help="Set the name of the pipeline.", show_default="the name of FILE")
-    ] = None,
-    topology: Annotated[
-        str | None,
-        typer.Option(
-            "--topology",
-            help="Set the graph of stages of a deploy config that does not name it, for example qwen3_omni_moe.",
-        ),
-    ] = None,
-    as_json: AsJson = False,
+    *, file: Path, output: Path | None, model: str | None, name: str | None, topology: str | None, as_json: bool
 ) -> None:
     """Convert a config of vLLM-Omni to a pipeline file, and list the keys that are not converted."""
     from stagemesh.vllm_omni.keys import Outcome
@@ -207,7 +225,8 @@ def _commands() -> None:
 
 
 @k8s.command()
-def render(name: PipelineName, settings: Settings = None, replicas: Replicas = None, as_json: AsJson = False) -> None:
+@with_parameters(_WITH_REPLICAS)
+def render(*, name: str, settings: Sequence[str] | None, replicas: Sequence[str] | None, as_json: bool) -> None:
     """Print a values file of the Helm chart for a pipeline: the pipeline itself, and settings of every stage."""
     from stagemesh.cli.pipelines.chart_values import chart_values, format_values
     from stagemesh.pipeline import load_pipeline

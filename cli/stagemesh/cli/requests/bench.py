@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stagemesh.bench.measurements import FIGURES
-from stagemesh.bench.report import LoadReport, Summary
+from stagemesh.cli.requests.bench_options import BENCH
+from stagemesh.cli.terminal.options import with_parameters
 from stagemesh.cli.terminal.output import Column, make_table, number
 from stagemesh.common.errors import ExitCode, InvalidRequestError, needs_extra
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from stagemesh.bench.loads import LoadRunner
-    from stagemesh.bench.report import LoadReport
+    from stagemesh.bench.report import LoadReport, Summary
 
 
+@with_parameters(BENCH)
 def bench(**values: Any) -> None:
     """Send load to a running pipeline, or to any server with OpenAI's API, and print latencies, audio continuity,
     throughput and errors. Ctrl-C prints what was measured so far.
@@ -74,7 +75,7 @@ def _show(
     json_file = values["json_file"]
     if json_file != "-":
         for report in reports:
-            print_all(to_table(report))
+            print_all(_to_table(report))
     if json_file is not None:
         document = {
             "target": values["openai"] or values["server"],
@@ -120,8 +121,10 @@ def _plotting() -> "Callable[[Path, Sequence[LoadReport]], None]":
 _SECOND_S = 0.99995
 
 
-def to_table(report: LoadReport) -> "Table":
+def _to_table(report: "LoadReport") -> "Table":
     """Returns a table of the figures, with the other results in its title."""
+    from stagemesh.bench.measurements import FIGURES
+
     columns = (
         Column("", lambda row: FIGURES[row[0]].title),
         *(number(name, _report_cell(name)) for name in ("p50", "p90", "p95", "p99", "mean", "max")),
@@ -130,7 +133,9 @@ def to_table(report: LoadReport) -> "Table":
 
 
 def _report_cell(attribute: str) -> Any:
-    def cell(row: tuple[str, Summary]) -> str:
+    from stagemesh.bench.measurements import FIGURES
+
+    def cell(row: "tuple[str, Summary]") -> str:
         value = float(getattr(row[1], attribute))
         return _time_text(value) if FIGURES[row[0]].is_time else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
 
@@ -141,7 +146,7 @@ def _time_text(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms" if seconds < _SECOND_S else f"{seconds:,.2f} s"
 
 
-def _headlines(report: LoadReport) -> list[str]:
+def _headlines(report: "LoadReport") -> list[str]:
     failed = sum(report.errors.values())
     rates = report.throughput
     lines = [

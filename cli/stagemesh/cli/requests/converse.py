@@ -10,13 +10,13 @@ import typer
 from stagemesh.cli.requests.request_options import ADMISSION, CONTENT, SAMPLING, STAGES, client_arguments, typed_value
 from stagemesh.cli.terminal.connection_options import SERVER
 from stagemesh.cli.terminal.contexts import split_addresses
-from stagemesh.cli.terminal.error_output import AsJson
-from stagemesh.cli.terminal.options import Parameter, flag, option, read_pairs
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import Parameter, flag, option, read_pairs, with_parameters
 
 if TYPE_CHECKING:
     from stagemesh.client import ConverseArguments
 
-PARAMETERS: Mapping[str, Parameter] = {
+_CONVERSE: Mapping[str, Parameter] = {
     **SERVER,
     "speak": flag(
         "Send each line to the stages at once, as a part of a single turn that ends with the input. For pipelines that "
@@ -58,10 +58,11 @@ PARAMETERS: Mapping[str, Parameter] = {
         "Set the id that identifies the session in logs. The request of turn N has the id ID.N. Random if omitted.",
         metavar="ID",
     ),
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 
+@with_parameters(_CONVERSE)
 def converse(**values: Any) -> None:
     """Hold a conversation with a running pipeline. Each line of standard input is a turn. Print the text of the answers
     to stdout. Ctrl-C interrupts an answer, and ends the conversation if there is none.

@@ -11,8 +11,8 @@ from stagemesh.cli.requests.request_options import ADMISSION, CONTENT, SAMPLING,
 from stagemesh.cli.requests.result_output import show_result
 from stagemesh.cli.terminal.connection_options import SERVER
 from stagemesh.cli.terminal.contexts import split_addresses
-from stagemesh.cli.terminal.error_output import AsJson
-from stagemesh.cli.terminal.options import Parameter, argument, flag, option
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import Parameter, argument, flag, option, with_parameters
 from stagemesh.cli.terminal.output import print_json
 
 if TYPE_CHECKING:
@@ -78,10 +78,11 @@ GENERATE: Mapping[str, Parameter] = {
     "request_id": option(
         str, "Set the id that identifies the request in logs and admin commands. Random if omitted.", metavar="ID"
     ),
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 
+@with_parameters(GENERATE)
 def generate(**values: Any) -> None:
     """Send a prompt to a running pipeline. Print text to stdout and timings to stderr, and write other outputs to
     files.
@@ -163,13 +164,14 @@ async def run_request(
     return builder.build()
 
 
-CANCEL: Mapping[str, Parameter] = {
+_CANCEL: Mapping[str, Parameter] = {
     "request_id": argument(str, "Cancel the request with this id.", metavar="ID"),
     **SERVER,
-    "as_json": Parameter(AsJson, False),
+    **AS_JSON,
 }
 
 
+@with_parameters(_CANCEL)
 def cancel(**values: Any) -> None:
     """Cancel a request. Return after every stage has released it."""
     from stagemesh.client import Client

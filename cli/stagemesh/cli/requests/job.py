@@ -13,7 +13,7 @@ from stagemesh.cli.requests.generate import GENERATE, read_prompt
 from stagemesh.cli.requests.request_options import client_arguments
 from stagemesh.cli.terminal.connection_options import SERVER
 from stagemesh.cli.terminal.contexts import split_addresses
-from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Parameter, argument, option, read_pairs, with_parameters
 from stagemesh.cli.terminal.output import Column, duration, make_table, number, print_all, print_json, size, state_cell
 from stagemesh.common.errors import CancelledRequestError, NotReadyError
@@ -31,7 +31,8 @@ _JOB = argument(str, "Name the job by its id.", metavar="ID")
 _CALLER = option(
     str, "Set the name of the caller whose jobs are meant. Credentials determine it.", default="", metavar="NAME"
 )
-_COMMON: Mapping[str, Parameter] = {**SERVER, "caller": _CALLER, "as_json": Parameter(AsJson, False)}
+_COMMON: Mapping[str, Parameter] = {**SERVER, "caller": _CALLER, **AS_JSON}
+_ONE: Mapping[str, Parameter] = {"job_id": _JOB, **_COMMON}
 _SUBMIT: Mapping[str, Parameter] = {
     **{name: each for name, each in GENERATE.items() if name not in _OF_GENERATE_ALONE},
     "request_id": option(
@@ -61,6 +62,8 @@ _DOWNLOAD: Mapping[str, Parameter] = {
 }
 
 
+@app.command()
+@with_parameters(_SUBMIT)
 def submit(**values: Any) -> None:
     """Submit a request as a job, and print its id."""
     content, prompt_arguments = read_prompt(values)
@@ -74,12 +77,16 @@ def submit(**values: Any) -> None:
         typer.echo(job.job_id)
 
 
+@app.command()
+@with_parameters(_ONE)
 def get(**values: Any) -> None:
     """Show a job, with its text and the addresses of its files."""
     with _client(values) as client:
         _show(client.jobs.get(values["job_id"], caller=values["caller"]), as_json=values["as_json"])
 
 
+@app.command("list")
+@with_parameters(_LIST)
 def list_jobs(**values: Any) -> None:
     """List the caller's jobs, the newest first."""
     jobs: list[Job] = []
@@ -95,6 +102,8 @@ def list_jobs(**values: Any) -> None:
         print_all(_table(jobs))
 
 
+@app.command()
+@with_parameters(_ONE)
 def watch(**values: Any) -> None:
     """Show the progress of a job until it has ended. Fail if the job fails or is cancelled."""
     with _client(values) as client:
@@ -109,12 +118,16 @@ def watch(**values: Any) -> None:
         _show(job, as_json=False)
 
 
+@app.command()
+@with_parameters(_ONE)
 def cancel(**values: Any) -> None:
     """Cancel a job. A running job stops some seconds later."""
     with _client(values) as client:
         _show(client.jobs.cancel(values["job_id"], caller=values["caller"]), as_json=values["as_json"])
 
 
+@app.command()
+@with_parameters(_ONE)
 def delete(**values: Any) -> None:
     """Stop a job if it runs, and delete the job and its files."""
     with _client(values) as client:
@@ -125,6 +138,8 @@ def delete(**values: Any) -> None:
         typer.echo(f"deleted {values['job_id']}")
 
 
+@app.command()
+@with_parameters(_DOWNLOAD)
 def download(**values: Any) -> None:
     """Download the files of a job that has succeeded, named after its outputs."""
     with _client(values) as client:
@@ -211,12 +226,3 @@ def _document(job: "Job") -> dict[str, Any]:
             for output in job.outputs
         ],
     }
-
-
-app.command("submit")(with_parameters(submit, _SUBMIT))
-app.command("get")(with_parameters(get, {"job_id": _JOB, **_COMMON}))
-app.command("list")(with_parameters(list_jobs, _LIST))
-app.command("watch")(with_parameters(watch, {"job_id": _JOB, **_COMMON}))
-app.command("cancel")(with_parameters(cancel, {"job_id": _JOB, **_COMMON}))
-app.command("delete")(with_parameters(delete, {"job_id": _JOB, **_COMMON}))
-app.command("download")(with_parameters(download, _DOWNLOAD))

@@ -1,1 +1,1 @@
-"""What all commands share: options, connections and contexts, output and errors."""
+"""The options, connections, contexts, output and errors that all commands share."""

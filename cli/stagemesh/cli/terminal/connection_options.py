@@ -1,12 +1,12 @@
 """The options by which a command connects: --server, --context, --tls, --token-file and their environment variables."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from stagemesh.cli.terminal.contexts import DEFAULT_ADMIN_SERVER, DEFAULT_SERVER, check_admin_address, split_addresses
-from stagemesh.cli.terminal.options import Parameter
+from stagemesh.cli.terminal.options import Parameter, option
 
 if TYPE_CHECKING:
     from stagemesh.cli.terminal.contexts import Context
@@ -94,92 +94,69 @@ def _address_of(name: str, context: "Context", *, admin: bool) -> str:
     return context.admin if admin else context.server
 
 
-def _server_option(text: str, *, variable: str) -> Any:
-    return typer.Option(
+def _server_option(text: str, *, variable: str, default: str) -> Parameter:
+    return option(
+        str,
+        text,
         "--server",
         "-s",
+        default=default,
         metavar="HOST:PORT",
-        help=text,
         envvar=variable,
         callback=_find_address,
         rich_help_panel=_PANEL,
     )
 
 
-_CONTEXT = Parameter(
-    Annotated[
-        str | None,
-        typer.Option(
-            "--context",
-            metavar="NAME",
-            help="Connect to the addresses of the context with this name. Uses the current context if omitted, unless "
-            "--server or its environment variable is set.",
-            # The callback of --server needs the value.
-            is_eager=True,
-            autocompletion=complete_context,
-            rich_help_panel=_PANEL,
-        ),
-    ],
-    None,
+_CONTEXT = option(
+    str,
+    "Connect to the addresses of the context with this name. Uses the current context if omitted, unless --server or "
+    "its environment variable is set.",
+    "--context",
+    metavar="NAME",
+    # The callback of --server needs the value.
+    is_eager=True,
+    autocompletion=complete_context,
+    rich_help_panel=_PANEL,
 )
 _CREDENTIALS: Mapping[str, Parameter] = {
     # The callback of --tls needs the value, and the source of --server, which is above these in a command.
-    "token_file": Parameter(
-        Annotated[
-            str | None,
-            typer.Option(
-                "--token-file",
-                metavar="FILE",
-                help="Send the token in this file. Needs --tls.",
-                envvar="STAGEMESH_TOKEN_FILE",
-                is_eager=True,
-                rich_help_panel=_PANEL,
-            ),
-        ],
-        None,
+    "token_file": option(
+        str,
+        "Send the token in this file. Needs --tls.",
+        "--token-file",
+        metavar="FILE",
+        envvar="STAGEMESH_TOKEN_FILE",
+        is_eager=True,
+        rich_help_panel=_PANEL,
     ),
-    "tls": Parameter(
-        Annotated[
-            str | None,
-            typer.Option(
-                "--tls",
-                metavar="FOLDER",
-                help="Connect by TLS. The folder contains ca.crt, the authority of the server's certificate, and "
-                "tls.crt and tls.key, your own certificate, unless you have a token.",
-                envvar="STAGEMESH_TLS",
-                callback=_use_credentials,
-                rich_help_panel=_PANEL,
-            ),
-        ],
-        None,
+    "tls": option(
+        str,
+        "Connect by TLS. The folder contains ca.crt, the authority of the server's certificate, and tls.crt and "
+        "tls.key, your own certificate, unless you have a token.",
+        "--tls",
+        metavar="FOLDER",
+        envvar="STAGEMESH_TLS",
+        callback=_use_credentials,
+        rich_help_panel=_PANEL,
     ),
 }
 SERVER: Mapping[str, Parameter] = {
     "context": _CONTEXT,
-    "server": Parameter(
-        Annotated[
-            str,
-            _server_option(
-                "Set the address of the orchestrator. Several addresses, separated by commas, are tried in turn.",
-                variable="STAGEMESH_SERVER",
-            ),
-        ],
-        DEFAULT_SERVER,
+    "server": _server_option(
+        "Set the address of the orchestrator. Several addresses, separated by commas, are tried in turn.",
+        variable="STAGEMESH_SERVER",
+        default=DEFAULT_SERVER,
     ),
     **_CREDENTIALS,
 }
 """The parameters of a command that calls the API for clients. `server` contains addresses for `split_addresses`."""
 ADMIN_SERVER: Mapping[str, Parameter] = {
     "context": _CONTEXT,
-    "admin_server": Parameter(
-        Annotated[
-            str,
-            _server_option(
-                "Set the address of the orchestrator's admin API. `stagemesh up` prints this address.",
-                variable="STAGEMESH_ADMIN_SERVER",
-            ),
-        ],
-        DEFAULT_ADMIN_SERVER,
+    "admin_server": _server_option(
+        "Set the address of the orchestrator's admin API. `stagemesh up` prints this address.",
+        variable="STAGEMESH_ADMIN_SERVER",
+        default=DEFAULT_ADMIN_SERVER,
     ),
     **_CREDENTIALS,
 }

@@ -1,14 +1,16 @@
 """`stagemesh context`: stores the addresses of deployments under names."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from stagemesh.cli.terminal.connection_options import complete_context
 from stagemesh.cli.terminal.contexts import check_admin_address, split_addresses
-from stagemesh.cli.terminal.error_output import AsJson
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import REQUIRED, Parameter, argument, option, with_parameters
 from stagemesh.cli.terminal.output import Column, make_table, print_all, print_json
 from stagemesh.common.errors import NotFoundError
 
@@ -20,12 +22,6 @@ app = typer.Typer(
     "--context or an environment variable selects other addresses.",
     no_args_is_help=True,
 )
-
-_NewName = Annotated[str, typer.Argument(metavar="NAME", help="Set the name of the context.")]
-_Name = Annotated[
-    str,
-    typer.Argument(metavar="NAME", help="Select the context with this name.", autocompletion=complete_context),
-]
 
 
 def _check_address(param: typer.CallbackParam, value: str) -> str:
@@ -39,46 +35,49 @@ def _check_address(param: typer.CallbackParam, value: str) -> str:
     return value
 
 
+_ADD: Mapping[str, Parameter] = {
+    "name": argument(str, "Set the name of the context.", metavar="NAME"),
+    "server": option(
+        str,
+        "Set the address for clients. Several addresses are separated by commas.",
+        "--server",
+        "-s",
+        default=REQUIRED,
+        metavar="HOST:PORT",
+        callback=_check_address,
+    ),
+    "admin": option(
+        str,
+        "Set the address for operators. Commands for operators cannot use the context if omitted.",
+        default="",
+        metavar="HOST:PORT",
+        callback=_check_address,
+    ),
+    "tls": option(
+        str,
+        "Connect with the certificates in this folder. Commands connect without TLS if omitted.",
+        default="",
+        metavar="FOLDER",
+    ),
+    "token_file": option(str, "Send the token in this file. Needs --tls.", default="", metavar="FILE"),
+    **AS_JSON,
+}
+_ONE: Mapping[str, Parameter] = {
+    "name": argument(str, "Select the context with this name.", metavar="NAME", complete=complete_context),
+    **AS_JSON,
+}
+_SHOWN = argument(
+    str,
+    "Select the context with this name. Selects the current context if omitted.",
+    metavar="NAME",
+    complete=complete_context,
+    default="",
+)
+
+
 @app.command()
-def add(
-    name: _NewName,
-    server: Annotated[
-        str,
-        typer.Option(
-            "--server",
-            "-s",
-            metavar="HOST:PORT",
-            callback=_check_address,
-            help="Set the address for clients. Several addresses are separated by commas.",
-        ),
-    ],
-    admin: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            callback=_check_address,
-            help="Set the address for operators. Commands for operators cannot use the context if omitted.",
-            show_default=False,
-        ),
-    ] = "",
-    tls: Annotated[
-        str,
-        typer.Option(
-            metavar="FOLDER",
-            help="Connect with the certificates in this folder. Commands connect without TLS if omitted.",
-            show_default=False,
-        ),
-    ] = "",
-    token_file: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help="Send the token in this file. Needs --tls.",
-            show_default=False,
-        ),
-    ] = "",
-    as_json: AsJson = False,
-) -> None:
+@with_parameters(_ADD)
+def add(*, name: str, server: str, admin: str, tls: str, token_file: str, as_json: bool) -> None:
     """Add a context. The current context does not change."""
     from stagemesh.cli.terminal.contexts import Context, load_contexts, save_contexts
     from stagemesh.rpc.credentials import Credentials
@@ -92,7 +91,8 @@ def add(
 
 
 @app.command("list")
-def list_contexts(as_json: AsJson = False) -> None:
+@with_parameters(AS_JSON)
+def list_contexts(*, as_json: bool) -> None:
     """List the contexts. A star marks the current one."""
     from stagemesh.cli.terminal.contexts import load_contexts
 
@@ -110,7 +110,8 @@ def list_contexts(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def use(name: _Name, as_json: AsJson = False) -> None:
+@with_parameters(_ONE)
+def use(*, name: str, as_json: bool) -> None:
     """Make a context the current one."""
     from stagemesh.cli.terminal.contexts import load_contexts, save_contexts
 
@@ -120,7 +121,8 @@ def use(name: _Name, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def remove(name: _Name, as_json: AsJson = False) -> None:
+@with_parameters(_ONE)
+def remove(*, name: str, as_json: bool) -> None:
     """Remove a context. No context is current after the current one is removed."""
     from stagemesh.cli.terminal.contexts import load_contexts, save_contexts
 
@@ -132,18 +134,8 @@ def remove(name: _Name, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def show(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="Select the context with this name. Selects the current context if omitted.",
-            autocompletion=complete_context,
-            show_default=False,
-        ),
-    ] = "",
-    as_json: AsJson = False,
-) -> None:
+@with_parameters({"name": _SHOWN, **AS_JSON})
+def show(*, name: str, as_json: bool) -> None:
     """Show the addresses of a context, and the file that stores it."""
     from stagemesh.cli.terminal.contexts import contexts_path, load_contexts
 

@@ -10,13 +10,12 @@ from typing import Any, cast
 import typer
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError
-from stagemesh.rpc.credentials import write_private
 
 DEFAULT_PORT = 7780
 DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_ADMIN_SERVER = f"127.0.0.1:{DEFAULT_PORT + 1}"
 
-_LAST_PORT = 65535
+MAX_PORT = 65535
 
 
 def split_addresses(text: str) -> list[str]:
@@ -29,7 +28,7 @@ def split_addresses(text: str) -> list[str]:
         raise ValueError("it does not contain an address HOST:PORT")
     for address in addresses:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 1 <= int(port) <= _LAST_PORT:
+        if not host or not port.isdecimal() or not 1 <= int(port) <= MAX_PORT:
             raise ValueError(f"{address!r} is not of the form HOST:PORT, for example {DEFAULT_SERVER}")
     return addresses
 
@@ -142,6 +141,8 @@ def save_contexts(contexts: Contexts) -> None:
 
     Raises InvalidRequestError (CANNOT_WRITE) if the file cannot be written. The earlier file then remains.
     """
+    from stagemesh.rpc.credentials import write_private
+
     path = contexts_path()
     try:
         write_private(path, f"{json.dumps(asdict(contexts), indent=2)}\n".encode())

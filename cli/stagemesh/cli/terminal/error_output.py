@@ -3,11 +3,13 @@
 import json
 import re
 import sys
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+from stagemesh.cli.terminal.options import Parameter, option
 from stagemesh.common.errors import (
     DeadlineError,
     ExitCode,
@@ -59,15 +61,17 @@ def _store_json_flag(ctx: typer.Context, value: bool) -> bool:
     return value
 
 
-AsJson = Annotated[
-    bool,
-    typer.Option(
+AS_JSON: Mapping[str, Parameter] = {
+    "as_json": option(
+        bool,
+        "Print JSON instead of text. Errors are printed to stderr as JSON, too.",
         "--json",
-        help="Print JSON instead of text. Errors are printed to stderr as JSON, too.",
+        default=False,
         callback=_store_json_flag,
         is_eager=True,
-    ),
-]
+    )
+}
+"""The parameter `as_json` of each command that can print JSON."""
 
 
 class ErrorGroup(TyperGroup):

@@ -9,32 +9,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import typer
 
-PipelineName = Annotated[
-    str,
-    typer.Argument(
-        metavar="PIPELINE",
-        help="Use the built-in pipeline with this name, for example speech, or the YAML file at this path.",
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a value of the pipeline file, for example edges.*.connector=grpc. Repeatable.",
-    ),
-]
-Replicas = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--replicas",
-        metavar="STAGE=N",
-        help="Set the number of replicas of a stage, for example thinker=2. Repeatable. Other stages have the "
-        "number of replicas that the pipeline file sets.",
-    ),
-]
-
 _Value = TypeVar("_Value")
+_Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def read_pairs(texts: Sequence[str] | None, *, option: str, convert: Callable[[str], _Value]) -> dict[str, _Value]:
@@ -82,14 +58,21 @@ class Parameter(NamedTuple):
 
 
 def argument(
-    kind: Any, text: str, *, metavar: str, complete: Callable[..., list[str]] | None = None, default: Any = REQUIRED
+    kind: Any,
+    text: str,
+    *,
+    metavar: str,
+    complete: Callable[..., list[str]] | None = None,
+    default: Any = REQUIRED,
+    **settings: Any,
 ) -> Parameter:
     """Returns an argument of a command. `kind` is its type. `text` is its help text.
 
     - `complete` is a shell completion callback, or None for no completion.
     - `default` is the argument's value if the argument is omitted. The argument is required by default.
+    - `settings` are passed to `typer.Argument`.
     """
-    info = typer.Argument(metavar=metavar, help=text, autocompletion=complete, show_default=False)
+    info = typer.Argument(metavar=metavar, help=text, autocompletion=complete, show_default=False, **settings)
     return Parameter(Annotated[kind, info], default)
 
 
@@ -99,9 +82,10 @@ def option(kind: Any, text: str, *names: str, default: Any = None, **settings: A
     - `names` are the option's names, such as "--server". If `names` is empty, typer derives the name from the name of
       the parameter.
     - `default` is the option's value if the option is omitted. The help shows the default unless it is None or empty.
-    - `settings` are passed to `typer.Option`.
+    - `settings` are passed to `typer.Option`. With `show_default`, the help shows this text as the default.
     """
-    info = typer.Option(*names, help=text, show_default=default not in {None, ""}, **settings)
+    settings.setdefault("show_default", default not in {None, ""})
+    info = typer.Option(*names, help=text, **settings)
     return Parameter(Annotated[kind | None if default is None else kind, info], default)
 
 
@@ -110,17 +94,43 @@ def flag(text: str, name: str) -> Parameter:
     return option(bool, text, name, default=False)
 
 
-def with_parameters(function: Callable[..., None], parameters: Mapping[str, Parameter]) -> Callable[..., None]:
-    """Sets the signature of `function` to the given parameters, and returns `function`.
+PIPELINE = argument(
+    str,
+    "Use the built-in pipeline with this name, for example speech, or the YAML file at this path.",
+    metavar="PIPELINE",
+)
+SETTINGS = option(
+    list[str],
+    "Override a value of the pipeline file, for example edges.*.connector=grpc. Repeatable.",
+    "--set",
+    metavar="KEY=VALUE",
+)
+REPLICAS = option(
+    list[str],
+    "Set the number of replicas of a stage, for example thinker=2. Repeatable. Other stages have the number of "
+    "replicas that the pipeline file sets.",
+    "--replicas",
+    metavar="STAGE=N",
+)
 
-    typer reads the command's parameters from the signature. `function` must accept keyword arguments.
+
+def with_parameters(parameters: Mapping[str, Parameter]) -> Callable[[_Command], _Command]:
+    """Returns a decorator that sets the signature of a command, from which typer reads the command's parameters.
+
+    The command must accept keyword arguments.
     """
-    command = cast("Any", function)
-    command.__annotations__ = {name: each.annotation for name, each in parameters.items()}
-    command.__signature__ = inspect.Signature(
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.annotation)
-            for name, each in parameters.items()
-        ]
-    )
-    return function
+
+    def decorate(function: _Command) -> _Command:
+        command = cast("Any", function)
+        command.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+        command.__signature__ = inspect.Signature(
+            [
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.annotation
+                )
+                for name, each in parameters.items()
+            ]
+        )
+        return function
+
+    return decorate

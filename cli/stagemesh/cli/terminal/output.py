@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 
     from stagemesh.v1 import orchestrator_pb2
 
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-
 _PIPE_COLUMNS = 240
 _MINUTE_S = 60
 _STATES_BY_STYLE = {

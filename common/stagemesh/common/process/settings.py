@@ -6,6 +6,11 @@ from pathlib import Path
 
 from stagemesh.common.errors import InvalidRequestError
 
+COMPUTE_VARIABLES: Mapping[str, str] = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+"""The variables of a process that computes with torch, unless the user has set them.
+
+Models are local folders, and stages share a machine: with more threads in each stage, they would compete for the cores.
+"""
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 """The levels of logs, the lowest first."""
 
@@ -113,6 +118,15 @@ def library_variable(name: str, default: str = "") -> str:
     The variable, for example UCX_TLS, belongs to a library. The library validates the value, not Stagemesh.
     """
     return os.environ.get(name, default)
+
+
+def torch_threads() -> int:
+    """Returns the number of threads with which torch computes on a CPU: OMP_NUM_THREADS, or 1 if it has no number.
+
+    The variable may list a number for each level of nested loops. The first number applies.
+    """
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return max(1, int(first)) if first.isdecimal() else int(COMPUTE_VARIABLES["OMP_NUM_THREADS"])
 
 
 def set_library_variables(values: Mapping[str, str], *, replace: bool = False) -> None:

@@ -8,7 +8,7 @@ _Flow = TypeVar("_Flow")
 
 
 class ReadyQueue(Generic[_Flow]):
-    """The flows of one stream that have messages to send, in the order in which they became ready.
+    """The flows or calls of one stream that have messages to send, in the order in which they became ready.
 
     Flows add themselves to the queue. The callback `pull` removes flows from the queue and sends their messages. The
     event loop calls `pull` at most once in each iteration.
@@ -19,6 +19,10 @@ class ReadyQueue(Generic[_Flow]):
         self._flows: dict[_Flow, None] = {}
         self._loop = asyncio.get_running_loop()
         self._is_scheduled = False
+
+    def __contains__(self, flow: _Flow) -> bool:
+        """Returns whether the flow is in the queue."""
+        return flow in self._flows
 
     def add(self, flow: _Flow) -> None:
         """Schedules `pull`, and appends the flow unless the queue already contains it."""

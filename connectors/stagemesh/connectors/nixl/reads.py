@@ -27,9 +27,7 @@ from stagemesh.connectors.base import Bytes
 if TYPE_CHECKING:
     from stagemesh.connectors.nixl.agent import Agent
 
-
-if TYPE_CHECKING:
-    from stagemesh.connectors.nixl.agent import Agent
+_T = TypeVar("_T")
 
 
 READ_TIMEOUT_S = 3.0
@@ -45,7 +43,15 @@ _COPIED_TRANSFER_BYTES = 2 << 20
 
 Such a transfer is a memory copy, and blocks other reads for about half a millisecond.
 """
+_SPIN_S = 50e-6
+_PAUSES = Backoff(first_s=20e-6, longest_s=200e-6)
+_ABANDONED_PAUSE_S = 0.05
+"""The pause in seconds between polls while every transfer in flight belongs to an abandoned read."""
+_STOP_TIMEOUT_S = 5.0
+_CLOSED = "the nixl connector of this replica is closed"
 _NO_MEMORY: Bytes = np.empty(0, np.uint8)
+
+_log = logging.getLogger(__name__)
 
 
 Descriptor: TypeAlias = tuple[int, int, int]
@@ -304,17 +310,6 @@ class RemoteReads:
 def _complete(completion: asyncio.Future[None]) -> None:
     if not completion.done():
         completion.set_result(None)
-
-
-_T = TypeVar("_T")
-_log = logging.getLogger(__name__)
-
-_SPIN_S = 50e-6
-_PAUSES = Backoff(first_s=20e-6, longest_s=200e-6)
-_ABANDONED_PAUSE_S = 0.05
-"""The pause in seconds between polls while every transfer in flight belongs to an abandoned read."""
-_STOP_TIMEOUT_S = 5.0
-_CLOSED = "the nixl connector of this replica is closed"
 
 
 class ReadThread:

@@ -223,31 +223,33 @@ class ConsumerSession:
         _log.warning("%s", error.message)
         if not item.HasField("key"):
             raise error
-        self._guarded(item.key, _raise, error)
+        self._reject(item.key, error)
 
     def _guarded(self, message: chunk_pb2.EdgeKey, process: Callable[..., None], item: object) -> None:
         """Calls `process(item)`. If an error is raised, rejects only the flow to which the item belongs.
 
-        `message` is the key of this flow. If the error indicates a lost message, asks the producer to reopen the flow
-        instead.
+        `message` is the key of this flow.
         """
         try:
             process(item)
         except StagemeshError as exc:
-            key = wire.key_from_wire(message)
-            exc.located(edge=key.edge, request_id=key.request_id, replica=self._name)
             # The frames of the traceback reference the item's data, and the flow stores the error.
             exc.__traceback__ = None
-            flow = self._flows.get(key)
-            if flow is not None and self._check_carried(flow):
-                if exc.reason in _LOST_MESSAGE:
-                    flow.resync(exc)
-                else:
-                    del self._flows[key]
-                    flow.reject(exc)
-            else:
-                rejected = stage_pb2.EdgeRejected(key=message, error=error_to_wire(exc))
-                self._reply(stage_pb2.PutReply(rejected=rejected))
+            self._reject(message, exc)
+
+    def _reject(self, message: chunk_pb2.EdgeKey, error: StagemeshError) -> None:
+        """Rejects the flow with the key `message`, or asks the producer to reopen it if a message was lost."""
+        key = wire.key_from_wire(message)
+        error.located(edge=key.edge, request_id=key.request_id, replica=self._name)
+        flow = self._flows.get(key)
+        if flow is None or not self._check_carried(flow):
+            rejected = stage_pb2.EdgeRejected(key=message, error=error_to_wire(error))
+            self._reply(stage_pb2.PutReply(rejected=rejected))
+        elif error.reason in _LOST_MESSAGE:
+            flow.resync(error)
+        else:
+            del self._flows[key]
+            flow.reject(error)
 
     def _flow(self, message: chunk_pb2.EdgeKey) -> InletAttempt | None:
         """Returns the flow to which an item belongs, or None if the item must be ignored. `message` is the flow's key.
@@ -369,13 +371,14 @@ class ConsumerSession:
         if not data.lease_id:
             flow.deliver(wire.packet_of(data, self._transfers.take(flow.key, data), location="streamed"))
             return False
-        if wire.has_tickets(data):
+        if data.tensors and data.tensors[-1].HasField("handover"):
             self._tickets(flow, data)
             return True
         reader = self._producer.reader(flow.connector)
         if reader is None:
             if not self._producer.has_negotiated(flow.connector):
-                wire.refuse_unknown_locations(data, of=self._name)
+                for tensor in data.tensors:
+                    refuse_unknown(tensor, of=self._name)
                 raise InvalidChunkError("a chunk arrived by a connector that was not negotiated")
             self._resync_failed(flow)
             return False
@@ -431,8 +434,3 @@ class ConsumerSession:
             raise UnavailableError(
                 f"connector {flow.connector} failed: {type(exc).__name__}: {exc}", reason="CONNECTOR_FAILED"
             ) from exc
-
-
-def _raise(error: object) -> None:
-    assert isinstance(error, StagemeshError), "only errors are raised"
-    raise error

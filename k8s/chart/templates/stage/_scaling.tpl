@@ -10,13 +10,6 @@ kind: Deployment
 name: {{ index . 0 | quote }}
 {{- end -}}
 
-{{/* Not empty if KEDA scales a group. Argument: the plan. */}}
-{{- define "stagemesh.hasKeda" -}}
-{{- range $name, $group := .groups -}}
-  {{- if and $group.autoscaling.enabled (eq $group.autoscaling.kind "keda") -}}{{ $name }}{{- end -}}
-{{- end -}}
-{{- end -}}
-
 {{/* How fast an autoscaler acts. A removed replica drains, but its model takes long to load again. Argument: autoscaling. */}}
 {{- define "stagemesh.scalingBehavior" -}}
 scaleUp:

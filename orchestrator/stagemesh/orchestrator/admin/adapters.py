@@ -1,17 +1,13 @@
 """Loads, unloads and lists the adapters of whole stages on behalf of AdminService."""
 
-import asyncio
-from collections.abc import Collection, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Sequence
 
 from stagemesh.common.errors import ExistsError, NotFoundError, StagemeshError, UnavailableError
-from stagemesh.orchestrator.admin.directory import Directory
+from stagemesh.orchestrator.admin.directory import Directory, answers_of
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters, list_adapters, load_adapter, unload_adapter
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import admin_pb2, control_pb2
-
-_Answer = TypeVar("_Answer")
 
 
 class Adapters:
@@ -37,7 +33,7 @@ class Adapters:
             )
         # A replica that becomes ready during the calls loads the adapter as well.
         self._remembered.remember(stage, name, path)
-        answers = await _each(load_adapter(replica, name, path, timeout_s=timeout_s) for replica in replicas)
+        answers = await answers_of(load_adapter(replica, name, path, timeout_s=timeout_s) for replica in replicas)
         try:
             _check_any(answers)
         except StagemeshError:
@@ -58,7 +54,9 @@ class Adapters:
         replicas = self._replicas(stage)
         former = self._remembered.path_of(stage, name)
         self._remembered.forget(stage, name)
-        answers = await _each(unload_adapter(replica, name, when_busy, timeout_s=timeout_s) for replica in replicas)
+        answers = await answers_of(
+            unload_adapter(replica, name, when_busy, timeout_s=timeout_s) for replica in replicas
+        )
         had = {
             replica: answer
             for replica, answer in zip(replicas, answers, strict=True)
@@ -86,7 +84,7 @@ class Adapters:
         replicas = self._replicas(stage)
         remembered = self._remembered.names(stage)
         found = {name: admin_pb2.StageAdapter(name=name, persistent=True) for name in remembered}
-        answers = await _each(map(list_adapters, replicas))
+        answers = await answers_of(map(list_adapters, replicas))
         _check_any(answers)
         for replica, answer in zip(replicas, answers, strict=True):
             for adapter in () if isinstance(answer, StagemeshError) else answer:
@@ -101,17 +99,6 @@ class Adapters:
                 f"stage {stage!r} has no replica; start one first", reason="STAGE_NOT_READY", metadata={"stage": stage}
             )
         return replicas
-
-
-async def _each(calls: Iterable[Coroutine[Any, Any, _Answer]]) -> "list[_Answer | StagemeshError]":
-    return await asyncio.gather(*map(_caught, calls))
-
-
-async def _caught(call: Coroutine[Any, Any, _Answer]) -> "_Answer | StagemeshError":
-    try:
-        return await call
-    except StagemeshError as exc:
-        return exc
 
 
 def _check_any(answers: Collection[object]) -> None:

@@ -1,10 +1,11 @@
 """Looks up the pipeline's stages, edges and replicas by name, and probes the connectors of edges."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine, Iterable
 from itertools import chain
+from typing import Any, TypeVar
 
-from stagemesh.common.errors import NotFoundError
+from stagemesh.common.errors import NotFoundError, StagemeshError
 from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
 from stagemesh.orchestrator.fleet.fleet import Fleet
@@ -12,10 +13,26 @@ from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.pipeline import Edge, Pipeline
 from stagemesh.rpc.pages import Key
 
+_Answer = TypeVar("_Answer")
+
+CALL_S = 5.0
+"""The time limit for a call of a replica on behalf of an operator, in seconds."""
 ORCHESTRATOR = "@orchestrator"
 """The name of the orchestrator itself among the names of processes. No stage or replica has it."""
 _MAX_CONCURRENT_PROBES = 64
 _RANKS = {ReplicaState.READY: 0, ReplicaState.FAILED: 2, ReplicaState.UNREACHABLE: 2}
+
+
+async def answers_of(calls: Iterable[Coroutine[Any, Any, _Answer]]) -> "list[_Answer | StagemeshError]":
+    """Awaits calls of replicas at the same time. Returns the answer of each, or the error with which it failed."""
+
+    async def answer(call: Coroutine[Any, Any, _Answer]) -> "_Answer | StagemeshError":
+        try:
+            return await call
+        except StagemeshError as exc:
+            return exc
+
+    return await asyncio.gather(*map(answer, calls))
 
 
 class Directory:

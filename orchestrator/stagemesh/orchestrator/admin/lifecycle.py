@@ -4,15 +4,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 
-from google.protobuf.message import Message
-
 from stagemesh.common.errors import DeadlineError, InvalidRequestError, NotReadyError, StagemeshError
 from stagemesh.common.process.stage_process import ReplicaState
-from stagemesh.orchestrator.admin.directory import Directory
+from stagemesh.orchestrator.admin.directory import CALL_S, Directory
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.v1 import admin_pb2, control_pb2
 
-_CALL_S = 5.0
 _POLL_S = 0.1
 _DRAIN_S = 300.0
 _DRAINED = "drained by an operator"
@@ -102,7 +99,7 @@ class Lifecycle:
             if running and not force:
                 await _resume(replica)
                 raise _still_running(replica, running, f"after {limit_s:g} s; it is resumed")
-            await _control(replica, "Shutdown", control_pb2.ShutdownRequest())
+            await replica.client.control(control_pb2.ShutdownRequest(), control_pb2.ShutdownResponse, timeout_s=CALL_S)
             yield admin_pb2.RestartReplicasResponse(replica=name, phase=admin_pb2.RESTART_PHASE_ENDING)
             await _poll(partial(self._is_replaced, name, former))
             yield admin_pb2.RestartReplicasResponse(replica=name, phase=admin_pb2.RESTART_PHASE_STARTING)
@@ -200,31 +197,28 @@ async def count_running(replica: Replica) -> int:
     if replica.running:
         return replica.running
     try:
-        answer = await _control(replica, "ListSteps", control_pb2.ListStepsRequest(page_size=1000))
+        request = control_pb2.ListStepsRequest(page_size=1000)
+        return len((await replica.client.control(request, control_pb2.ListStepsResponse, timeout_s=CALL_S)).steps)
     except DeadlineError:
         return 1
     except StagemeshError:
         return 0
-    return len(control_pb2.ListStepsResponse.FromString(answer).steps)
 
 
 async def _incarnation(replica: Replica) -> str:
-    return (await replica.client.describe(timeout_s=_CALL_S)).incarnation
+    return (await replica.client.describe(timeout_s=CALL_S)).incarnation
 
 
 async def _drain(replica: Replica, *, move_after_s: float | None = None) -> None:
-    await _control(replica, "Drain", control_pb2.DrainRequest(move_after_s=move_after_s))
+    request = control_pb2.DrainRequest(move_after_s=move_after_s)
+    await replica.client.control(request, control_pb2.DrainResponse, timeout_s=CALL_S)
     if replica.state is ReplicaState.READY:
         replica.observe(ReplicaState.DRAINING, _DRAINED)
 
 
 async def _resume(replica: Replica) -> None:
-    await _control(replica, "Resume", control_pb2.ResumeRequest())
-    await replica.observe_again(ReplicaState.DRAINING, timeout_s=_CALL_S)
-
-
-async def _control(replica: Replica, method: str, request: Message) -> bytes:
-    return await replica.client.control(method, request.SerializeToString(), timeout_s=_CALL_S)
+    await replica.client.control(control_pb2.ResumeRequest(), control_pb2.ResumeResponse, timeout_s=CALL_S)
+    await replica.observe_again(ReplicaState.DRAINING, timeout_s=CALL_S)
 
 
 def _still_running(replica: Replica, running: int, result: str) -> DeadlineError:

@@ -15,25 +15,22 @@ from google.protobuf.message import Message
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.common.wire.versions import check_version, own_protocol
-from stagemesh.keda import externalscaler_pb2_grpc
 from stagemesh.orchestrator.admin.adapters import Adapters
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle
-from stagemesh.orchestrator.admin.processes import LogLevels, process_reports
+from stagemesh.orchestrator.admin.processes import process_reports, set_log_levels
 from stagemesh.orchestrator.descriptions import describe_edge, replica_status
 from stagemesh.orchestrator.fleet.membership import SERVICE_NAME as MEMBERSHIP_NAME
 from stagemesh.orchestrator.fleet.membership import MembershipServicer, RegistrationSource
 from stagemesh.orchestrator.fleet.replica_client import CONTROL_NAME
-from stagemesh.orchestrator.metrics.external_scaler import SERVICE_NAME as SCALER_NAME
-from stagemesh.orchestrator.metrics.external_scaler import ExternalScalerServicer
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState
 from stagemesh.rpc.callers import OPERATOR, STAGE
 from stagemesh.rpc.handlers import answering, streaming, time_left_s
 from stagemesh.rpc.pages import Key, page_of
 from stagemesh.rpc.server import Server
-from stagemesh.v1 import admin_pb2, admin_pb2_grpc, membership_pb2_grpc
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, membership_pb2_grpc
 
 SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 REPLICA_KEY = "stagemesh-replica"
@@ -84,7 +81,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._directory = directory
         self._inspector = Inspector(orchestrator, directory)
         self._lifecycle = Lifecycle(directory)
-        self._log_levels = LogLevels(directory)
         self._adapters = Adapters(directory, orchestrator.fleet.adapters)
 
     @_answered
@@ -196,7 +192,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def SetLogLevel(
         self, request: admin_pb2.AdminServiceSetLogLevelRequest
     ) -> admin_pb2.AdminServiceSetLogLevelResponse:
-        outcomes = await self._log_levels.set(request.target, request.level, request.logger)
+        level = control_pb2.SetLogLevelRequest(level=request.level, logger=request.logger)
+        outcomes = await set_log_levels(self._directory, request.target, level)
         return admin_pb2.AdminServiceSetLogLevelResponse(processes=outcomes)
 
     @_answered
@@ -226,8 +223,8 @@ async def serving_admin(
 ) -> AsyncGenerator[int]:
     """Serves operators and stages at the address `listen` ("host:port") while the block runs. Yields the port number.
 
-    Operators call AdminService, and KEDA calls ExternalScaler. Stages call MembershipService, which rejects them if
-    `registration` is None. All health checks report SERVING.
+    Operators call AdminService. Stages call MembershipService, which rejects them if `registration` is None. All health
+    checks report SERVING.
     """
     server = Server(listen, roles={OPERATOR, STAGE})
     directory = Directory(orchestrator.pipeline, orchestrator.fleet)
@@ -239,12 +236,7 @@ async def serving_admin(
         membership_pb2_grpc.add_MembershipServiceServicer_to_server,
         MembershipServicer(registration),
     )
-    server.add(
-        SCALER_NAME,
-        externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server,
-        ExternalScalerServicer(orchestrator),
-    )
-    server.set_health("", SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME, SCALER_NAME, serving=True)
+    server.set_health("", SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME, serving=True)
     async with server.serving(grace_s=_GRACE_S) as port:
         yield port
 
@@ -279,7 +271,7 @@ class _ControlForwarder(grpc.GenericRpcHandler):
                 raise UnsupportedError(f"{method} is not forwarded; call AdminService.{_REPLACED_BY[method]}")
             replica = self._directory.replica(name)
             left_s = time_left_s(context)
-            return await replica.client.control(method, request, timeout_s=_MAX_CALL_S if left_s is None else left_s)
+            return await replica.client.forward(method, request, timeout_s=_MAX_CALL_S if left_s is None else left_s)
         raise AssertionError("answering ends every call that fails")
 
 

@@ -15,6 +15,10 @@ from sortedcontainers import SortedKeyList
 from stagemesh.common.errors import StagemeshError
 from stagemesh.pipeline import Bounds, Limits
 
+TURNS_TO_ONE_BY_AGE = 8
+_LOWEST_PRIORITY, _HIGHEST_PRIORITY = -10, 10
+_MAX_RECORDED_TURNS = 4096
+
 
 @dataclass(frozen=True)
 class AdmissionRequest:
@@ -85,11 +89,6 @@ class Ticket:
     admitted_s: float = 0.0
     reported_position: int = 0
     """The queue position that was last reported to the listener, or 0 if none was reported."""
-
-
-TURNS_TO_ONE_BY_AGE = 8
-_LOWEST_PRIORITY, _HIGHEST_PRIORITY = -10, 10
-_MAX_RECORDED_TURNS = 4096
 
 
 @dataclass

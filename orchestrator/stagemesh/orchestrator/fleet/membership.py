@@ -24,6 +24,13 @@ from stagemesh.v1 import membership_pb2, membership_pb2_grpc
 if TYPE_CHECKING:
     import grpc
 
+_log = logging.getLogger(__name__)
+_RESOLVE_TIMEOUT_S = 5.0
+Resolve: TypeAlias = Callable[[str], Awaitable[Collection[str]]]
+"""An async function that returns the IP addresses of a host name. Raises OSError if the resolver does not answer."""
+SERVICE_NAME = membership_pb2.DESCRIPTOR.services_by_name["MembershipService"].full_name
+_Context: TypeAlias = "grpc.aio.ServicerContext[membership_pb2.RegisterRequest, membership_pb2.RegisterResponse]"
+
 
 @dataclass(frozen=True)
 class Member:
@@ -88,14 +95,6 @@ def find_refusal(description: Belonging, *, stage: str, pipeline: Pipeline, gene
         "stage": (description.stage, stage),
     }
     return "; ".join(f"its {what} is {has}, expected {want}" for what, (has, want) in facts.items() if has != want)
-
-
-_log = logging.getLogger(__name__)
-
-_RESOLVE_TIMEOUT_S = 5.0
-
-Resolve: TypeAlias = Callable[[str], Awaitable[Collection[str]]]
-"""An async function that returns the IP addresses of a host name. Raises OSError if the resolver does not answer."""
 
 
 async def resolve(host: str) -> Collection[str]:
@@ -169,11 +168,6 @@ class DnsSource:
 
 def _endpoint(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
-SERVICE_NAME = membership_pb2.DESCRIPTOR.services_by_name["MembershipService"].full_name
-
-_Context: TypeAlias = "grpc.aio.ServicerContext[membership_pb2.RegisterRequest, membership_pb2.RegisterResponse]"
 
 
 @dataclass(eq=False)

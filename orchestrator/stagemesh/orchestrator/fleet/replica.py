@@ -18,6 +18,7 @@ from stagemesh.v1 import protocol_pb2, stage_pb2
 
 _SMOOTHING = 0.2
 _FIRST_GUESS_S = 1.0
+_REPORTING_LOAD = frozenset({ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.ASLEEP, ReplicaState.LOADING})
 
 
 class Hold(Enum):
@@ -393,9 +394,6 @@ class Replica:
         else:
             self._holds[hold] = why
         self._on_change()
-
-
-_REPORTING_LOAD = frozenset({ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.ASLEEP, ReplicaState.LOADING})
 
 
 def reported_load(replica: Replica) -> stage_pb2.WatchLoadResponse | None:

@@ -2,16 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from stagemesh.common.errors import UnavailableError, UnsupportedError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, ConnectorName, number_of
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe, probe_from_wire
-from stagemesh.orchestrator.fleet.replica_loss import ReplicaErrors
+from stagemesh.orchestrator.fleet.replica_loss import STEP_PING_S, STEP_PING_TIMEOUT_S, ReplicaErrors
 from stagemesh.orchestrator.fleet.step_stream import StepStream, TakeEvent
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.credentials import PROCESS
@@ -21,13 +22,10 @@ CONTROL_NAME = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].fu
 _LOAD_INTERVAL_S = 0.5
 _IDLE_INTERVAL_S = 30.0
 _DIAL_S = 1.0
-_STEP_PING_S, _STEP_PING_TIMEOUT_S = 0.5, 0.3
-"""A stopped or partitioned replica that runs a step is detected within 1.3 seconds. A replica that answers late costs
-nothing, because its steps continue on a new connection.
-"""
 
 Verdict: TypeAlias = "stage_pb2.RolloutVerdict.ValueType"
 """Whether a rolling update may count a replica as ready."""
+_Response = TypeVar("_Response", bound=Message)
 _UnaryBytes: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]"
 
 
@@ -56,8 +54,8 @@ class ReplicaClient:
         self._step_channel = open_channel(
             self._endpoint,
             server_name=self._server_name,
-            keepalive_s=_STEP_PING_S,
-            ping_timeout_s=_STEP_PING_TIMEOUT_S,
+            keepalive_s=STEP_PING_S,
+            ping_timeout_s=STEP_PING_TIMEOUT_S,
             pings_without_calls=False,
         )
         self._step_stub = stage_pb2_grpc.StageServiceStub(self._step_channel)
@@ -206,7 +204,12 @@ class ReplicaClient:
         writer.close()
         return False
 
-    async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
+    async def control(self, request: Message, response: type[_Response], *, timeout_s: float) -> _Response:
+        """Calls the method of StageControlService whose request is `request`, and returns its response."""
+        method = request.DESCRIPTOR.name.removesuffix("Request")
+        return response.FromString(await self.forward(method, request.SerializeToString(), timeout_s=timeout_s))
+
+    async def forward(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
         """Calls the method `method` of StageControlService. The request and the response are serialized messages."""
         call: _UnaryBytes = self._channel.unary_unary(f"/{CONTROL_NAME}/{method}", None, None)
         with self._errors.mapped():

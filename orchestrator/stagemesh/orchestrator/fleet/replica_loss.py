@@ -14,6 +14,20 @@ from stagemesh.rpc.error_mapping import from_rpc_error
 REPLICA_LOST = "REPLICA_LOST"
 # The codes that gRPC itself reports if the replica or the connection fails. Errors of a service have a reason.
 _BROKEN = frozenset({Code.UNAVAILABLE, Code.CANCELLED, Code.UNKNOWN, Code.INTERNAL})
+STEP_PING_S, STEP_PING_TIMEOUT_S = 0.5, 0.3
+"""A stopped or partitioned replica that runs a step is detected within 1.3 seconds. A replica that answers late costs
+nothing, because its steps continue on a new connection.
+"""
+GIVE_UP_S = 15.0
+"""Time in seconds after which an unreachable replica counts as ended."""
+ACCEPT_S = 5.0
+"""Time limit for a replica to accept a step, in seconds."""
+REATTACH_S = 0.6
+"""Time limit for reconnecting to an unreachable replica, in seconds.
+
+After this time, the replica's steps are run on other replicas. A replica retains the steps of a broken connection for
+longer than this time.
+"""
 
 
 class ReplicaErrors:
@@ -77,17 +91,3 @@ class ReplicaErrors:
             metadata=self.location,
             retry_after_s=1.0,
         )
-
-
-GIVE_UP_S = 15.0
-"""Time in seconds after which an unreachable replica counts as ended."""
-
-
-ACCEPT_S = 5.0
-"""Time limit for a replica to accept a step, in seconds."""
-REATTACH_S = 0.6
-"""Time limit for reconnecting to an unreachable replica, in seconds.
-
-After this time, the replica's steps are run on other replicas. A replica retains the steps of a broken connection for
-longer than this time.
-"""

@@ -85,8 +85,7 @@ async def list_adapters(replica: Replica) -> Sequence[control_pb2.Adapter]:
     adapters: list[control_pb2.Adapter] = []
     request = control_pb2.ListAdaptersRequest(page_size=_PAGE)
     while True:
-        answer = await replica.client.control("ListAdapters", request.SerializeToString(), timeout_s=_LIST_S)
-        page = control_pb2.ListAdaptersResponse.FromString(answer)
+        page = await replica.client.control(request, control_pb2.ListAdaptersResponse, timeout_s=_LIST_S)
         adapters += page.adapters
         request.page_token = page.next_page_token
         if not request.page_token:
@@ -95,14 +94,13 @@ async def list_adapters(replica: Replica) -> Sequence[control_pb2.Adapter]:
 
 async def load_adapter(replica: Replica, name: str, path: str, *, timeout_s: float) -> control_pb2.Adapter:
     """Loads an adapter on one replica, and returns its description. Does nothing if it is loaded already."""
-    request = control_pb2.LoadAdapterRequest(name=name, path=path).SerializeToString()
-    answer = await replica.client.control("LoadAdapter", request, timeout_s=timeout_s)
-    return control_pb2.LoadAdapterResponse.FromString(answer).adapter
+    request = control_pb2.LoadAdapterRequest(name=name, path=path)
+    return (await replica.client.control(request, control_pb2.LoadAdapterResponse, timeout_s=timeout_s)).adapter
 
 
 async def unload_adapter(
     replica: Replica, name: str, when_busy: "control_pb2.BusyPolicy.ValueType", *, timeout_s: float
 ) -> None:
     """Unloads an adapter from one replica. Raises NotFoundError if the replica does not have it."""
-    request = control_pb2.UnloadAdapterRequest(name=name, when_busy=when_busy).SerializeToString()
-    await replica.client.control("UnloadAdapter", request, timeout_s=timeout_s)
+    request = control_pb2.UnloadAdapterRequest(name=name, when_busy=when_busy)
+    await replica.client.control(request, control_pb2.UnloadAdapterResponse, timeout_s=timeout_s)

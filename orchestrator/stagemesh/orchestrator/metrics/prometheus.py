@@ -22,15 +22,22 @@ from stagemesh.v1.errors_pb2 import ErrorReason
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 _UNDERRUN_SECONDS = (0.0, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_HELP = {
+    Signal.QUEUED: "Seconds of work that waits for the stage: this orchestrator's part of the replicas' queues, and "
+    "its requests that are not planned yet.",
+    Signal.PLAYOUT: "Audio streams of this orchestrator that the stage emits and that are about to run dry.",
+    Signal.IN_FLIGHT: "Steps of this orchestrator that run or wait at the stage's replicas.",
+}
 _OUTCOMES = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
 
 
-class RequestMetrics:
+class OrchestratorMetrics:
     """The metrics of one orchestrator. Call all methods on the orchestrator's event loop."""
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         """Observes the requests that end from now on."""
         self._orchestrator = orchestrator
+        self._signals = ScalingSignals(orchestrator)
         stage = ("stage",)
         self._errors = _counter("stagemesh_request_errors", "Failed requests, by the reason of the error.", ("reason",))
         self._queue_s = _histogram("stagemesh_request_queue_seconds", "Seconds from a request's receipt to its plan.")
@@ -75,6 +82,7 @@ class RequestMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yields the present values of all metrics."""
+        yield from self._scaling()
         for observed in (
             self._errors,
             self._queue_s,
@@ -93,6 +101,14 @@ class RequestMetrics:
         yield from self._edges()
         yield from self._replicas()
         yield from sent_metrics(self._orchestrator.input_planes.meters)
+
+    def _scaling(self) -> Iterator[Metric]:
+        by_stage = self._signals.by_stage()
+        for signal in Signal:
+            family = GaugeMetricFamily(signal.value, _HELP[signal], labels=("stage",))
+            for stage, signals in by_stage.items():
+                family.add_metric((stage,), signals.own(signal))
+            yield family
 
     def _observe(self, timeline: Timeline) -> None:
         """Adds a request that has ended."""
@@ -216,32 +232,3 @@ def _counter(name: str, text: str, labels: tuple[str, ...]) -> Counter:
 
 def _histogram(name: str, text: str, labels: tuple[str, ...] = ()) -> Histogram:
     return Histogram(name, text, labels, buckets=_SECONDS, registry=None)
-
-
-_HELP = {
-    Signal.QUEUED: "Seconds of work that waits for the stage: this orchestrator's part of the replicas' queues, and "
-    "its requests that are not planned yet.",
-    Signal.PLAYOUT: "Audio streams of this orchestrator that the stage emits and that are about to run dry.",
-    Signal.IN_FLIGHT: "Steps of this orchestrator that run or wait at the stage's replicas.",
-}
-
-
-class OrchestratorMetrics:
-    """The metrics of an orchestrator. Call all methods on the orchestrator's event loop."""
-
-    def __init__(self, orchestrator: Orchestrator) -> None:
-        self._signals = ScalingSignals(orchestrator)
-        self._requests = RequestMetrics(orchestrator)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields all metrics with their present values."""
-        yield from self._scaling()
-        yield from self._requests.collect()
-
-    def _scaling(self) -> Iterator[Metric]:
-        by_stage = self._signals.by_stage()
-        for signal in Signal:
-            family = GaugeMetricFamily(signal.value, _HELP[signal], labels=("stage",))
-            for stage, signals in by_stage.items():
-                family.add_metric((stage,), signals.own(signal))
-            yield family

@@ -23,6 +23,12 @@ _PLAYOUT_MARGIN_S = 0.5
 
 A stream that began less than this time ago is not counted, because it starts with its first chunk alone.
 """
+_log = logging.getLogger(__name__)
+_INTERVAL_S = 0.2
+_WAKE_S = 60.0
+_DESCRIBE_S = 5.0
+_RETRY_S = 10.0
+"""The time after which a replica that failed to wake is woken again, in seconds."""
 
 
 class Metric(Enum):
@@ -48,8 +54,6 @@ class StageSignals:
     """The work of requests that this orchestrator has not planned yet, in seconds."""
     playout_at_risk: int = 0
     """The number of audio streams that are about to run dry."""
-    in_flight: int = 0
-    """The number of steps that run or wait at the replicas, for all orchestrators."""
     own_in_flight: int = 0
     """The number of steps that this orchestrator has placed on the replicas."""
 
@@ -57,11 +61,6 @@ class StageSignals:
     def queued_s(self) -> float:
         """The work that waits, in seconds: in the queues of the replicas, and in this orchestrator."""
         return self.queued_at_replicas_s + self.unplanned_s
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the stage has any work."""
-        return bool(self.in_flight or self.own_in_flight or self.unplanned_s)
 
     def own(self, metric: Metric) -> float:
         """Returns this orchestrator's part of a metric. The sum over all orchestrators is the metric of the stage."""
@@ -72,16 +71,6 @@ class StageSignals:
                 return self.playout_at_risk
             case Metric.IN_FLIGHT:
                 return self.own_in_flight
-
-    def total(self, metric: Metric, *, orchestrators: int) -> float:
-        """Returns a metric of the stage, if each of `orchestrators` orchestrators has as many requests as this one."""
-        match metric:
-            case Metric.QUEUED:
-                return self.queued_at_replicas_s + orchestrators * self.unplanned_s
-            case Metric.PLAYOUT:
-                return orchestrators * self.playout_at_risk
-            case Metric.IN_FLIGHT:
-                return self.in_flight
 
 
 class ScalingSignals:
@@ -104,7 +93,6 @@ class ScalingSignals:
                 ),
                 unplanned_s=unplanned[stage] * fleet.step_cost(stage).seconds,
                 playout_at_risk=at_risk[stage],
-                in_flight=sum(load.running + load.queued for _, load in loads),
                 own_in_flight=sum(replica.running for replica in replicas),
             )
         return signals
@@ -146,15 +134,6 @@ class ScalingSignals:
 def _own_part(replica: Replica, steps: int) -> float:
     """Returns the part of a replica's steps that this orchestrator has placed there, from 0 to 1."""
     return min(1.0, replica.running / steps) if steps else 0.0
-
-
-_log = logging.getLogger(__name__)
-
-_INTERVAL_S = 0.2
-_WAKE_S = 60.0
-_DESCRIBE_S = 5.0
-_RETRY_S = 10.0
-"""The time after which a replica that failed to wake is woken again, in seconds."""
 
 
 class WarmTier:
@@ -206,7 +185,7 @@ class WarmTier:
         """Wakes a replica. Returns when the replica accepts steps."""
         _log.info("waking replica %s of stage %s", replica.name, replica.stage)
         try:
-            await replica.client.control("Wake", control_pb2.WakeRequest().SerializeToString(), timeout_s=_WAKE_S)
+            await replica.client.control(control_pb2.WakeRequest(), control_pb2.WakeResponse, timeout_s=_WAKE_S)
             await replica.observe_again(ReplicaState.ASLEEP, timeout_s=_DESCRIBE_S)
         except StagemeshError as exc:
             _log.warning("replica %s of stage %s cannot be woken: %s", replica.name, replica.stage, exc.message)

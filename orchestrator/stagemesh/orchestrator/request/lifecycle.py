@@ -16,7 +16,8 @@ from typing import NamedTuple, TypeAlias
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import ExistsError, StagemeshError
 from stagemesh.common.wire.messages import digest_of, without_fields
-from stagemesh.orchestrator.admission import Admission, AdmissionRequest, TicketState
+from stagemesh.orchestrator.admission.admission import Admission
+from stagemesh.orchestrator.admission.queue import AdmissionRequest, TicketState
 from stagemesh.orchestrator.planning.planner import NotReadyYetError, Plan
 from stagemesh.orchestrator.planning.replacement_replicas import Failover
 from stagemesh.orchestrator.request.output_record import RequestRecord
@@ -174,7 +175,8 @@ class RequestLifecycle:
         another replica. Returns the error of a failed choice, or None if it succeeded.
         """
         running = replace(request, first_attempt=attempt)
-        error = await self._run_planned(running, planned, failed=_ignore)
+        # A failed choice runs again, so that nothing has failed yet.
+        error = await self._run_planned(running, planned, failed=lambda _: None)
         if error is None or self._stopped is not None or self.record.journal.closed:
             return error
         _log.warning("request %s cannot continue with its running steps: %s", request.choice_id, error)
@@ -380,7 +382,3 @@ def _latest_attempt(error: StagemeshError | None) -> int | None:
         return None
     attempt = error.metadata.get("attempt", "")
     return int(attempt) if attempt.isdecimal() else None
-
-
-def _ignore(error: StagemeshError) -> None:
-    """Does nothing. The choice of a request that continues may run again."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from itertools import product
 
-from stagemesh.common.errors import CancelledRequestError, OverloadedError, StagemeshError
+from stagemesh.common.errors import CancelledRequestError, OverloadedError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Journal
 from stagemesh.common.requests.output_position import OutputKey, Position, length_of
 from stagemesh.orchestrator.request.timeline import Timeline
@@ -16,8 +16,14 @@ MAX_LINGER_S = 60
 _EMPTY = request_pb2.Finish(reason=request_pb2.FINISH_REASON_EMPTY)
 NOT_RUNNING = "NOT_RUNNING"
 """The error reason of requests that an orchestrator ends because it stops."""
+_RETRY_AFTER_S = 1.0
 CALLER_DISCONNECTED = "CALLER_DISCONNECTED"
 """The error reason of requests whose client has left."""
+
+
+def not_running(message: str = "the orchestrator is starting or stopping; try again") -> UnavailableError:
+    """Returns the error of requests that an orchestrator rejects or ends because it starts or stops."""
+    return UnavailableError(message, reason=NOT_RUNNING, retry_after_s=_RETRY_AFTER_S)
 
 
 class RequestRecord:

@@ -32,6 +32,8 @@ _PACKET_BYTES = 256 << 10
 """The maximum size of a packet that `packets_of` returns, in bytes. A larger piece of input becomes several packets."""
 _MIN_RATE_HZ, _MAX_RATE_HZ = 1_000, 384_000
 _MAX_CHARACTER_BYTES = 4
+ARENA_BYTES = 8 << 20
+"""The memory of a data plane for chunks that no stage has received yet, in bytes."""
 
 
 class StreamedInput:
@@ -41,7 +43,7 @@ class StreamedInput:
     "@input" feed. When the request has ended, the packets are dropped.
     """
 
-    def __init__(self, on_consumed: Callable[[int], None]) -> None:
+    def __init__(self, on_consumed: Callable[[int], None] = lambda _: None) -> None:
         """Creates an empty input.
 
         `on_consumed` is called with a number of bytes when all consuming stages have accepted these further bytes.
@@ -184,10 +186,6 @@ def _packets_of_audio(audio: request_pb2.Audio) -> Sequence[Packet]:
     step = _PACKET_BYTES // mono.itemsize
     metadata = {SAMPLE_RATE_HZ: audio.sample_rate_hz}
     return [Packet({"audio": mono[start : start + step]}, metadata) for start in range(0, len(mono), step)]
-
-
-ARENA_BYTES = 8 << 20
-"""The memory of a data plane for chunks that no stage has received yet, in bytes."""
 
 
 class InputPlanes:

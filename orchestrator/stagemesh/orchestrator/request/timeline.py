@@ -356,13 +356,12 @@ async def ask_for_report(
 
     Returns None if the replica does not answer in time, does not serve StageControlService, or does not run the step.
     """
-    request = control_pb2.ListStepsRequest(request_id=request_id).SerializeToString()
+    request = control_pb2.ListStepsRequest(request_id=request_id)
     try:
-        answer = await replica.client.control("ListSteps", request, timeout_s=timeout_s)
+        answer = await replica.client.control(request, control_pb2.ListStepsResponse, timeout_s=timeout_s)
     except StagemeshError:
         return None
-    steps = control_pb2.ListStepsResponse.FromString(answer).steps
-    return next((step for step in steps if step.attempt == attempt), None)
+    return next((step for step in answer.steps if step.attempt == attempt), None)
 
 
 def describe_wait(notes: StepNotes, report: control_pb2.StepReport | None, *, unready: Sequence[str]) -> str:

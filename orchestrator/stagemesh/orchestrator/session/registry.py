@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 
-from stagemesh.common.errors import ExistsError, OverloadedError, UnavailableError
+from stagemesh.common.errors import ExistsError, OverloadedError
+from stagemesh.orchestrator.request.output_record import not_running
 from stagemesh.orchestrator.session.session import Session
 from stagemesh.orchestrator.session.session_call import SessionCall
 from stagemesh.orchestrator.session.settings import SessionSettings, read_settings
-from stagemesh.orchestrator.session.turn_requests import Runner, Task
+from stagemesh.orchestrator.session.turn_requests import Task, TurnRequests
 from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import orchestrator_pb2
 
@@ -27,7 +28,9 @@ class SessionRegistry:
     Sessions can be opened only within `async with registry.running():`.
     """
 
-    def __init__(self, pipeline: Pipeline, runner: Runner, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, pipeline: Pipeline, runner: TurnRequests, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._pipeline, self._runner, self._clock = pipeline, runner, clock
         self._sessions: dict[str, Session] = {}
         self._callers = Counter[str]()
@@ -65,11 +68,7 @@ class SessionRegistry:
             # The stages must release the request of a turn before another request has its id.
             await asyncio.wait([ending])
         if self._is_stopping or self._group is None:
-            raise UnavailableError(
-                "the orchestrator is starting or stopping; try again",
-                reason="NOT_RUNNING",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+            raise not_running()
         known = self._sessions.get(settings.session_id)
         if known is not None and known.is_closed:
             self._end(known)

@@ -19,7 +19,7 @@ from stagemesh.orchestrator.request.output_record import NOT_RUNNING
 from stagemesh.orchestrator.session.session_call import ClientPosition, SessionCall, generated_response, response
 from stagemesh.orchestrator.session.settings import SessionSettings
 from stagemesh.orchestrator.session.turn_detection import DetectedTurns
-from stagemesh.orchestrator.session.turn_requests import Runner, RunningRequest, Spawn
+from stagemesh.orchestrator.session.turn_requests import RunningRequest, Spawn, TurnRequests
 from stagemesh.orchestrator.session.turns import Turns
 from stagemesh.pipeline import Pipeline
 from stagemesh.rpc.error_mapping import error_to_wire
@@ -30,6 +30,8 @@ INTERRUPTED, ENDED = "interrupted", "ended"
 
 RestOf = Callable[[int, Mapping[OutputKey, int]], Sequence[bytes] | None]
 """A function that returns the events of a turn's request after some positions, or None if they are not retained."""
+MAX_SESSION_LINGER_S = 3600
+_RETRY_AFTER_S = 1.0
 
 
 class _Recent(NamedTuple):
@@ -87,10 +89,6 @@ def _without_outputs(event: _Recent) -> bytes:
     return response.SerializeToString()
 
 
-MAX_SESSION_LINGER_S = 3600
-_RETRY_AFTER_S = 1.0
-
-
 class Session:
     """One conversation with a client. At most one call is attached to it at a time.
 
@@ -101,7 +99,7 @@ class Session:
     def __init__(
         self,
         settings: SessionSettings,
-        runner: Runner,
+        runner: TurnRequests,
         pipeline: Pipeline,
         *,
         spawn: Spawn,

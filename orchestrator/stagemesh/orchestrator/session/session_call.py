@@ -16,6 +16,11 @@ from stagemesh.orchestrator.session.turn_requests import Answer, Spawn, Task
 from stagemesh.v1 import orchestrator_pb2
 
 _GENERATED = tag_of(orchestrator_pb2.ConverseResponse.DESCRIPTOR, "generated")
+_MAX_WAITING = 4
+"""The maximum number of events of an answer that wait to be sent."""
+_MAX_UNREAD = 256
+"""The number of events that wait to be sent above which no further event of the client is read."""
+_log = logging.getLogger(__name__)
 
 
 def response(turn: int = 0, **event: Any) -> bytes:
@@ -29,12 +34,6 @@ def generated_response(turn: int, event: bytes) -> bytes:
     Does not parse `event`, because an answer consists of many of them.
     """
     return response(turn) + embedded(_GENERATED, event)
-
-
-_MAX_WAITING = 4
-"""The maximum number of events of an answer that wait to be sent."""
-_MAX_UNREAD = 256
-"""The number of events that wait to be sent above which no further event of the client is read."""
 
 
 class SessionCall:
@@ -104,9 +103,6 @@ class SessionCall:
         answer, generated = event
         answer.note_sent(generated)
         return generated_response(answer.turn, generated)
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

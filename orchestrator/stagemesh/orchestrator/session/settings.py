@@ -136,7 +136,7 @@ def _valid_turn(opening: orchestrator_pb2.SessionOpen, pipeline: Pipeline, *, st
         earlier_calls=opening.earlier_calls,
     )
     if streams:
-        return validate(request, pipeline, stream=StreamedInput(_ignore))
+        return validate(request, pipeline, stream=StreamedInput())
     request.input.conversation.CopyFrom(opening.conversation)
     request.input.conversation.messages.add(role=request_pb2.ROLE_USER, content="text")
     return validate(request, pipeline)
@@ -168,7 +168,3 @@ def _transcript_output(turn: ValidRequest, pipeline: Pipeline) -> str:
     ]
     texts.sort(key=lambda output: (output.name not in turn.outputs, not pipeline.stages[output.stage].is_main))
     return texts[0].name if texts else ""
-
-
-def _ignore(size_bytes: int) -> None:
-    """Does nothing when a byte is consumed."""

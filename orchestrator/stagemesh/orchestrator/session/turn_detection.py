@@ -18,9 +18,15 @@ from stagemesh.orchestrator.request.output_record import NOT_RUNNING
 from stagemesh.orchestrator.request.streamed_input import StreamedInput, packets_of
 from stagemesh.orchestrator.session.settings import SessionSettings
 from stagemesh.orchestrator.session.turn_input import HEARD_KINDS
-from stagemesh.orchestrator.session.turn_requests import Answer, EndedRequest, Runner, RunningRequest, Spawn, Task
+from stagemesh.orchestrator.session.turn_requests import Answer, EndedRequest, RunningRequest, Spawn, Task, TurnRequests
 from stagemesh.orchestrator.session.turns import Outbox, Turns
 from stagemesh.v1 import orchestrator_pb2
+
+_log = logging.getLogger(__name__)
+_MAX_LISTENED_BYTES = 8 << 20
+"""The size of the audio without speech after which another listener continues, in bytes."""
+_HEARD_SILENCE_S = 5.0
+"""The audio that is retained before speech has been found in it, in seconds."""
 
 
 class Speech(NamedTuple):
@@ -65,12 +71,6 @@ class Listener:
         self._request.stop(CancelledRequestError("the session does not listen any longer"))
 
 
-_log = logging.getLogger(__name__)
-
-_MAX_LISTENED_BYTES = 8 << 20
-"""The size of the audio without speech after which another listener continues, in bytes."""
-
-
 class TurnDetector:
     """Listens to the audio of one turn after another.
 
@@ -107,7 +107,8 @@ class TurnDetector:
         if self._listener is not None and not self.speaks and self._listener.size_bytes > _MAX_LISTENED_BYTES:
             self.stop()
         if self._listener is None:
-            stream = StreamedInput(_ignore)
+            # The turn's own input determines the credit.
+            stream = StreamedInput()
             self._listener = Listener(self._listen(stream), stream, begins_s=at_s)
             self._task = self._spawn(self._follow(self._listener))
         self._listener.hear(packets)
@@ -142,14 +143,6 @@ class TurnDetector:
             self._failed(error)
 
 
-def _ignore(size_bytes: int) -> None:
-    """Does nothing when a byte is consumed: the turn's own input determines the credit."""
-
-
-_HEARD_SILENCE_S = 5.0
-"""The audio that is retained before speech has been found in it, in seconds."""
-
-
 class DetectedTurns(Turns):
     """The turns of a session in whose audio a stage of the pipeline detects speech.
 
@@ -157,7 +150,7 @@ class DetectedTurns(Turns):
     """
 
     def __init__(
-        self, settings: SessionSettings, runner: Runner, outbox: Outbox, *, spawn: Spawn, max_bytes: int
+        self, settings: SessionSettings, runner: TurnRequests, outbox: Outbox, *, spawn: Spawn, max_bytes: int
     ) -> None:
         super().__init__(settings, runner, outbox, spawn=spawn, max_bytes=max_bytes)
         assert settings.detection is not None, "the settings must contain the options of the detection"

@@ -11,6 +11,13 @@ from stagemesh.orchestrator.session.settings import SessionSettings
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2
 
+PROMPT_WINDOW_BYTES, STREAM_WINDOW_BYTES = 2 * MAX_MESSAGE_BYTES, 1 << 20
+"""The bytes that may be appended ahead of their consumption. The limit rises at half of them, where any piece fits."""
+HEARD_KINDS = frozenset({"audio"})
+"""The kinds of input in which turns are detected."""
+_LARGEST_PROMPT_BYTES = MAX_MESSAGE_BYTES - (256 << 10)
+"""The size of a prompt that fits into a message to a stage, together with the parameters of its request."""
+
 
 class Credit:
     """Counts the bytes that a client has appended, and limits those that no stage has consumed to a window.
@@ -69,14 +76,6 @@ class Credit:
             return False
         former, self.limit_bytes = self.limit_bytes, self._consumed + self._window_bytes
         return self.limit_bytes > former
-
-
-PROMPT_WINDOW_BYTES, STREAM_WINDOW_BYTES = 2 * MAX_MESSAGE_BYTES, 1 << 20
-"""The bytes that may be appended ahead of their consumption. The limit rises at half of them, where any piece fits."""
-HEARD_KINDS = frozenset({"audio"})
-"""The kinds of input in which turns are detected."""
-_LARGEST_PROMPT_BYTES = MAX_MESSAGE_BYTES - (256 << 10)
-"""The size of a prompt that fits into a message to a stage, together with the parameters of its request."""
 
 
 class TurnInput:

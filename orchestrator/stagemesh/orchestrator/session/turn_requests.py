@@ -15,9 +15,13 @@ from stagemesh.pipeline import Pipeline
 from stagemesh.pipeline.graph import SPEECH
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
+Task: TypeAlias = "asyncio.Task[None]"
+Spawn: TypeAlias = Callable[[Coroutine[object, object, None]], Task]
+"""Starts a task."""
+
 
 class RunningRequest(Protocol):
-    """The request of a turn. `RequestLifecycle` implements this protocol."""
+    """The request of a turn: a `RequestLifecycle` or an `EndedRequest`."""
 
     record: RequestRecord
     ended: asyncio.Future[None]
@@ -121,29 +125,6 @@ class TurnRequest:
     time_left_s: float | None = None
 
 
-class Runner(Protocol):
-    """Runs the requests of turns. `TurnRequests` implements this protocol."""
-
-    def check(self, request: orchestrator_pb2.GenerateRequest) -> None:
-        """Raises an error if the pipeline cannot run a request with this input."""
-        ...
-
-    def start(self, turn: TurnRequest) -> RunningRequest:
-        """Starts the request of a turn, or returns the request with the same id and content.
-
-        Raises an error if the request is invalid, if admission rejects it, or if the orchestrator does not run.
-        """
-        ...
-
-    def listen(self, turn: TurnRequest, detection: orchestrator_pb2.TurnDetection) -> RunningRequest:
-        """Starts a request that finds speech in streamed audio. `turn.message` has an id, a caller and a priority."""
-        ...
-
-    def find(self, request_id: str) -> RunningRequest | None:
-        """Returns the request with this id, or None if it is not known any longer."""
-        ...
-
-
 class StartRequest(Protocol):
     """The method `Orchestrator.start`."""
 
@@ -151,15 +132,20 @@ class StartRequest(Protocol):
 
 
 class TurnRequests:
-    """A `Runner` that starts requests by an orchestrator's method `start`. `requests` are the requests it knows."""
+    """Runs the requests of turns with an orchestrator's method `start`. `requests` are the requests that it knows."""
 
     def __init__(self, pipeline: Pipeline, requests: RequestRegistry, start: StartRequest) -> None:
         self._pipeline, self._requests, self._start = pipeline, requests, start
 
     def check(self, request: orchestrator_pb2.GenerateRequest) -> None:
+        """Raises an error if the pipeline cannot run a request with this input."""
         validate(request, self._pipeline)
 
     def start(self, turn: TurnRequest) -> RunningRequest:
+        """Starts the request of a turn, or returns the request with the same id and content.
+
+        Raises an error if the request is invalid, if admission rejects it, or if the orchestrator does not run.
+        """
         message = turn.message
         valid = replace(validate(message, self._pipeline, stream=turn.stream), preferred=turn.preferred)
         content = fingerprint(message)
@@ -171,6 +157,7 @@ class TurnRequests:
         return self._start(valid, content=content, time_left_s=turn.time_left_s)
 
     def listen(self, turn: TurnRequest, detection: orchestrator_pb2.TurnDetection) -> RunningRequest:
+        """Starts a request that finds speech in streamed audio. `turn.message` has an id, a caller and a priority."""
         message, speech = turn.message, self._pipeline.speech
         assert speech is not None, "the session's settings are checked"
         parameters = request_pb2.Parameters(seed=message.parameters.seed)
@@ -191,9 +178,5 @@ class TurnRequests:
         return self._start(valid, content=b"", time_left_s=turn.time_left_s)
 
     def find(self, request_id: str) -> RunningRequest | None:
+        """Returns the request with this id, or None if it is not known any longer."""
         return self._requests.find(request_id)
-
-
-Task: TypeAlias = "asyncio.Task[None]"
-Spawn: TypeAlias = Callable[[Coroutine[object, object, None]], Task]
-"""Starts a task."""

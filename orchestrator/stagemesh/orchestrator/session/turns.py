@@ -19,10 +19,10 @@ from stagemesh.orchestrator.session.turn_input import TurnInput
 from stagemesh.orchestrator.session.turn_requests import (
     Answer,
     EndedRequest,
-    Runner,
     RunningRequest,
     Spawn,
     TurnRequest,
+    TurnRequests,
 )
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import orchestrator_pb2, request_pb2
@@ -129,7 +129,7 @@ class Turns:
     """
 
     def __init__(
-        self, settings: SessionSettings, runner: Runner, outbox: Outbox, *, spawn: Spawn, max_bytes: int
+        self, settings: SessionSettings, runner: TurnRequests, outbox: Outbox, *, spawn: Spawn, max_bytes: int
     ) -> None:
         self.number = 1
         """The number of the open turn."""

@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, TypeVar
@@ -98,14 +98,33 @@ def private_folder(base: str) -> str:
     return str(Path(base) / f".profile-{token_hex(8)}")
 
 
-class Profiles(ABC):
+class Profiles:
     """Starts and stops profiles of an engine. At most one profile runs at a time.
 
     The engine's profiler writes its files into the folder `private`. When a profile is stopped, its files are moved to
     the folder that the caller has named. This folder must be within `base`. Profiles are disabled if `base` is None.
     """
 
-    def __init__(self, *, stage: str, base: str | None, private: Path) -> None:
+    def __init__(
+        self,
+        begin: Callable[[str, int | None], Awaitable[object]],
+        end: Callable[[], Awaitable[object]],
+        *,
+        stage: str,
+        base: str | None,
+        private: Path,
+    ) -> None:
+        """Creates the control.
+
+        Args:
+            begin: Starts the engine's profiler. Its arguments are the start of the files' names, and the number of
+                steps after which the recording ends, or None if it ends only in `end`.
+            end: Stops the engine's profiler and waits until all files are written.
+            stage: The name of the stage, for messages.
+            base: The folder that contains the folders of all profiles, or None.
+            private: The folder into which the engine's profiler writes.
+        """
+        self._begin, self._end = begin, end
         self._stage, self._private = stage, private
         self._base = Path(base).resolve() if base else None
         self._target: Path | None = None
@@ -143,19 +162,6 @@ class Profiles(ABC):
         if self._target is not None:
             shutil.rmtree(self._private, ignore_errors=True)
 
-    # -- to be implemented by an engine
-
-    @abstractmethod
-    async def _begin(self, prefix: str, *, max_steps: int | None) -> None:
-        """Starts the engine's profiler. The names of its files start with `prefix`.
-
-        Recording ends after `max_steps` steps, or only in `_end` if `max_steps` is None.
-        """
-
-    @abstractmethod
-    async def _end(self) -> None:
-        """Stops the engine's profiler and waits until all files are written."""
-
     # -- internal
 
     def _checked(self, folder: str) -> Path:
@@ -183,7 +189,7 @@ class Profiles(ABC):
                 f"folder {target} cannot be created: {exc.strerror}", reason="INVALID_FOLDER"
             ) from exc
         # A random prefix prevents name collisions with files in the target folder.
-        await self._begin(f"profile-{token_hex(4)}", max_steps=max_steps)
+        await self._begin(f"profile-{token_hex(4)}", max_steps)
         self._target = target
 
     async def _stop(self, target: Path) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.common.process.host import retain_tensor_memory
-from stagemesh.common.process.settings import library_variable
+from stagemesh.common.process.settings import torch_threads
 
 
 def choose_device(device: str, *, ranks: int = 1, rank: int = 0) -> torch.device:
@@ -40,16 +40,13 @@ def choose_device(device: str, *, ranks: int = 1, rank: int = 0) -> torch.device
 def set_up_torch(device: torch.device) -> None:
     """Sets the number of threads with which the calling thread computes on the CPU, because results depend on it.
 
-    The number is OMP_NUM_THREADS, or 1 if that variable has no number. It does not depend on what torch or a library
-    has set before. Threads that use torch later inherit the number. If the device is the CPU, the process also reuses
-    the memory of freed tensors.
+    The number is that of `settings.torch_threads`. It does not depend on what torch or a library has set before.
+    Threads that use torch later inherit the number. If the device is the CPU, the process also reuses the memory of
+    freed tensors.
     """
     if device.type == "cpu":
         retain_tensor_memory()
-    # The variable may list a number for each level of nested loops.
-    threads = library_variable("OMP_NUM_THREADS").partition(",")[0].strip()
-    # Stages share a machine. With more threads in each stage, they would compete for the cores.
-    torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else 1)
+    torch.set_num_threads(torch_threads())
 
 
 def compute_float32_exactly() -> None:

@@ -18,6 +18,7 @@ from stagemesh.common.process.host import host_token
 from stagemesh.common.process.logs import bind_log_context
 from stagemesh.common.wire.messages import embedded, tag_of, varint
 from stagemesh.common.wire.versions import OFFERS, check_version, own_protocol, unknown_kind
+from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.stream.connector_agreement import probe_to_wire
 from stagemesh.connectors.wire import key_from_wire
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
@@ -255,9 +256,8 @@ class StepSession:
         self._loop = asyncio.get_running_loop()
         self._stream = ServerStream(self)
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._ready: dict[StepCall, None] = {}
+        self._ready = ReadyQueue[StepCall](self._write_ready)
         """The calls that have something to write, in the order in which they take turns."""
-        self._write_is_due = False
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         """Yields the serialized messages for the caller until the caller or the session ends the stream.
@@ -316,12 +316,12 @@ class StepSession:
             return
         if running is not None:
             running.cancel()
-        StepCall(request.call, self._where, self._changed).fail(error)
+        StepCall(request.call, self._where, self._ready.add).fail(error)
 
     async def _run(self, number: int, start: stage_pb2.StartStep) -> None:
         where = {**self._where, "request_id": start.step.request_id}
         bind_log_context(**where, attempt=str(start.step.attempt))
-        call = StepCall(number, where, self._changed)
+        call = StepCall(number, where, self._ready.add)
         try:
             await self._follow(call, start)
         except Exception as exc:  # noqa: BLE001
@@ -346,14 +346,7 @@ class StepSession:
         await asyncio.sleep(_READ_S)
         self._stream.close()
 
-    def _changed(self, call: StepCall) -> None:
-        self._ready[call] = None
-        if not self._write_is_due:
-            self._write_is_due = True
-            self._loop.call_soon(self._write_ready)
-
     def _write_ready(self) -> None:
-        self._write_is_due = False
         while self._stream.is_writable and (message := self._next_message()):
             self._stream.write(message)
 
@@ -362,9 +355,8 @@ class StepSession:
         message, which is empty if they have nothing.
         """
         left_bytes, responses = _MESSAGE_BYTES, list[bytes]()
-        while self._ready and left_bytes > 0:
-            call = next(iter(self._ready))
-            del self._ready[call]
+        while left_bytes > 0 and (call := self._ready.first()) is not None:
+            self._ready.discard(call)
             taken = call.take(left_bytes, at_least_one=not responses)
             left_bytes -= sum(map(len, taken))
             responses += taken

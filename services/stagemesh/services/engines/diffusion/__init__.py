@@ -12,7 +12,7 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage
 CONDITIONING, LATENTS, IMAGE, FRAMES, STATE = "conditioning", "latents", "image", "frames", "state"
 
 _SERIALIZED = TensorSpec("uint8", ("bytes",))
-"""Tensor spec of a request's data as serialized by `transfer.serialization`. The content of the data depends on the
+"""Tensor spec of a request's data as serialized by `request_transfer`. The content of the data depends on the
 model."""
 _RESULTS: Mapping[str, Emitted] = {
     IMAGE: Emitted(TensorSpec("uint8", ("bytes",)), kind="image"),

@@ -76,7 +76,7 @@ class WorkerControls(SleepManager):
         self._executor, self._adapters = executor, adapters
         self.prompt_cache = CacheStatistics(limit_bytes=options.prompt_cache_bytes)
         """Statistics of the prompt cache, as last reported by the worker."""
-        self.profiles = WorkerProfiles(executor, stage=stage, profile_dir=options.profile_dir)
+        self.profiles = _worker_profiles(executor, stage=stage, profile_dir=options.profile_dir)
 
     def check_sleep(self, level: int) -> None:
         if level not in LEVELS:
@@ -105,22 +105,16 @@ class WorkerControls(SleepManager):
                 await self._executor.call("runner.adapters.load", adapter.name, adapter.path)
 
 
-class WorkerProfiles(Profiles):
-    """Profiles the workers of an executor. Each worker writes a separate file."""
-
-    def __init__(self, executor: Executor, *, stage: str, profile_dir: str | None) -> None:
-        """`profile_dir` is the folder in which profiles are written. If None, all requests for profiles are
-        rejected.
-        """
-        private = Path(private_folder(profile_dir)) if profile_dir else Path()
-        super().__init__(stage=stage, base=profile_dir, private=private)
-        self._executor = executor
-
-    async def _begin(self, prefix: str, *, max_steps: int | None) -> None:
-        await self._executor.call("start_profile", str(self._private / prefix), max_steps=max_steps)
-
-    async def _end(self) -> None:
-        await self._executor.call("stop_profile")
+def _worker_profiles(executor: Executor, *, stage: str, profile_dir: str | None) -> Profiles:
+    """Returns the control of the workers' profilers. Each worker writes a separate file."""
+    private = Path(private_folder(profile_dir)) if profile_dir else Path()
+    return Profiles(
+        lambda prefix, max_steps: executor.call("start_profile", str(private / prefix), max_steps=max_steps),
+        lambda: executor.call("stop_profile"),
+        stage=stage,
+        base=profile_dir,
+        private=private,
+    )
 
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.common.errors import StagemeshError, UnavailableError, needs_extra
-from stagemesh.common.process.settings import variables
+from stagemesh.common.process.settings import COMPUTE_VARIABLES, variables
 from stagemesh.services.engines.controls import run_to_completion
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
@@ -35,8 +35,7 @@ _AGREE_S = 10.0
 """Time limit in seconds for the replies of the other ranks after one rank has reported a failure. Without the limit,
 ranks could spend minutes waiting for the failed rank."""
 _ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
+    **COMPUTE_VARIABLES,
     # All ranks run on this host.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",

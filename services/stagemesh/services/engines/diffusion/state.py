@@ -38,7 +38,7 @@ class DiffusionInputs:
 class DiffusionRequestState:
     """The data of a diffusion request between the phases of the pipeline. Excludes the model.
 
-    `transfer` serializes this data for another process.
+    `request_transfer` serializes this data for another process.
     """
 
     request_id: str

@@ -17,10 +17,14 @@ _LENGTHS, _ABSENT = ".lengths", -1
 _STEP = "step"
 
 
+def _sentence(key: bytes, step: int) -> Array:
+    """Returns a short ASCII sentence, as uint8[bytes]. It depends on the key and the step."""
+    return np.frombuffer(f"Step {step} is {hashlib.sha256(key).hexdigest()[:8]}. ".encode(), np.uint8)
+
+
 def source_text(task: Task, step: int) -> Array:
     """Returns the text that a source emits at `step`, as uint8[bytes]: a short ASCII sentence."""
-    digest = hashlib.sha256(f"{task.seed}/{task.prompt}/{step}".encode()).hexdigest()[:8]
-    return np.frombuffer(f"Step {step} is {digest}. ".encode(), np.uint8)
+    return _sentence(f"{task.seed}/{task.prompt}/{step}".encode(), step)
 
 
 def state_content(task: Task, size_bytes: int) -> bytes:
@@ -37,8 +41,7 @@ def decoded_text(state: bytes, step: int) -> Array:
     key = state[: hashlib.sha256().digest_size]
     if state != np.resize(np.frombuffer(key, np.uint8), len(state)).tobytes():
         raise InvalidRequestError("the state that was handed over is damaged", reason="INVALID_TICKET")
-    digest = hashlib.sha256(key + str(step).encode()).hexdigest()[:8]
-    return np.frombuffer(f"Step {step} is {digest}. ".encode(), np.uint8)
+    return _sentence(key + str(step).encode(), step)
 
 
 def media_text(medium: Medium) -> Array:

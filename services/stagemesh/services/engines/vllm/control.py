@@ -89,20 +89,6 @@ def lora_request(entry: Entry) -> "LoRARequest":
     return LoRARequest(f"{entry.name}#{entry.number}", entry.number, entry.path)
 
 
-class VllmProfiles(Profiles):
-    """Starts and stops the profiler of vLLM's workers. The profiler's folder is set by `engine_arguments`."""
-
-    def __init__(self, llm: "AsyncLLM", *, stage: str, base: str | None) -> None:
-        super().__init__(stage=stage, base=base, private=Path(llm.vllm_config.profiler_config.torch_profiler_dir))
-        self._llm = llm
-
-    async def _begin(self, prefix: str, *, max_steps: int | None) -> None:
-        await core_call(self._llm, self._llm.start_profile(prefix, max_iterations=max_steps))
-
-    async def _end(self) -> None:
-        await core_call(self._llm, self._llm.stop_profile())
-
-
 class Control(SleepManager):
     """The operator controls of one running AsyncLLM.
 
@@ -115,7 +101,14 @@ class Control(SleepManager):
         self._level = 0
         self._prompt_tokens = self._cached_tokens = 0
         self.adapters = VllmAdapters(llm, stage=stage, lock=self._lock, check_awake=self.check_awake)
-        self.profiles = VllmProfiles(llm, stage=stage, base=profile_dir)
+        self.profiles = Profiles(
+            lambda prefix, max_steps: core_call(llm, llm.start_profile(prefix, max_iterations=max_steps)),
+            lambda: core_call(llm, llm.stop_profile()),
+            stage=stage,
+            base=profile_dir,
+            # `engine_arguments` has set this folder.
+            private=Path(llm.vllm_config.profiler_config.torch_profiler_dir),
+        )
 
     def check_sleep(self, level: int) -> None:
         from vllm.platforms import current_platform

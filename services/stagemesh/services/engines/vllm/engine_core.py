@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from stagemesh.common.errors import InternalError, UnavailableError
 from stagemesh.common.process.lifecycle import die_with_parent
-from stagemesh.common.process.settings import library_variable, replace_variables, set_library_variables, variables
+from stagemesh.common.process.settings import (
+    COMPUTE_VARIABLES,
+    library_variable,
+    replace_variables,
+    set_library_variables,
+    variables,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -237,8 +243,7 @@ def prepare_environment() -> None:
     """
     set_library_variables(
         {
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
+            **COMPUTE_VARIABLES,
             # On a CPU, oneDNN prepares a kernel for each number of tokens. It would retain 1,024 of up to 100 kB.
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",

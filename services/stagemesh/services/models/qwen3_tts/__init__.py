@@ -9,22 +9,19 @@ from stagemesh.common.plugins.descriptors import (
     TransformDescriptor,
 )
 from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.services.models.codec_speech import AUDIO, CODES, DEVICE, VOCODER_OPTIONS
 
 MODEL_TYPE = "qwen3_tts"
 CODEC_TYPE = "qwen3_tts_tokenizer_12hz"
 CODEC_FOLDER = "speech_tokenizer"
 """The folder in a checkpoint that contains the codec."""
-SAMPLE_RATE_HZ = 24_000
 
 _ROWS = {
     "text_ids": TensorSpec("int32", ("tokens",)),
     "row_codes": TensorSpec("int32", ("tokens", "groups")),
 }
-_CODES = {"codes": TensorSpec("int32", ("frames", "groups"))}
 _MAX_CHARACTERS = 2000
 _REFERENCE = {"reference_codes": TensorSpec("int32", ("frames", "groups"))}
-
-_DEVICE = OptionSpec("auto", allowed_texts=("auto", "cpu", "cuda"))
 
 PROMPT = FunctionDescriptor(
     signature=Signature(
@@ -57,7 +54,7 @@ PROMPT = FunctionDescriptor(
         media=True,
     ),
     factory="stagemesh.services.models.qwen3_tts.prompt:make_prompt_writer",
-    stage_options={"device": _DEVICE, "media_bytes": OptionSpec(64 << 20, minimum=0)},
+    stage_options={"device": DEVICE, "media_bytes": OptionSpec(64 << 20, minimum=0)},
 )
 
 TALKER = CodecModelDescriptor(
@@ -69,17 +66,17 @@ TALKER = CodecModelDescriptor(
 )
 
 TALKER2CODEC_DECODER = TransformDescriptor(
-    takes=_CODES,
-    gives=_CODES,
+    takes=CODES,
+    gives=CODES,
     factory="stagemesh.services.models.qwen3_tts.description:make_talker2codec_decoder",
 )
 
 CODEC_DECODER = FunctionDescriptor(
     signature=Signature(
-        accepts=_CODES | _REFERENCE,
-        emits={"audio": Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)},
-        optional=frozenset(_CODES | _REFERENCE),
+        accepts=CODES | _REFERENCE,
+        emits=AUDIO,
+        optional=frozenset(CODES | _REFERENCE),
     ),
     factory="stagemesh.services.models.qwen3_tts.codec_decoder:make_clone_vocoder",
-    stage_options={"device": _DEVICE, "dtype": OptionSpec("auto", allowed_texts=("auto", "float32", "bfloat16"))},
+    stage_options=VOCODER_OPTIONS,
 )

@@ -18,7 +18,7 @@ from stagemesh.services.engines.media_decoding import DecodedBytes, read_sound, 
 from stagemesh.services.engines.options import parse_options
 from stagemesh.services.engines.prompts import Medium
 from stagemesh.services.models.checkpoint import load_error, require_folder
-from stagemesh.services.models.qwen3_tts import SAMPLE_RATE_HZ
+from stagemesh.services.models.codec_speech import SAMPLE_RATE_HZ
 from stagemesh.services.models.qwen3_tts.description import read_config
 from stagemesh.services.models.qwen3_tts.voices import ReferenceEncoder, VoiceChoice, Voices, load_reference_voice
 

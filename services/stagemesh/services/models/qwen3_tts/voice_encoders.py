@@ -20,7 +20,8 @@ from transformers.initialization import no_init_weights
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet
 
 from stagemesh.services.models.checkpoint import fill_module, load_error, read_config, read_section
-from stagemesh.services.models.qwen3_tts import CODEC_FOLDER, CODEC_TYPE, MODEL_TYPE, SAMPLE_RATE_HZ
+from stagemesh.services.models.codec_speech import SAMPLE_RATE_HZ
+from stagemesh.services.models.qwen3_tts import CODEC_FOLDER, CODEC_TYPE, MODEL_TYPE
 
 
 class CodecEncoder:

@@ -84,7 +84,7 @@ class StreamedOutputs:
                 case "audio":
                     parts += self._audio(name, tensor, emitted.sample_rate_hz)
                 case "image":
-                    parts += self._image(name, tensor, preview=is_preview(packet))
+                    parts += self._image(name, tensor, preview=_is_preview(packet))
                 case "media":
                     parts += self._media(name, tensor, emitted.media_type)
                 case "tensor":
@@ -134,14 +134,14 @@ class StreamedOutputs:
             yield part
 
     def _image(self, name: str, file: Array, *, preview: bool) -> Iterator[stage_pb2.ExecuteStepResponse]:
-        for media in media_parts(as_bytes(file), media_type=image_type_of(file), preview=preview):
+        for media in _media_parts(as_bytes(file), media_type=_image_type_of(file), preview=preview):
             part = self._next(name, int(media.last))
             part.output.image.CopyFrom(media)
             yield part
 
     def _media(self, name: str, data: Array, media_type: str) -> Iterator[stage_pb2.ExecuteStepResponse]:
         offset = self._lengths[name]
-        for media in media_parts(as_bytes(data), media_type=media_type, offset=offset, last=False):
+        for media in _media_parts(as_bytes(data), media_type=media_type, offset=offset, last=False):
             part = self._next(name, len(media.data))
             part.output.media.CopyFrom(media)
             yield part
@@ -209,18 +209,18 @@ def _add_logprobs(output: request_pb2.Output, logprobs: Sequence[TokenLogprobs])
         added.top.extend(request_pb2.TokenLogprob(**token._asdict()) for token in each.top)
 
 
-def is_preview(packet: Packet) -> bool:
+def _is_preview(packet: Packet) -> bool:
     """Returns whether the image in a packet shows an earlier state of a later image."""
     return packet.metadata.get("final") is False
 
 
-def image_type_of(file: Array) -> str:
+def _image_type_of(file: Array) -> str:
     """Returns the media type of an encoded image, by its first bytes."""
     begin = file[:_MAGIC_BYTES].tobytes()
     return next((media_type for magic, media_type in _MEDIA_TYPES.items() if begin.startswith(magic)), RAW)
 
 
-def media_parts(
+def _media_parts(
     data: bytes | memoryview, *, media_type: str, offset: int = 0, last: bool = True, preview: bool = False
 ) -> Iterator[request_pb2.Media]:
     """Yields a part of a file as messages with at most 1 MiB of bytes each.
@@ -275,7 +275,7 @@ class FileOutputs:
         parts: list[request_pb2.Output] = []
         for file in (*self._sent, *self._stored):
             tensor = packet.tensors.get(file.name)
-            if tensor is not None and tensor.size and not is_preview(packet):
+            if tensor is not None and tensor.size and not _is_preview(packet):
                 parts += await file.push(tensor)
         return parts
 
@@ -324,7 +324,7 @@ class _SentFile:
     def _parts(self, data: Buffer, *, last: bool) -> Sequence[request_pb2.Output]:
         offset = self._sent_bytes
         self._sent_bytes += len(data)
-        parts = media_parts(data, media_type=self._wanted.media_type, offset=offset, last=last)
+        parts = _media_parts(data, media_type=self._wanted.media_type, offset=offset, last=last)
         return [request_pb2.Output(name=self.name, position=media.offset, media=media) for media in parts]
 
 
@@ -380,7 +380,7 @@ class _StoredImages:
     async def push(self, tensor: Array) -> Sequence[request_pb2.Output]:
         number = len(self._writers) + 1
         uri = self._uri if number == 1 else f"{self._uri}-{number}"
-        self._writers.append(await self._store.create(uri, image_type_of(tensor)))
+        self._writers.append(await self._store.create(uri, _image_type_of(tensor)))
         await self._writers[-1].write(as_bytes(tensor))
         return ()
 

@@ -33,7 +33,7 @@ class Family:
     """Names of the transformer inputs that have no row axis, because all rows of a batch share the same value."""
     mixed_lengths: bool = False
     """Whether requests with different prompt lengths or image sizes can share a forward pass (see
-    `batching.mixed_lengths`)."""
+    `model.mixed_lengths`)."""
     size_multiple: int = 16
     """Required divisor of an image's height and width in pixels: the VAE's downscaling factor times the patch size."""
     frames_multiple: int = 0

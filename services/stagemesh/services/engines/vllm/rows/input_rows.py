@@ -1,6 +1,6 @@
 """The base class of the features with which a stage receives input rows from an upstream stage.
 
-The replica reads the rows of a request from an edge while vLLM already runs the request (`input_flow`). vLLM's workers
+The replica reads the rows of a request from an edge while vLLM already runs the request. vLLM's workers
 receive the rows through shared memory (`input_memory`). A worker reads a row again if the row's step is repeated after
 a preemption. The scheduler runs a step only after the step's rows are in the shared memory (`run_ahead`).
 """

@@ -1,0 +1,38 @@
+"""Starts vllm engines in the process of the tests."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.services.engines.abilities import PartitionsArena
+from stagemesh.services.engines.vllm.engine import VllmEngine
+from tests.engines.support import hand_partitions, stage_config
+
+
+@asynccontextmanager
+async def started(
+    model: Path, partitions: PartitionsArena | None = None, /, **options: JsonValue
+) -> AsyncGenerator[VllmEngine]:
+    """Starts an engine. If it has workers that write into an arena, `partitions` are the arena's."""
+    engine = VllmEngine(stage_config("vllm", model=str(model), options=options))
+    if partitions is not None:
+        hand_partitions(engine, partitions)
+    try:
+        await engine.start(lambda _: None)
+        yield engine
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def started_with_arena(model: Path, **options: JsonValue) -> AsyncGenerator[VllmEngine]:
+    """Starts an engine whose workers write into the arena of a data plane of its own."""
+    plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=64 << 20, window_bytes=8 << 20)
+    try:
+        async with started(model, plane.arena, **options) as engine:
+            yield engine
+    finally:
+        await plane.close()

@@ -1,0 +1,112 @@
+"""The input of a turn: its pieces, and how much a client may append."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagemesh.common.errors import OverloadedError
+from stagemesh.common.requests.request_checks import read_samples
+from stagemesh.common.requests.turn_content import PromptInput
+from stagemesh.common.wire.tensors import inline_tensor
+from stagemesh.orchestrator.session.turn_input import Credit
+from stagemesh.v1 import orchestrator_pb2, request_pb2
+
+RATE_HZ = 1000
+Piece = orchestrator_pb2.InputAppend
+
+
+def text(content: str) -> Piece:
+    return Piece(part=request_pb2.Part(text=content))
+
+
+def audio(*values: float, rate_hz: int = RATE_HZ, channels: int = 1) -> Piece:
+    samples = np.array(values, np.float32)
+    samples = samples if channels == 1 else np.stack([samples] * channels, axis=1)
+    part = request_pb2.Part(audio=request_pb2.Audio(samples=inline_tensor("", samples), sample_rate_hz=rate_hz))
+    return Piece(part=part)
+
+
+def given_input(*pieces: Piece, begins_s: float = 0.0) -> PromptInput:
+    joined = PromptInput(begins_s)
+    for piece in pieces:
+        joined.append(piece)
+    return joined
+
+
+def samples_of(turn: PromptInput) -> list[float]:
+    pieces = [piece.part.audio for piece in turn.pieces if piece.part.HasField("audio")]
+    return [value for each in pieces for value in read_samples(each).tolist()]
+
+
+def test_texts_are_joined() -> None:
+    messages = given_input(text("Hel"), text("lo")).messages()
+    assert messages == [request_pb2.Message(role=request_pb2.ROLE_USER, content="Hello")]
+
+
+def test_audio_of_the_same_kind_is_joined() -> None:
+    (message,) = given_input(audio(1, 2), audio(3), text("!"), audio(4, rate_hz=2000), audio(5)).messages()
+    assert [part.WhichOneof("content") for part in message.parts] == ["audio", "text", "audio", "audio"]
+    assert read_samples(message.parts[0].audio).tolist() == [1, 2, 3]
+
+
+def test_audio_with_several_channels_is_joined_along_time() -> None:
+    (message,) = given_input(audio(1, 2, channels=2), audio(3, channels=2)).messages()
+    assert read_samples(message.parts[0].audio).tolist() == [[1, 1], [2, 2], [3, 3]]
+
+
+def test_a_message_ends_the_message_of_the_user() -> None:
+    result = request_pb2.Message(role=request_pb2.ROLE_TOOL, content="sunny", tool_call_id="1")
+    messages = given_input(text("one"), Piece(message=result), text("two"), text("three")).messages()
+    assert [message.content for message in messages] == ["one", "sunny", "twothree"]
+
+
+@given(st.lists(st.integers(0, 5), max_size=6), st.integers(-2, 32))
+def test_audio_is_split_at_a_sample(sizes: list[int], at: int) -> None:
+    values = list(range(sum(sizes)))
+    pieces = [audio(*values[sum(sizes[:i]) : sum(sizes[: i + 1])]) for i in range(len(sizes))]
+    turn = given_input(*pieces, begins_s=10.0)
+    rest = turn.split(10.0 + at / RATE_HZ)
+    cut = min(max(at, 0), len(values))
+    assert (samples_of(turn), samples_of(rest)) == (values[:cut], values[cut:])
+    assert (turn.size_bytes, rest.size_bytes) == (4 * cut, 4 * (len(values) - cut))
+
+
+def test_texts_before_dropped_audio_remain() -> None:
+    turn = given_input(text("listen:"), audio(1, 2, 3), audio(4))
+    turn.drop_audio(until_s=2 / RATE_HZ)
+    assert [message.parts[0].text for message in turn.messages()] == ["listen:"]
+    assert turn.begins_s == 2 / RATE_HZ
+    assert samples_of(turn) == [3, 4]
+
+
+def test_pieces_beyond_the_window_are_rejected() -> None:
+    credit = Credit(10)
+    credit.add(6, packet_bytes=6)
+    with pytest.raises(OverloadedError):
+        credit.check(5)
+    credit.check(4)
+
+
+def test_the_limit_is_raised_after_half_of_the_window() -> None:
+    credit = Credit(10)
+    credit.add(4)
+    assert not credit.raise_limit()
+    credit.add(1)
+    assert credit.raise_limit()
+    assert credit.limit_bytes == 15
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=9), st.data())
+def test_consumed_packets_return_the_sizes_of_their_pieces(pieces: list[tuple[int, int]], data: st.DataObject) -> None:
+    credit = Credit(1000)
+    for size_bytes, packet_bytes in pieces:
+        credit.add(size_bytes, packet_bytes=packet_bytes)
+    left = sum(packet_bytes for _, packet_bytes in pieces)
+    while left:
+        part = data.draw(st.integers(1, left))
+        credit.consume(part)
+        left -= part
+    credit.add(500)
+    assert credit.raise_limit()
+    assert credit.limit_bytes == 1000 + credit.received_bytes
