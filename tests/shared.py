@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from tests.deployment import Deployment, deployed, eventually
-from tests.jobs.servers import write_pipeline
 from tests.scheduling import group_of
 from tests.traces import TraceReceiver, receiving_traces
 
@@ -110,6 +109,8 @@ def speech_up(speech_traces: TraceReceiver) -> Iterator[Deployment]:
 @pytest.fixture(scope="module")
 def jobs_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """A deployment of the pipeline of tests/jobs/servers.py, with a job server. Tests may start further ones."""
+
+    from tests.jobs.servers import write_pipeline
 
     @contextmanager
     def start() -> Iterator[Deployment]:

@@ -1,4 +1,4 @@
-"""What `pip install 'stagemesh[EXTRA]'` suffices for, and the remedy that a program prints if its extra is missing."""
+"""The programs that run with only one extra, and the remedy that a program prints if its extra is missing."""
 
 import json
 import re

@@ -222,7 +222,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
 
 
 Piece: TypeAlias = str | FoundCall | bytes
-"""What an event adds to a message: text, a tool call, or audio in the requested format."""
+"""A part that an event adds to a message: text, a tool call, or audio in the requested format."""
 
 
 class _Choice:
