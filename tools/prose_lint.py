@@ -218,7 +218,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--base", default=default_base(), help="the revision since which lines have changed")
     parser.add_argument("paths", nargs="*", type=Path, metavar="PATH")
     options = parser.parse_args(arguments)
-    changed = changed_lines(options.base) if options.base else {}
+    changed: Mapping[str, Collection[int]] = changed_lines(options.base) if options.base else {}
     paths = options.paths or [Path(name) for name in (*ROOTS, *DOCUMENTS)]
     files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     count = 0
