@@ -21,6 +21,7 @@ GROUPS = {
         f"tests/repository/test_{name}.py" for name in ("images", "installations", "light_client", "release", "wheel")
     ),
     "split": ("tests/system/test_split.py", "tests/system/test_forked_stages.py"),
+    "vllm-text": tuple(f"tests/engines/vllm/test_{name}.py" for name in ("conversations", "engine", "resume")),
     "speech": ("tests/speech/test_speech.py", "tests/system/test_spoken_input.py"),
 }
 """The files of each group that is more than one file."""

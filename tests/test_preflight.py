@@ -1,4 +1,4 @@
-"""A machine that lacks something is told in one line what to do."""
+"""Tests that one line tells a user what a machine lacks and what to do."""
 
 import sys
 from pathlib import Path
