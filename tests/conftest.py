@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ("tests.browser", "tests.process_state", "tests.resuming", "tests.scheduling", "tests.shared")
+pytest_plugins = (
+    "tests.browser",
+    "tests.environments",
+    "tests.process_state",
+    "tests.resuming",
+    "tests.scheduling",
+    "tests.shared",
+)
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000

@@ -1,5 +1,6 @@
 import sqlite3
 import subprocess
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.media_config import MediaConfig
 from stagemesh.jobs.config import JobServerConfig
 from tests.jobs.servers import RUNNING, job_server, make_server, wait_until
-from tests.repository.installed import STAGEMESH, make_environment
+from tests.repository.installed import STAGEMESH
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -67,8 +68,10 @@ def test_a_wrong_url_in_a_file_ends_the_process_without_showing_it(
     assert not [part for part in ("p@ss", ":word", "'word", "Traceback") if part in log]
 
 
-def test_the_command_line_names_the_process_with_the_packages_of_the_image(tmp_path: Path) -> None:
-    python = make_environment(tmp_path / "environment", extras=JOBS_EXTRAS.split(","))
+def test_the_command_line_names_the_process_with_the_packages_of_the_image(
+    tmp_path: Path, environment: Callable[..., Path]
+) -> None:
+    python = environment(*JOBS_EXTRAS.split(","))
     with make_server(tmp_path, NOWHERE, name="other") as server:
         path = tmp_path / "jobs.json"
         path.write_bytes(dump_config(server.config))

@@ -34,7 +34,7 @@ def test_clients_learn_the_address_of_the_job_servers_from_the_orchestrators() -
 
 def test_a_job_server_calls_the_address_that_clients_use_and_has_the_store_of_the_pipeline() -> None:
     media = {"store": "s3://bucket/media", "storage_options": {"s3": {"endpoint_url": "https://s3.example"}}}
-    config = Release(ON, at("pipeline.media", media).config("jobs"))
+    config = Release(ON, at("pipeline.media", media)).config("jobs")
     assert config["servers"] == ["release-orchestrator.models.svc.cluster.local:7780"]
     assert (config["pipeline"], config["media"]) == ("speech", media)
 

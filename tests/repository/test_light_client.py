@@ -86,7 +86,7 @@ def run(environment: Callable[..., Path]) -> Callable[..., str]:
     python = environment()
 
     def run(program: str, *arguments: str) -> str:
-        command = [python, "-c", program, *arguments]
+        command = [str(python), "-c", program, *arguments]
         ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=python.parent)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout

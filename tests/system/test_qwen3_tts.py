@@ -14,7 +14,7 @@ import pytest
 from stagemesh.client import AudioSamples, Client, Result, StageArguments
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.prompts import Samples
-from stagemesh.services.models.qwen3_tts import SAMPLE_RATE_HZ
+from stagemesh.services.models.codec_speech import SAMPLE_RATE_HZ
 from tests.deployment import Deployment, deployed
 from tests.gateway.making import client as client_of
 from tests.gateway.making import gateway

@@ -12,7 +12,8 @@ from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.options import request_options
 from stagemesh.services.engines.prompts import Medium, Samples
-from stagemesh.services.models.qwen3_tts import PROMPT, SAMPLE_RATE_HZ
+from stagemesh.services.models.codec_speech import SAMPLE_RATE_HZ
+from stagemesh.services.models.qwen3_tts import PROMPT
 from stagemesh.services.models.qwen3_tts.prompt import PromptWriter
 from tests.models.qwen3_tts import golden
 from tests.models.qwen3_tts.voice import synthesize_voice

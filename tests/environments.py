@@ -1,3 +1,5 @@
+"""Environments as users install them: the wheel, and one environment for each set of extras."""
+
 import sys
 import zipfile
 from collections.abc import Callable
