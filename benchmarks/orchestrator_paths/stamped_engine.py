@@ -10,8 +10,8 @@ import numpy as np
 
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.packets import Packet
+from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.services.engines.base import Emission, EngineEvent, Task
-from stagemesh.services.engines.fake.engine import FakeEngine
 
 
 class StampedEngine(FakeEngine):

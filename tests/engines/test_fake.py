@@ -17,6 +17,10 @@ from stagemesh.common.errors import InternalError, InvalidChunkError, InvalidReq
 from stagemesh.common.plugins.entry_points import load_engine_descriptor
 from stagemesh.common.wire.tensors import Array, Tensors
 from stagemesh.connectors.packets import Packet
+from stagemesh.fake_engine import DESCRIPTOR
+from stagemesh.fake_engine.engine import FakeEngine, StepClock
+from stagemesh.fake_engine.options import Amount, SeededRandom
+from stagemesh.fake_engine.outputs import pack, step_state, text_to_frames, unpack
 from stagemesh.services.engines.base import (
     Checkpoint,
     EngineEvent,
@@ -27,10 +31,6 @@ from stagemesh.services.engines.base import (
     Task,
     Usage,
 )
-from stagemesh.services.engines.fake import DESCRIPTOR
-from stagemesh.services.engines.fake.engine import FakeEngine, StepClock
-from stagemesh.services.engines.fake.options import Amount, SeededRandom
-from stagemesh.services.engines.fake.outputs import pack, step_state, text_to_frames, unpack
 from tests.engines.support import collect, packets, stage_config, text_of, text_stream
 
 BOUND_S = 5
@@ -194,7 +194,7 @@ async def test_amounts_depend_on_the_requests_seed() -> None:
 
 def test_every_draw_stays_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     highest = SimpleNamespace(digest=lambda: b"\xff" * 8)
-    monkeypatch.setattr("stagemesh.services.engines.fake.options.hashlib.blake2b", lambda *_, **__: highest)
+    monkeypatch.setattr("stagemesh.fake_engine.options.hashlib.blake2b", lambda *_, **__: highest)
     assert 0 < SeededRandom(0, "a").quantile("anything") < 1
     assert SeededRandom(0, "a").draw(Amount(one_of=(1, 2)), "anything") == 2
 

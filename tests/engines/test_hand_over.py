@@ -11,11 +11,11 @@ from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.connectors.packets import OfferedTicket, Packet
+from stagemesh.fake_engine import KIND, STATE
+from stagemesh.fake_engine.engine import FakeEngine
+from stagemesh.fake_engine.outputs import decoded_text, state_content
+from stagemesh.fake_engine.state_store import StateCounts, StateStore, read_state
 from stagemesh.services.engines.base import SamplingOptions, Task
-from stagemesh.services.engines.fake import KIND, STATE
-from stagemesh.services.engines.fake.engine import FakeEngine
-from stagemesh.services.engines.fake.outputs import decoded_text, state_content
-from stagemesh.services.engines.fake.state_store import StateCounts, StateStore, read_state
 from tests.engines.support import collect, packets, stage_config, text_of
 
 TASK = Task("r", seed=3, prompt="hello", sampling=SamplingOptions(max_tokens=5))

@@ -21,6 +21,7 @@ _SOURCES = {
     "cli": "command",
     "client": "client",
     "connectors": "data plane",
+    "fake_engine": "stage",
     "jobs": "job server",
     "orchestrator": "orchestrator",
     "pipeline": "command",

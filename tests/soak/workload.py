@@ -10,9 +10,9 @@ from random import Random
 
 from pydantic import JsonValue
 
+from stagemesh.fake_engine.options import SeededRandom, fake_options
+from stagemesh.fake_engine.outputs import compute_output, resize_text, source_text
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.fake.options import SeededRandom, fake_options
-from stagemesh.services.engines.fake.outputs import compute_output, resize_text, source_text
 
 OUTPUT_OF = {"source": "text", "frames": "frames", "sound": "audio"}
 """The output of each stage, by stage."""

@@ -9,12 +9,12 @@ import numpy as np
 from stagemesh.common.plugins.descriptors import Signature
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.fake_engine import signature
+from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine, Task
-from stagemesh.services.engines.fake import signature
-from stagemesh.services.engines.fake.engine import FakeEngine
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.servicer import StageServicer
 from stagemesh.services.stage.step.spec import StepSpec, StreamedOutput

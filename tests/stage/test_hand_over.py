@@ -16,9 +16,9 @@ from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.conformance import Host
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import EdgeKey, OfferedTicket, Packet
+from stagemesh.fake_engine import KIND, STATE
+from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.services.engines.abilities import EngineAbilities, HandsOver
-from stagemesh.services.engines.fake import KIND, STATE
-from stagemesh.services.engines.fake.engine import FakeEngine
 from stagemesh.services.engines.user_errors import UserErrors
 from stagemesh.services.stage.step import inputs
 from stagemesh.services.stage.step.checks import check_handover

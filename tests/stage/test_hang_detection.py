@@ -12,9 +12,9 @@ from pydantic import JsonValue
 from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import DeadlineError, NotReadyError, UnavailableError
 from stagemesh.common.process.stage_process import StageConfig
+from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import EngineEvent, Task, Usage
-from stagemesh.services.engines.fake.engine import FakeEngine
 from stagemesh.services.stage.health import StallWatch
 from stagemesh.services.stage.process import work
 from stagemesh.services.stage.runtime import StageRuntime

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.services.engines.abilities import EngineAbilities
-from stagemesh.services.engines.fake.engine import FakeEngine
 from stagemesh.services.stage.health import RolloutRelease
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.v1 import stage_pb2

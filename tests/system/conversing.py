@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from stagemesh.fake_engine.outputs import compute_output, source_text
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.fake.outputs import compute_output, source_text
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, Role
 
 TALK = """\

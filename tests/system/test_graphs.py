@@ -8,8 +8,8 @@ import pytest
 from stagemesh.client import Client, Result
 from stagemesh.common.plugins.connectors import descriptors
 from stagemesh.common.wire.tensors import Array
+from stagemesh.fake_engine.outputs import mix, resize_text, source_text, text_to_frames
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.fake.outputs import mix, resize_text, source_text, text_to_frames
 from tests.deployment import eventually
 from tests.local_mesh import LocalMesh, local_mesh
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.services.engines.fake.engine import FakeEngine
-from stagemesh.services.engines.fake.state_store import StateCounts, read_counts
+from stagemesh.fake_engine.engine import FakeEngine
+from stagemesh.fake_engine.state_store import StateCounts, read_counts
 from tests.deployment import Deployment, deployed, eventually
 from tests.local_mesh import LocalMesh, local_mesh
 

@@ -10,14 +10,14 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.fake_engine import signature
+from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.gateway.metrics import Metrics as GatewayMetrics
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.metrics.prometheus import OrchestratorMetrics
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.pipeline import load_pipeline
 from stagemesh.services.engines.calls import EngineCalls
-from stagemesh.services.engines.fake import signature
-from stagemesh.services.engines.fake.engine import FakeEngine
 from stagemesh.services.stage.metrics import ReplicaMetrics
 from stagemesh.services.stage.runtime import StageRuntime
 from tools.docs_site.tables import escape, make_table

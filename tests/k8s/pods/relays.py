@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from stagemesh.fake_engine.outputs import compute_output, resize_text, source_text
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.fake.outputs import compute_output, resize_text, source_text
 from tests.k8s.helm import render
 from tests.k8s.manifests import Manifest
 from tests.soak.delivery import Delivery

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 from stagemesh.common.errors import InvalidRequestError, UnavailableError
 from stagemesh.connectors.packets import OfferedTicket
-from stagemesh.services.engines.fake import KIND
+from stagemesh.fake_engine import KIND
 
 _GONE = b"\xff" * 8
 _REQUEST_S = 5.0

@@ -22,12 +22,9 @@ from stagemesh.common.errors import (
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.common.wire.tensors import Array, Tensors
 from stagemesh.connectors.packets import NO_TICKETS, Packet, Ticket, expired_error
-from stagemesh.services.engines.abilities import EngineAbilities, HandsOver
-from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, EngineLoad, Paused, Progress, Task, Usage
-from stagemesh.services.engines.controls import SleepManager
-from stagemesh.services.engines.fake import KIND, STATE, signature
-from stagemesh.services.engines.fake.options import FakeOptions, Fault, FaultKind, SeededRandom, fake_options
-from stagemesh.services.engines.fake.outputs import (
+from stagemesh.fake_engine import KIND, STATE, signature
+from stagemesh.fake_engine.options import FakeOptions, Fault, FaultKind, SeededRandom, fake_options
+from stagemesh.fake_engine.outputs import (
     SampledText,
     compute_output,
     decoded_text,
@@ -40,7 +37,10 @@ from stagemesh.services.engines.fake.outputs import (
     step_state,
     unpack,
 )
-from stagemesh.services.engines.fake.state_store import StateStore, read_state
+from stagemesh.fake_engine.state_store import StateStore, read_state
+from stagemesh.services.engines.abilities import EngineAbilities, HandsOver
+from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, EngineLoad, Paused, Progress, Task, Usage
+from stagemesh.services.engines.controls import SleepManager
 from stagemesh.services.engines.input_join import packets_of
 from stagemesh.services.engines.prompts import Conversation, Prompt, RawPrompt, media_of
 

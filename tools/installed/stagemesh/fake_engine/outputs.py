@@ -9,8 +9,8 @@ import numpy as np
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.wire.tensors import Array, Tensors
+from stagemesh.fake_engine import FRAME_WIDTH
 from stagemesh.services.engines.base import END, Finish, SamplingOptions, Task
-from stagemesh.services.engines.fake import FRAME_WIDTH
 from stagemesh.services.engines.prompts import MediaFile, Medium
 
 _LENGTHS, _ABSENT = ".lengths", -1

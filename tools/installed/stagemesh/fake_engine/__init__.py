@@ -27,7 +27,7 @@ from pydantic import JsonValue
 from stagemesh.common.errors import NotFoundError
 from stagemesh.common.plugins.descriptors import Emitted, EngineDescriptor, Signature
 from stagemesh.common.wire.tensors import TensorSpec
-from stagemesh.services.engines.fake.options import FakeOptions, fake_options
+from stagemesh.fake_engine.options import FakeOptions, fake_options
 
 FRAME_WIDTH = 8
 STATE = "state"
@@ -80,7 +80,7 @@ def _signature(function: str | None, options: Mapping[str, JsonValue]) -> Signat
 
 
 DESCRIPTOR = EngineDescriptor(
-    factory="stagemesh.services.engines.fake.engine:FakeEngine",
+    factory="stagemesh.fake_engine.engine:FakeEngine",
     signature=_signature,
     needs_model=False,
     stage_options=frozenset(field.name for field in fields(FakeOptions)),
