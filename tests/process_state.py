@@ -70,7 +70,7 @@ def _parts() -> Mapping[str, _Part]:
         "resource limits": _Part(lambda: {name: resource.getrlimit(each) for name, each in _LIMITS.items()}, _limit),
         "credentials": _Part(lambda: PROCESS.credentials.tls, lambda _: PROCESS.use(Credentials())),
         "start method of multiprocessing": _Part(
-            lambda: multiprocessing.get_start_method(allow_none=True),
+            lambda: multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
             lambda method: multiprocessing.set_start_method(method, force=True),
         ),
     }

@@ -58,11 +58,11 @@ def omni_up(tiny_qwen3_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     A talker of 1,536 tokens, small batches and small chunks show that tokens and audio depend on none of these.
     """
 
+    # Imports torch, which most tests do without.
+    from tests.models.qwen3_omni.deployment import with_torchvision
+
     @contextmanager
     def start() -> Iterator[Deployment]:
-        # Imports torch, which most tests do without.
-        from tests.models.qwen3_omni.deployment import with_torchvision
-
         pipeline = yaml.safe_load(_TINY_OMNI.read_text())
         for stage in ("thinker", "talker", "code2wav"):
             pipeline["stages"][stage]["model"] = str(tiny_qwen3_omni)
@@ -72,10 +72,11 @@ def omni_up(tiny_qwen3_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         pipeline["outputs"] |= {"tokens": "thinker.token_ids", "codes": "talker.codes"}
         file = tmp_path_factory.mktemp("omni") / "omni.yaml"
         file.write_text(yaml.safe_dump(pipeline, sort_keys=False))
-        with with_torchvision(), deployed(file, ready_s=300) as up:
+        with deployed(file, ready_s=300) as up:
             yield up
 
-    yield from _released(_SHARED.enter("omni", start))
+    with with_torchvision():
+        yield from _released(_SHARED.enter("omni", start))
 
 
 @pytest.fixture(scope="module")
