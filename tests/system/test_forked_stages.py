@@ -7,7 +7,7 @@ from stagemesh.services.engines.vllm import DESCRIPTOR
 from tests.deployment import Deployment
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(700),
     pytest.mark.skipif(DESCRIPTOR.preload is None, reason="only the build of vLLM for CPUs is forked"),
 ]
 
@@ -18,7 +18,7 @@ def _stage(up: Deployment, name: str) -> psutil.Process:
 
 def _restarted(up: Deployment, name: str, process: psutil.Process) -> psutil.Process:
     """Waits until another process of a stage is ready, and returns it."""
-    up.wait(lambda running: not running.runs(name, process.pid) and running.all_ready())
+    up.wait(lambda running: not running.runs(name, process.pid) and running.all_ready(), timeout_s=300)
     return _stage(up, name)
 
 
