@@ -36,6 +36,7 @@ def _environment(site: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.timeout(240)  # type checkers run without a cache
 def test_the_page_leads_to_a_stage_that_speaks(tmp_path: Path) -> None:
     prose = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.DOTALL)
     commands = re.findall(r"^    (\S.*)$", prose, re.MULTILINE)
