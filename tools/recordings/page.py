@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,7 +52,7 @@ async def main() -> None:
 
 
 @contextmanager
-def _served(pipeline: str) -> Iterator[str]:
+def _served(pipeline: str) -> Generator[str]:
     """Runs a pipeline with a gateway. Yields the URL of its page."""
     command = [_STAGEMESH, "up", pipeline, "--port", "0", "--gateway", "127.0.0.1:0", "--json"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 @contextmanager
-def _deployed() -> Iterator[tuple[str, str, dict[str, int]]]:
+def _deployed() -> Generator[tuple[str, str, dict[str, int]]]:
     """Runs `stagemesh up`. Yields its endpoint, its endpoint for operators, and the process ids of the replicas."""
     command = [_STAGEMESH, "up", "speech", "--set", "stages.thinker.replicas=2", "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -76,7 +76,8 @@ def _descriptions(kind: type[Any]) -> Mapping[str, str]:
     The fields of its base classes are last.
     """
     texts: dict[str, str] = {}
-    for each in filter(is_dataclass, kind.__mro__):
+    dataclasses: list[type[Any]] = [each for each in kind.__mro__ if is_dataclass(each)]
+    for each in dataclasses:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
         assert isinstance(definition, ast.ClassDef)
         for statement, after in zip(definition.body, (*definition.body[1:], None), strict=True):

@@ -1,7 +1,7 @@
 """Parts of the talkers of codec speech models, as mixins for the classes of vLLM's language models."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,7 +60,7 @@ class ResidualTalker(nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Returns the logits of the first codes, in which special codes are suppressed."""
-        logits: torch.Tensor | None = super().compute_logits(hidden_states)  # type: ignore[misc]
+        logits = cast("torch.Tensor | None", super().compute_logits(hidden_states))  # type: ignore[misc]
         if logits is not None:
             logits[:, self.suppressed] = -torch.inf
         return logits

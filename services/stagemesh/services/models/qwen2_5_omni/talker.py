@@ -12,7 +12,8 @@ from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 from stagemesh.services.models.codec_speech.talker import TEXT_EMBEDDING, OmniTalker
 
 
-class Qwen2_5OmniTalker(OmniTalker, LlamaForCausalLM):  # noqa: N801  # the name of the model
+# The name of the model.
+class Qwen2_5OmniTalker(OmniTalker, LlamaForCausalLM):  # noqa: N801  # pyright: ignore[reportIncompatibleVariableOverride]
     """The talker. It has the thinker's text embeddings, too, because its rows contain text that is spoken."""
 
     adds_states = True

@@ -14,7 +14,9 @@ from stagemesh.services.models.codec_speech.talker import TEXT_EMBEDDING, OmniTa
 _RESIDUALS = ResidualSampling(top_p=0.8)
 
 
-class Qwen3OmniTalker(ResidualTalker, OmniTalker, Qwen3MoeForCausalLM):
+class Qwen3OmniTalker(  # pyright: ignore[reportIncompatibleVariableOverride]
+    ResidualTalker, OmniTalker, Qwen3MoeForCausalLM
+):
     """The talker. It has the thinker's text embeddings, too, because its rows contain text that is spoken."""
 
     adds_states = False
