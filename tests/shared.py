@@ -4,6 +4,7 @@ The files form a group in tests/scheduling.py, so that one process runs them. Af
 ready and idle again. After the group, the deployment is stopped.
 """
 
+import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 
 from tests.deployment import Deployment, deployed, eventually
 from tests.scheduling import group_of
-from tests.traces import TraceReceiver, receiving_traces
+from tests.traces import TRACE_VARIABLES, TraceReceiver, receiving_traces
 
 _TINY_OMNI = Path(__file__).parents[1] / "examples/qwen3-omni/tiny.yaml"
 
@@ -93,10 +94,12 @@ def split_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 
 @pytest.fixture(scope="module")
-def speech_traces() -> TraceReceiver:
+def speech_traces() -> Iterator[TraceReceiver]:
     """Receives the traces of `speech_up`."""
-    received: TraceReceiver = _SHARED.enter("speech traces", receiving_traces)
-    return received
+    yield _SHARED.enter("speech traces", receiving_traces)
+    # The deployment has them. The next file of the group begins without them.
+    for variable in TRACE_VARIABLES:
+        os.environ.pop(variable, None)
 
 
 @pytest.fixture(scope="module")

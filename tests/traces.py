@@ -59,6 +59,10 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
             return list(self._spans)
 
 
+TRACE_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_SAMPLER")
+"""The variables by which a process that starts exports its traces."""
+
+
 @contextmanager
 def receiving_traces() -> Iterator[TraceReceiver]:
     """Serves a receiver on loopback. Orchestrators that start within the block export to it what their clients trace,
@@ -71,8 +75,10 @@ def receiving_traces() -> Iterator[TraceReceiver]:
     server.start()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
-            patch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+            for variable, value in zip(
+                TRACE_VARIABLES, (f"http://127.0.0.1:{port}", "parentbased_always_off"), strict=True
+            ):
+                patch.setenv(variable, value)
             yield receiver
     finally:
         server.stop(None).wait()
