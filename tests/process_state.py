@@ -19,6 +19,7 @@ from stagemesh.rpc.credentials import PROCESS, Credentials
 # pytest names the current test. Libraries read or set the others when they are loaded, and never again.
 _NOT_OURS = (
     "PYTEST_",
+    "FFPA_",
     "KMP_",
     "NIXL_",
     "PYTORCH_NVML_",

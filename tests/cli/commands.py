@@ -31,7 +31,8 @@ class Ran:
 def invoke(*arguments: str, stdin: str = "") -> Ran:
     """Runs a command in this process, and in this thread, in which no event loop may run.
 
-    Restores the environment and the credentials of this process, which a command may set.
+    Restores the environment and the credentials of this process, which a command may set. Raises what the command
+    raises, unless the command reports it itself.
     """
     credentials = PROCESS.credentials
     try:
@@ -39,6 +40,8 @@ def invoke(*arguments: str, stdin: str = "") -> Ran:
             result = CliRunner().invoke(app, list(arguments), input=stdin)
     finally:
         PROCESS.use(credentials)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
     return Ran(result.exit_code, result.stdout, result.stderr)
 
 

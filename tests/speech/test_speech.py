@@ -28,7 +28,7 @@ from tests.repository.code_blocks import read_blocks
 from tests.speech.whisper import transcribe, word_error_rate
 from tests.traces import TraceReceiver, check_whole, chunks_of, last_trace
 
-pytestmark = [pytest.mark.speech, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.speech, pytest.mark.timeout(600)]
 
 PROMPTS = (
     "Why is the sea salty? Answer in three short sentences.",

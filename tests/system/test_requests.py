@@ -12,7 +12,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from stagemesh.client import AsyncClient, Event, Finished, OutputFinished, Text
+from stagemesh.client import AsyncClient, Client, Event, Finished, OutputFinished, RetryPolicy, Text
 from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,
@@ -115,11 +115,11 @@ def test_cancelled_request_stops_every_stage(slow: LocalMesh) -> None:
 
 
 def test_a_request_beyond_the_limit_is_rejected_with_a_time_to_retry(slow: LocalMesh) -> None:
-    with slow.client() as client, ThreadPoolExecutor(2) as pool:
+    with Client(slow.endpoint, retry_policy=RetryPolicy(attempts=1)) as client, ThreadPoolExecutor(2) as pool:
         running = [pool.submit(client.generate("hello", request_id=f"limit{n}").result) for n in range(2)]
         eventually(lambda: slow.load("frames-0").running == 2, timeout_s=20)
         with pytest.raises(OverloadedError) as caught:
-            client.generate("one too many", timeout_s=0.5).result()
+            client.generate("one too many").result()
         assert caught.value.retry_after_s is not None
         for n, future in enumerate(running):
             client.cancel(f"limit{n}")

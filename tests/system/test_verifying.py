@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from stagemesh.common.errors import ExitCode
-from tests.cli.commands import Ran, invoke, stagemesh
+from tests.cli.commands import Ran, invoke, run_process
 from tests.deployment import deployed
 from tests.diffusion.tiny.pipelines import write_qwen_image
 from tests.models.qwen3_omni.deployment import PIPELINE, with_torchvision
@@ -67,7 +67,7 @@ def test_a_stage_with_another_weight_is_named(tiny_qwen3_omni: Path, tmp_path: P
 async def test_a_diffusion_pipeline_is_started_and_verified(tmp_path: Path) -> None:
     file = tmp_path / "image.yaml"
     file.write_text(IMAGE.format(model=write_qwen_image(tmp_path / "model")))
-    ran = await stagemesh("verify", str(file), "--prompt", "a red cube")
+    ran = await run_process("verify", str(file), "--prompt", "a red cube")
     assert ran.exit_code == 0, ran.stderr
     assert "1 equal" in ran.stdout.splitlines()[-1]
     assert "loading the reference of image" in ran.stderr

@@ -152,10 +152,10 @@ class Relay:
         with suppress(OSError, asyncio.CancelledError):
             try:
                 await self._connected(reader, writer)
+                await _closed(writer)
             except BaseException:
                 writer.transport.abort()
                 raise
-            writer.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address = self._choose()
@@ -170,10 +170,10 @@ class Relay:
         far_reader, far_writer = await asyncio.open_connection(sock=raw)
         try:
             await _either(_copy(reader, far_writer), _copy(far_reader, writer))
+            await _closed(far_writer)
         except BaseException:
             far_writer.transport.abort()
             raise
-        far_writer.close()
 
 
 class _DnsServer(asyncio.DatagramProtocol):
@@ -202,6 +202,12 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     while data := await reader.read(1 << 16):
         writer.write(data)
         await writer.drain()
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    """Closes a connection after the bytes that it still has to send, which a peer may never read."""
+    writer.close()
+    await writer.wait_closed()
 
 
 async def _either(*copies: Coroutine[None, None, None]) -> None:

@@ -213,8 +213,7 @@ class InletAttempt:
         if self._replies:
             response.replies.extend(self._replies)
             self._replies.clear()
-        if self.is_closed:
-            return
+        # A closed attempt also acknowledges, because the producer of an aborted flow waits for nothing else.
         limit_bytes = self._credit.report()
         if self.next_seq > self._reported_seq:
             ack = response.replies.add().ack

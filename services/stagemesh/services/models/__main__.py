@@ -23,7 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command `fetch`. Returns the exit status: 0 if all models are present."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         with FetchProgress(console) as progress:
             fetch(recipes_of(options.pipeline), store=ModelStore(models_dir()), progress=progress, force=options.force)
@@ -54,4 +53,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(main())
