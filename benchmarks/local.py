@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from stagemesh.common.plugins.entry_points import import_factory, load_engine_descriptor, load_transform_descriptor
 from stagemesh.common.process.stage_process import StageConfig
-from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.connectors.packets import Packet
 from stagemesh.pipeline import Edge, Pipeline, load_pipeline

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.edge_ways.base import Bytes, Receiver, Sender, check_mark, mark, source
 from benchmarks.edge_ways.worker import readable, receive
 from stagemesh.common.plugins.connectors import GRPC, NIXL, SHM, ConnectorName
-from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet

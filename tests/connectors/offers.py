@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stagemesh.common.plugins.connectors import AUTO, ConnectorName
-from stagemesh.common.wire.chunk_policies import ChunkPolicy, StepPolicy
+from stagemesh.common.wire.chunk_sizes import ChunkPolicy, StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import EdgeKey, OfferedTicket, Packet, Ticket

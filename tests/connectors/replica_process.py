@@ -19,7 +19,7 @@ from typing import Any, Self
 import uvloop
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader, MemoryAccount
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet

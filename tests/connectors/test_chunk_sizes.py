@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.common.wire.chunk_policies import FramesPolicy, PlayoutPace, PlayoutSizes
+from stagemesh.common.wire.chunk_sizes import FramesPolicy, PlayoutPace, PlayoutSizes
 from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.connectors.packets import Packet
 

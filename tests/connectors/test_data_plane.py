@@ -15,7 +15,7 @@ from stagemesh.common.errors import (
     UnavailableError,
 )
 from stagemesh.common.plugins.connectors import AUTO, GRPC, NIXL, SHM, ConnectorName
-from stagemesh.common.wire.chunk_policies import FramesPolicy, PlayoutPace, StepPolicy
+from stagemesh.common.wire.chunk_sizes import FramesPolicy, PlayoutPace, StepPolicy
 from stagemesh.conformance import assert_same, receive_all, send_all
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet

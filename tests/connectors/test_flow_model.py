@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors import fragments, lost_peers
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow import inlet_attempt, outlet_attempt

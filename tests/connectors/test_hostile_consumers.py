@@ -10,7 +10,7 @@ import pytest
 
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM, ConnectorName
-from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.common.wire.versions import OFFERS, own_protocol
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet

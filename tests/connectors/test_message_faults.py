@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.v1 import stage_pb2

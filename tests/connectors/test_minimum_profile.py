@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.conformance import assert_same, receive_all, send_all
 from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.v1 import chunk_pb2

@@ -10,7 +10,7 @@ import pytest
 
 from stagemesh.common.errors import InternalError, NotReadyError, StagemeshError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM
-from stagemesh.common.wire.chunk_policies import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.conformance import assert_same, receive_all, send_all
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet

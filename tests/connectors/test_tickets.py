@@ -20,7 +20,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.plugins.connectors import GRPC, SHM, ConnectorName
-from stagemesh.common.wire.chunk_policies import FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.common.wire.chunk_sizes import FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.conformance import Proxy, proxied, two_hosts
 from stagemesh.conformance.replicas import until
 from stagemesh.connectors import lost_peers

@@ -7,7 +7,7 @@ import pytest
 
 from stagemesh.common.errors import InvalidPipelineError, NotFoundError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM
-from stagemesh.common.wire.chunk_policies import FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.common.wire.chunk_sizes import FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.pipeline import Bounds, Limits, built_in_pipelines, load_pipeline
 from tests.pipeline.files import errors, load, mistakes
 

@@ -8,7 +8,7 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.plugins.descriptors import OptionSpec, Signature
-from stagemesh.common.wire.chunk_policies import FramesPolicy
+from stagemesh.common.wire.chunk_sizes import FramesPolicy
 from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import SamplingOptions, Structure

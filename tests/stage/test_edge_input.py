@@ -7,7 +7,7 @@ import pytest
 
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.plugins.descriptors import Emitted, Signature
-from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.common.wire.tensors import Array, TensorSpec
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import TokenSelection

@@ -11,7 +11,7 @@ import pytest
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, StagemeshError, UnsupportedError
 from stagemesh.common.plugins.connectors import GRPC
 from stagemesh.common.plugins.descriptors import Emitted, Signature, TransformDescriptor
-from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.conformance import Host
 from stagemesh.connectors.flow.outlet import Outlet

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.common.wire.chunk_policies import FramesPolicy, WholePolicy
+from stagemesh.common.wire.chunk_sizes import FramesPolicy, WholePolicy
 from stagemesh.conformance import assert_same, receive_all, send_all
 from stagemesh.conformance.fault_suite import proxied
 from stagemesh.connectors.flow.chunking import Chunker

@@ -8,7 +8,7 @@ from functools import partial
 from stagemesh.common.errors import NotFoundError, UnavailableError
 from stagemesh.common.plugins.connectors import AUTO, ConnectorName, descriptor_of
 from stagemesh.common.process.host import retain_freed_memory, shorten_time_slices
-from stagemesh.common.wire.chunk_policies import ChunkPolicy
+from stagemesh.common.wire.chunk_sizes import ChunkPolicy
 from stagemesh.common.wire.versions import OFFERS, own_protocol
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.flow import replay

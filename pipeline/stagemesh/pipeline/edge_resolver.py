@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM, descriptors
 from stagemesh.common.plugins.descriptors import INPUT
-from stagemesh.common.wire.chunk_policies import FramesPolicy, StepPolicy
+from stagemesh.common.wire.chunk_sizes import FramesPolicy, StepPolicy
 from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.pipeline.condition_resolver import ConditionResolver
 from stagemesh.pipeline.document import Problems, suggest

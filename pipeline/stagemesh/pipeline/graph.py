@@ -13,7 +13,7 @@ from pydantic import Field, SkipValidation
 
 from stagemesh.common.plugins.descriptors import EXTERNAL, TEXT, OptionSpec, OutputKind, Signature
 from stagemesh.common.process.media_config import MediaConfig
-from stagemesh.common.wire.chunk_policies import ChunkPolicy, FramesPolicy, PlayoutPace
+from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, PlayoutPace
 from stagemesh.pipeline.conditions import STREAMED, Condition, Fact, Facts, holds
 from stagemesh.pipeline.schema import EdgeEntry, Limits, OutputEntry, SessionsEntry, StageEntry
 

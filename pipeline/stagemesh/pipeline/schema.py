@@ -31,7 +31,7 @@ from stagemesh.common.plugins.connectors import AUTO
 from stagemesh.common.plugins.descriptors import INPUT, OptionSpec
 from stagemesh.common.process.media_config import MediaConfig, parse_root
 from stagemesh.common.process.stage_process import STALL_S, DataPlaneConfig
-from stagemesh.common.wire.chunk_policies import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.pipeline.conditions import Comparison, InputKind
 from stagemesh.pipeline.signature_schema import (
     Count,

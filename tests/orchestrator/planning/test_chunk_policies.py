@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.wire.chunk_policies import ChunkPolicy, FramesPolicy, PlayoutPace, WholePolicy
+from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, PlayoutPace, WholePolicy
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
 from stagemesh.orchestrator.planning.chunk_policies import set_chunk_policies
 from stagemesh.orchestrator.planning.planner import Plan, Planner

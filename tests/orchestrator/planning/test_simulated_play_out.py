@@ -10,7 +10,7 @@ from itertools import count
 
 import pytest
 
-from stagemesh.common.wire.chunk_policies import ChunkSizes, FixedSizes, PlayoutPace, PlayoutSizes
+from stagemesh.common.wire.chunk_sizes import ChunkSizes, FixedSizes, PlayoutPace, PlayoutSizes
 from stagemesh.services.engines.function.playout import AudioStream, CallCosts, CallQueue
 
 FRAME_S = 0.08

@@ -7,7 +7,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from stagemesh.common.plugins.descriptors import INPUT
-from stagemesh.common.wire.chunk_policies import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.pipeline import Edge, Pipeline, Stage
 from stagemesh.pipeline.conditions import Condition, describe_condition
 

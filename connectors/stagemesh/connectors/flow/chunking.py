@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.wire.chunk_policies import FramesPolicy, WholePolicy
+from stagemesh.common.wire.chunk_sizes import FramesPolicy, WholePolicy
 from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.packets import MetadataValue, Packet
 

@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias
 
 from stagemesh.common.errors import CancelledRequestError, NotReadyError, StagemeshError
 from stagemesh.common.plugins.connectors import GRPC, ConnectorName, number_of
-from stagemesh.common.wire.chunk_policies import ChunkPolicy, StepPolicy
+from stagemesh.common.wire.chunk_sizes import ChunkPolicy, StepPolicy
 from stagemesh.connectors import wire
 from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.base import ArenaRange, MemoryAccount

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stagemesh.common.wire.chunk_policies import ChunkPolicy, FramesPolicy, PlayoutPace, WholePolicy
+from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, PlayoutPace, WholePolicy
 from stagemesh.orchestrator.planning.planner import Plan
 from stagemesh.pipeline.graph import Edge
 from stagemesh.pipeline.schema import FramesEntry

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
-from stagemesh.common.wire.chunk_policies import StepPolicy, WholePolicy
+from stagemesh.common.wire.chunk_sizes import StepPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.planning.planner import PlannedStep
 from stagemesh.orchestrator.planning.replacement_replicas import StateBudget

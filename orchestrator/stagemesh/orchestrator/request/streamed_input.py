@@ -17,7 +17,7 @@ from stagemesh.common.notification import Notifier
 from stagemesh.common.plugins.connectors import GRPC
 from stagemesh.common.plugins.descriptors import INPUT
 from stagemesh.common.requests.request_checks import read_samples
-from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.edge_meters import EdgeMeters
 from stagemesh.connectors.flow.outlet import Outlet

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from stagemesh.common.wire.chunk_policies import WholePolicy
+from stagemesh.common.wire.chunk_sizes import WholePolicy
 from stagemesh.common.wire.tensors import DTYPES, Array
 from stagemesh.conformance.replicas import (
     assert_same,

@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from stagemesh.common.plugins.connectors import AUTO, ConnectorName
-from stagemesh.common.wire.chunk_policies import ChunkPolicy, StepPolicy
+from stagemesh.common.wire.chunk_sizes import ChunkPolicy, StepPolicy
 from stagemesh.connectors.arena.arena import Arena, Written
 from stagemesh.connectors.base import (
     ArenaRange,

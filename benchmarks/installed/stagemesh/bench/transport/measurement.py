@@ -25,7 +25,7 @@ from stagemesh.common.errors import (
     UnavailableError,
 )
 from stagemesh.common.plugins.connectors import AUTO, GRPC, NIXL, SHM, ConnectorName, descriptors
-from stagemesh.common.wire.chunk_policies import StepPolicy
+from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.common.wire.tensors import read_inline, to_messages
 from stagemesh.common.wire.versions import check_version
 from stagemesh.connectors.data_plane import DataPlane
