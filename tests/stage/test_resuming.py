@@ -9,7 +9,7 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Task, Usage
-from stagemesh.services.stage.step.checkpoints import MAX_EVENT_BYTES
+from stagemesh.services.stage.step.journal import MAX_EVENT_BYTES
 from stagemesh.services.stage.step.spec import StepSpec, checkpoint_to_wire, spec_from_wire
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
