@@ -28,9 +28,9 @@ from stagemesh.connectors.flow.edge_meters import EdgeMeter
 from stagemesh.services.engines.base import Engine, EngineLoad
 from stagemesh.services.stage.health import StallWatch
 from stagemesh.services.stage.lifecycle import ReplicaLifecycle
-from stagemesh.services.stage.step.journal import PausedStates
 from stagemesh.services.stage.step.checks import check_handover, check_rebinding, check_spec, engine_result_check
 from stagemesh.services.stage.step.edges import StepEdges
+from stagemesh.services.stage.step.journal import PausedStates
 from stagemesh.services.stage.step.run import StepContext, StepRun
 from stagemesh.services.stage.step.run_index import RunIndex
 from stagemesh.services.stage.step.spec import Rebinding, StepSpec

@@ -1,4 +1,4 @@
-"""Checkpoints: the states from which paused requests resume on another replica, and the journal of a step's events.
+"""The journal of a step's events, and the states from which paused requests resume on another replica.
 
 The total size of the stored states is limited.
 """

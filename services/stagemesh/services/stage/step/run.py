@@ -25,10 +25,10 @@ from stagemesh.connectors.flow.received_rows import add_rows
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
 from stagemesh.services.engines.user_errors import UserErrors
-from stagemesh.services.stage.step.journal import PausedStates, StepJournal, drained_error, without_large_state
 from stagemesh.services.stage.step.checks import FiniteCheck, ResultCheck
 from stagemesh.services.stage.step.edges import StepEdges
 from stagemesh.services.stage.step.inputs import EdgeInput, opened_media
+from stagemesh.services.stage.step.journal import PausedStates, StepJournal, drained_error, without_large_state
 from stagemesh.services.stage.step.outputs import FileOutputs, ProgressThrottle, StreamedOutputs, finish_to_wire
 from stagemesh.services.stage.step.spec import STATE_EDGE, StepSpec, checkpoint_to_wire
 from stagemesh.services.stage.step.timings import FrameIntervals, RowTimer, Stopwatch
