@@ -16,7 +16,7 @@ from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
-from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.rpc.channels import SERVER_OPTIONS
 from stagemesh.rpc.handlers import answering
 
@@ -130,7 +130,7 @@ class PlaneSender(Sender):
         if request not in self._opened:
             self._opened[request] = [
                 self._plane.open_outlet(
-                    _key(request), endpoint=endpoint, consumer=replica, connector=self.connector, policy=StepPolicy()
+                    _key(request), ConsumerAddress(replica, endpoint), connector=self.connector, policy=StepPolicy()
                 )
                 for replica, endpoint in self._consumers
             ]

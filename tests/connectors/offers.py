@@ -8,7 +8,7 @@ from stagemesh.common.plugins.connectors import AUTO, ConnectorName
 from stagemesh.common.wire.chunk_sizes import ChunkPolicy, StepPolicy
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import EdgeKey, OfferedTicket, Packet, Ticket
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, OfferedTicket, Packet, Ticket
 from tests.connectors.hosts import Host
 
 KIND = "test.state"
@@ -58,8 +58,7 @@ def open_ticket_flow(
     inlet = consumer.plane.open_inlet(key, producer=producer.replica, ticket_kinds=kinds, rebind_s=rebind_s)
     outlet = producer.plane.open_outlet(
         key,
-        endpoint=endpoint or consumer.endpoint,
-        consumer=consumer.replica,
+        ConsumerAddress(consumer.replica, endpoint or consumer.endpoint),
         connector=connector,
         policy=policy or StepPolicy(),
         rebind_s=rebind_s,

@@ -23,7 +23,7 @@ from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader, MemoryAccount
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from tests.connectors.connector_names import named
 from tests.connectors.contents import is_packet_of, packet_of
 from tests.connectors.hosts import Host
@@ -87,8 +87,7 @@ class Program:
         """Sends a flow to its end; returns its connector, its size and the duration."""
         outlet = self._host.plane.open_outlet(
             EdgeKey(request, EDGE, 1),
-            endpoint=endpoint,
-            consumer=consumer,
+            ConsumerAddress(consumer, endpoint),
             connector=named(connector),
             policy=StepPolicy(),
         )
@@ -111,7 +110,7 @@ class Program:
 
     async def probe(self, *, consumer: str, endpoint: str, connector: str) -> dict[str, Any]:
         """Returns the connector that a flow would use, and the errors of better ones."""
-        found = await self._host.plane.probe(consumer=consumer, endpoint=endpoint, connector=named(connector))
+        found = await self._host.plane.probe(ConsumerAddress(consumer, endpoint), named(connector))
         refusals = {name: error.message for name, error in found.refusals.items()}
         return {"connector": found.connector, "refusals": refusals}
 

@@ -19,7 +19,7 @@ from stagemesh.common.wire.chunk_sizes import FramesPolicy, PlayoutPace, StepPol
 from stagemesh.conformance import assert_same, receive_all, send_all
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.connectors.wire import key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
@@ -79,7 +79,7 @@ async def test_private_arena_transfers_by_every_connector_but_shm(connector: Con
 async def test_shm_refuses_a_private_arena_with_a_remedy() -> None:
     async with two_hosts(shared_arena=False) as (a, b):
         with pytest.raises(NotReadyError, match=r"arena is private; remove data_plane\.shared_arena") as caught:
-            await a.plane.probe(consumer=b.replica, endpoint=b.endpoint, connector=SHM)
+            await a.plane.probe(ConsumerAddress(b.replica, b.endpoint), SHM)
     assert caught.value.reason == "CONNECTOR_UNAVAILABLE"
 
 
@@ -169,8 +169,7 @@ async def test_unexpected_flow_is_rejected() -> None:
     async with two_hosts() as (a, b):
         outlet = a.plane.open_outlet(
             EdgeKey("nobody", "a->b", 1),
-            endpoint=b.endpoint,
-            consumer="b-0",
+            ConsumerAddress("b-0", b.endpoint),
             connector=AUTO,
             policy=StepPolicy(),
         )
@@ -183,8 +182,7 @@ async def test_stale_attempt_is_rejected() -> None:
         b.plane.open_inlet(EdgeKey("r", "a->b", 2), producer="a-0")
         outlet = a.plane.open_outlet(
             EdgeKey("r", "a->b", 1),
-            endpoint=b.endpoint,
-            consumer="b-0",
+            ConsumerAddress("b-0", b.endpoint),
             connector=AUTO,
             policy=StepPolicy(),
         )

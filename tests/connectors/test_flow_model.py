@@ -18,7 +18,7 @@ from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow import inlet_attempt, outlet_attempt
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.rpc.message_streams import StreamHandler
 from tests.connectors.connector_names import named
 from tests.connectors.contents import is_packet_of, packet_of
@@ -44,7 +44,7 @@ class Flow:
         self.request = request
         self.inlet: Inlet = machine.consumer.open_inlet(key, producer="a")
         self.outlet: Outlet = machine.producer.open_outlet(
-            key, endpoint="nowhere", consumer="b", connector=named(FLOWS[request]), policy=StepPolicy()
+            key, ConsumerAddress("b", "nowhere"), connector=named(FLOWS[request]), policy=StepPolicy()
         )
         self.sizes: list[int] = []
         self.to_send: asyncio.Queue[int | None] = asyncio.Queue()

@@ -15,7 +15,7 @@ from stagemesh.common.wire.versions import OFFERS, own_protocol
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import EdgeKey, MetadataValue
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, MetadataValue
 from stagemesh.connectors.wire import key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.message_streams import PUT_CHUNK
@@ -130,7 +130,7 @@ class Scene:
         """Sends a flow to its end."""
         key = KEY._replace(request_id=request)
         outlet = self.plane.open_outlet(
-            key, endpoint=self.endpoint, consumer="b-0", connector=connector, policy=StepPolicy()
+            key, ConsumerAddress("b-0", self.endpoint), connector=connector, policy=StepPolicy()
         )
         async with asyncio.timeout(10):
             for seq in range(count):
@@ -291,7 +291,7 @@ async def _claimed(connector: str, *, somebodys: bool) -> AsyncIterator[tuple[Ho
             key = EdgeKey("r", "a->b", 1)
             inlet = b.plane.open_inlet(key, producer="a-0")
             outlet = a.plane.open_outlet(
-                key, endpoint=relay.endpoint, consumer="b-0", connector=named(connector), policy=StepPolicy()
+                key, ConsumerAddress("b-0", relay.endpoint), connector=named(connector), policy=StepPolicy()
             )
             yield a, other, outlet, inlet
         finally:

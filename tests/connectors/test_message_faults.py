@@ -14,7 +14,7 @@ import pytest
 
 from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.v1 import stage_pb2
 from tests.connectors.connector_names import CONNECTORS, named
 from tests.connectors.contents import is_packet_of, packet_of
@@ -50,7 +50,7 @@ async def _deliver(consumer: Host, relay: Relay, *, name: str, connector: str) -
     key = EdgeKey(name, "a->b", 1)
     inlet = consumer.plane.open_inlet(key, producer=name)
     outlet = producer.open_outlet(
-        key, endpoint=relay.endpoint, consumer="b-0", connector=named(connector), policy=StepPolicy()
+        key, ConsumerAddress("b-0", relay.endpoint), connector=named(connector), policy=StepPolicy()
     )
 
     async def send() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.conformance import assert_same, receive_all, send_all
-from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.v1 import chunk_pb2
 from tests.connectors.hosts import Host, packet
 from tests.connectors.minimum_profile import (
@@ -34,7 +34,7 @@ async def test_a_stage_of_the_minimum_profile_passes_chunks_on(size_bytes: int) 
     try:
         received = stage.flows["r"] = Received()
         outlet = a.plane.open_outlet(
-            EdgeKey("r", "a->m", 1), endpoint=endpoint, consumer="m-0", connector="auto", policy=StepPolicy()
+            EdgeKey("r", "a->m", 1), ConsumerAddress("m-0", endpoint), connector="auto", policy=StepPolicy()
         )
         await send_all(outlet, sent)
         await received.ended.wait()

@@ -7,6 +7,7 @@ import pytest
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
 from stagemesh.common.plugins import connectors
 from stagemesh.common.plugins.connectors import AUTO, GRPC, NIXL, SHM, ConnectorName
+from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.shm import ShmConnector
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe
 from tests.connectors.hosts import Host, open_flow, packet, two_hosts
@@ -15,7 +16,7 @@ from tests.connectors.replicas import ReplicaError, replica
 
 
 async def _probe(producer: Host, consumer: Host, connector: ConnectorName = AUTO) -> EdgeProbe:
-    return await producer.plane.probe(consumer=consumer.replica, endpoint=consumer.endpoint, connector=connector)
+    return await producer.plane.probe(ConsumerAddress(consumer.replica, consumer.endpoint), connector)
 
 
 async def test_auto_is_shm_on_one_host() -> None:

@@ -15,7 +15,7 @@ from stagemesh.conformance import assert_same, receive_all, send_all
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.lost_peers import REBIND_S
-from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from tests.connectors.hosts import Host, packet
 
 _BOUND_S = 20
@@ -41,8 +41,7 @@ def out(
 ) -> Outlet:
     return producer.plane.open_outlet(
         key_of(attempt),
-        endpoint=consumer.endpoint,
-        consumer=consumer.replica,
+        ConsumerAddress(consumer.replica, consumer.endpoint),
         connector=connector,
         policy=policy or StepPolicy(),
         rebind_s=REBIND_S,
@@ -52,7 +51,7 @@ def out(
 def rebind_out(outlet: Outlet, producer: Host, consumer: Host, *, attempt: int, connector: str = AUTO) -> None:
     outlet.check_rebindable()
     producer.plane.rebind_outlet(
-        outlet, key_of(attempt), endpoint=consumer.endpoint, consumer=consumer.replica, connector=connector
+        outlet, key_of(attempt), consumer=ConsumerAddress(consumer.replica, consumer.endpoint), connector=connector
     )
 
 

@@ -24,7 +24,7 @@ from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.flow.sent_chunks import Leases
-from stagemesh.connectors.packets import EdgeKey, OfferedTicket, Packet, Ticket
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, OfferedTicket, Packet, Ticket
 from stagemesh.rpc.message_streams import StreamHandler
 from tests.connectors.model_wires import Clock, Wire, WireEnd, close_all, model_settings, turns, use_wires
 from tests.connectors.relay_faults import Direction
@@ -155,7 +155,7 @@ class TicketModel(RuleBasedStateMachine):
         number = next(self.numbers)
         inlet, key = self._expect(number, name, attempt=1), EdgeKey(f"r{number}", "a->", 1)
         outlet = self.planes["a"].open_outlet(
-            key, endpoint=f"{name}:1", consumer=name, connector=GRPC, policy=StepPolicy(), rebind_s=REBIND_S
+            key, ConsumerAddress(name, f"{name}:1"), connector=GRPC, policy=StepPolicy(), rebind_s=REBIND_S
         )
         flow = Flow(outlet, self.incarnation, name, inlet, number)
         self.flows.append(flow)
@@ -231,7 +231,9 @@ class TicketModel(RuleBasedStateMachine):
             flow.attempt += 1
             flow.consumer, flow.inlet = name, self._expect(flow.number, name, attempt=flow.attempt)
             key = EdgeKey(f"r{flow.number}", "a->", flow.attempt)
-            self.planes["a"].rebind_outlet(flow.outlet, key, endpoint=f"{name}:1", consumer=name, connector=GRPC)
+            self.planes["a"].rebind_outlet(
+                flow.outlet, key, consumer=ConsumerAddress(name, f"{name}:1"), connector=GRPC
+            )
             self._spawn(self._read(flow, flow.inlet, name))
 
     # -- the consumers and their engines

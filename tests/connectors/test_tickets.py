@@ -26,7 +26,7 @@ from stagemesh.conformance.replicas import until
 from stagemesh.connectors import lost_peers
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import EdgeKey, Packet, ReceivedTicket, Ticket
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet, ReceivedTicket, Ticket
 from stagemesh.connectors.stream import local_socket
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from tests.connectors.handmade_producers import KEY, OPEN, Peer, peer
@@ -245,7 +245,9 @@ async def test_lost_consumer_leaves_the_ticket_to_its_successor(apart: None) -> 
         assert offers.released == []
         successor = c.plane.open_inlet(EdgeKey("r", "a->b", 2), producer="a-0", ticket_kinds=[KIND])
         outlet.check_rebindable()
-        a.plane.rebind_outlet(outlet, EdgeKey("r", "a->b", 2), endpoint=c.endpoint, consumer=c.replica, connector=GRPC)
+        a.plane.rebind_outlet(
+            outlet, EdgeKey("r", "a->b", 2), consumer=ConsumerAddress(c.replica, c.endpoint), connector=GRPC
+        )
         again = await take(successor)
         await again.accept()
         ticket.release()
@@ -336,7 +338,7 @@ async def test_ticket_that_a_new_producer_repeats_is_dropped() -> None:
         await ticket.accept()
         b.plane.rebind_inlet(inlet, EdgeKey("r", "a->b", 2), producer=c.replica, first_rows={})
         key = EdgeKey("r", "a->b", 2)
-        again = c.plane.open_outlet(key, endpoint=b.endpoint, consumer=b.replica, connector=GRPC, policy=StepPolicy())
+        again = c.plane.open_outlet(key, ConsumerAddress(b.replica, b.endpoint), connector=GRPC, policy=StepPolicy())
         await second.send(again)
         await finish(again, inlet)
         await eventually(lambda: second.released == ["kv"])

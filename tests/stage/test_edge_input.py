@@ -9,7 +9,7 @@ from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.plugins.descriptors import Emitted, Signature
 from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.common.wire.tensors import Array, TensorSpec
-from stagemesh.connectors.packets import Packet
+from stagemesh.connectors.packets import ConsumerAddress, Packet
 from stagemesh.services.engines.base import TokenSelection
 from stagemesh.services.stage.step.inputs import accepted_part
 from stagemesh.services.stage.step.spec import OutputBinding
@@ -54,7 +54,7 @@ EVERYTHING = frozenset[str]()
 
 
 def binding(tensors: frozenset[str] = STATES, tokens: TokenSelection = "all") -> OutputBinding:
-    return OutputBinding("e", "b-0", "127.0.0.1:1", "auto", StepPolicy(), tensors, tokens)
+    return OutputBinding("e", ConsumerAddress("b-0", "127.0.0.1:1"), "auto", StepPolicy(), tensors, tokens)
 
 
 def rows(start: int, count: int, *, prompt_tokens: int = 5) -> Packet:

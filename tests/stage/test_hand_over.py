@@ -15,7 +15,7 @@ from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.conformance import Host
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import EdgeKey, OfferedTicket, Packet
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, OfferedTicket, Packet
 from stagemesh.fake_engine import KIND, STATE
 from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.services.engines.abilities import EngineAbilities, HandsOver
@@ -49,8 +49,7 @@ async def decode_stage() -> AsyncGenerator[tuple[Host, Replica]]:
 def flow_to(stage: Replica, producer: Host, request_id: str) -> Outlet:
     return producer.plane.open_outlet(
         EdgeKey(request_id, "a->b", 1),
-        endpoint=stage.endpoint,
-        consumer="decode-0",
+        ConsumerAddress("decode-0", stage.endpoint),
         connector=GRPC,
         policy=StepPolicy(),
     )
@@ -73,7 +72,7 @@ async def test_emitted_ticket_that_no_edge_carries_is_released() -> None:
 async def test_ticket_of_a_step_that_was_stopped_is_released() -> None:
     async with ready_runtime(stage_config("prefill", function="prefill")) as runtime:
         unreachable = OutputBinding(
-            edge="a->b", consumer="b-0", endpoint="127.0.0.1:9", connector=GRPC, policy=StepPolicy()
+            edge="a->b", consumer=ConsumerAddress("b-0", "127.0.0.1:9"), connector=GRPC, policy=StepPolicy()
         )
         running = asyncio.create_task(events_of(runtime, replace(step_spec(), streamed=(), outputs=(unreachable,))))
         assert isinstance(runtime.engine, FakeEngine)
@@ -169,7 +168,7 @@ async def test_transform_passes_tickets(kept: int, monkeypatch: pytest.MonkeyPat
 
 async def test_edge_selects_tickets_by_name() -> None:
     tickets = {name: Offers().offer(name) for name in ("with", "without")}
-    binding = OutputBinding("a->b", "b-0", "", GRPC, StepPolicy(), tensors=frozenset({"with", "text"}))
+    binding = OutputBinding("a->b", ConsumerAddress("b-0", ""), GRPC, StepPolicy(), tensors=frozenset({"with", "text"}))
     selected = binding.select(Packet({"x": np.zeros(1)}, tickets=tickets))
     assert selected is not None
     assert (dict(selected.tensors), set(selected.tickets)) == ({}, {"with"})

@@ -12,7 +12,7 @@ from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc, tensor_pb2
 from tests.connectors.hosts import Host
@@ -103,8 +103,7 @@ def outlet_to(stage_endpoint: str, plane: DataPlane, request_id: str, *, attempt
     """Opens a flow into the stage in TypeScript."""
     return plane.open_outlet(
         EdgeKey(request_id, IN, attempt),
-        endpoint=stage_endpoint,
-        consumer="m-0",
+        ConsumerAddress("m-0", stage_endpoint),
         connector="auto",
         policy=StepPolicy(),
     )

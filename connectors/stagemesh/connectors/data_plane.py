@@ -16,7 +16,7 @@ from stagemesh.connectors.flow.edge_meters import EdgeMeters
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.connectors.flow.sent_chunks import Retention
-from stagemesh.connectors.packets import EdgeKey
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey
 from stagemesh.connectors.stream.connection import Peer
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe, ReplicaConnectors
 from stagemesh.connectors.stream.consumer import Consumer, LandingArena
@@ -67,7 +67,7 @@ class DataPlane:
         self._connectors = ReplicaConnectors(
             self.arena, landing=self.landing.get, replica=replica, incarnation=self.incarnation
         )
-        self._links: dict[tuple[str, str, str], ProducerLink] = {}
+        self._links: dict[ConsumerAddress, ProducerLink] = {}
         self._background: set[asyncio.Task[object]] = set()
         self._sessions: set[ConsumerSession] = set()
         self._listener = LocalListener(self._accept_local)
@@ -103,12 +103,10 @@ class DataPlane:
     def open_outlet(
         self,
         key: EdgeKey,
+        consumer: ConsumerAddress,
         *,
-        endpoint: str,
-        consumer: str,
         connector: ConnectorName,
         policy: ChunkPolicy,
-        server_name: str = "",
         rebind_s: float = 0.0,
     ) -> Outlet:
         """Opens a flow to `consumer` and returns immediately. Sending waits until the consumer has accepted the flow.
@@ -117,34 +115,25 @@ class DataPlane:
 
         Args:
             key: The identifier of the flow's attempt.
-            endpoint: The consumer's gRPC address.
-            consumer: The consumer's replica name.
+            consumer: The replica that receives the flow.
             connector: The connector that transfers the flow's bytes, or AUTO to negotiate one.
             policy: The policy by which packets are cut into chunks.
-            server_name: The name in the consumer's TLS certificate, or empty if it is the host in `endpoint`.
             rebind_s: Time limit, in seconds, for a call of `rebind_outlet` after the consumer has become unreachable.
                 If it is 0, the flow fails immediately.
         """
-        link = self._link(consumer, endpoint, server_name, connector)
+        link = self._link(consumer, connector)
         outlet = Outlet(key, connector, policy=policy, retention=self._retention, rebind_s=rebind_s)
         link.add(outlet.attempt)
         return outlet
 
     def rebind_outlet(
-        self,
-        outlet: Outlet,
-        key: EdgeKey,
-        *,
-        endpoint: str,
-        consumer: str,
-        connector: ConnectorName,
-        server_name: str = "",
+        self, outlet: Outlet, key: EdgeKey, *, consumer: ConsumerAddress, connector: ConnectorName
     ) -> None:
         """Moves a flow to another consumer and sends all chunks again. Call `Outlet.check_rebindable` first.
 
         `key` identifies the new attempt. The other arguments are those of `open_outlet`, for the new consumer.
         """
-        link = self._link(consumer, endpoint, server_name, connector)
+        link = self._link(consumer, connector)
         outlet.rebind(key, connector)
         link.add(outlet.attempt)
 
@@ -152,9 +141,7 @@ class DataPlane:
         """Returns an empty group of outlets. A packet that is sent to the group is written into the arena only once."""
         return FanOut(arena=self.arena, inline_limit_bytes=self._inline_limit_bytes)
 
-    async def probe(
-        self, *, consumer: str, endpoint: str, connector: ConnectorName, server_name: str = ""
-    ) -> EdgeProbe:
+    async def probe(self, consumer: ConsumerAddress, connector: ConnectorName) -> EdgeProbe:
         """Negotiates the connector of a flow to `consumer` without sending a chunk.
 
         Returns the result of the negotiation. The arguments are those of `open_outlet`.
@@ -162,14 +149,13 @@ class DataPlane:
         Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the requested connector cannot be used. Raises UnavailableError
         if the consumer is unreachable or does not answer within PROBE_S seconds.
         """
-        link = self._link(consumer, endpoint, server_name, connector)
+        link = self._link(consumer, connector)
         try:
             async with asyncio.timeout(PROBE_S):
                 return await link.probe(connector)
         except TimeoutError:
             raise UnavailableError(
-                f"replica {consumer} at {endpoint} did not negotiate connector {connector} within {PROBE_S:g} s",
-                reason="NO_ANSWER",
+                f"{consumer} did not negotiate connector {connector} within {PROBE_S:g} s", reason="NO_ANSWER"
             ) from None
 
     def replay(self, key: EdgeKey, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
@@ -233,38 +219,38 @@ class DataPlane:
 
     # -- inner workings
 
-    def _link(self, consumer: str, endpoint: str, server_name: str, connector: ConnectorName) -> ProducerLink:
+    def _link(self, consumer: ConsumerAddress, connector: ConnectorName) -> ProducerLink:
         if connector != AUTO:
             descriptor_of(connector)
-        link = self._links.get((consumer, endpoint, server_name))
+        link = self._links.get(consumer)
         if link is None:
-            link = self._links[consumer, endpoint, server_name] = ProducerLink(
-                Peer(consumer, endpoint, self._identity, self.arena.fd, server_name),
+            link = self._links[consumer] = ProducerLink(
+                Peer(consumer, self._identity, self.arena.fd),
                 connectors=self._connectors,
                 inline_limit_bytes=self._inline_limit_bytes,
                 on_idle=self._drop_link,
-                on_released_elsewhere=partial(self._end_leases, consumer),
-                accept_elsewhere=partial(self._accept_tickets, consumer),
+                on_released_elsewhere=partial(self._end_leases, consumer.replica),
+                accept_elsewhere=partial(self._accept_tickets, consumer.replica),
             )
         return link
 
     def _end_leases(self, consumer: str, lease_ids: Sequence[int]) -> None:
         """Ends leases of a consumer that were granted on its links, of which there is one for each of its addresses."""
-        for (name, *_), link in self._links.items():
-            if name == consumer:
+        for address, link in self._links.items():
+            if address.replica == consumer:
                 link.end_leases(lease_ids)
 
     def _accept_tickets(self, consumer: str, lease_id: int) -> bool:
         """Accepts the tickets of a consumer's lease, on whichever of its links it was granted."""
-        return any(link.accept_tickets(lease_id) for (name, *_), link in self._links.items() if name == consumer)
+        links = [link for address, link in self._links.items() if address.replica == consumer]
+        return any(link.accept_tickets(lease_id) for link in links)
 
     def _drop_link(self, link: ProducerLink) -> None:
         """Closes and removes a disconnected link that no flow needs.
 
         A later flow to the same consumer creates a new link.
         """
-        for name in [name for name, known in self._links.items() if known is link]:
-            del self._links[name]
+        self._links = {address: known for address, known in self._links.items() if known is not link}
         self._run_in_background(link.close())
 
     def _run_in_background(self, work: Coroutine[object, object, object]) -> None:

@@ -196,6 +196,19 @@ class EdgeKey(NamedTuple):
     attempt: int
 
 
+class ConsumerAddress(NamedTuple):
+    """The replica that receives a flow, and how its data plane is reached."""
+
+    replica: str
+    endpoint: str
+    """The replica's gRPC address."""
+    server_name: str = ""
+    """The name in the replica's TLS certificate, or empty if it is the host in `endpoint`."""
+
+    def __str__(self) -> str:
+        return f"replica {self.replica} at {self.endpoint}"
+
+
 _NO_METADATA: Mapping[str, MetadataValue] = MappingProxyType({})
 NO_TICKETS: Mapping[str, Ticket] = MappingProxyType({})
 

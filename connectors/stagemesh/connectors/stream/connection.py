@@ -21,6 +21,7 @@ from stagemesh.common.plugins.connectors import GRPC, ConnectorName
 from stagemesh.common.wire.versions import OFFERS
 from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
+from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream import local_socket
 from stagemesh.connectors.stream.connector_agreement import ConnectorAgreement, ReplicaConnectors
 from stagemesh.rpc.channels import open_channel
@@ -42,21 +43,23 @@ _log = logging.getLogger(__name__)
 class Peer:
     """The consumer of a link. Also records the results of earlier connections to this consumer."""
 
-    consumer: str
-    endpoint: str
+    address: ConsumerAddress
     hello: stage_pb2.Hello
     """The Hello message that the producer sends first on every stream."""
     arena_fd: int | None
     """The file descriptor of the producer's arena, or None if the arena is private."""
-    server_name: str = ""
-    """The name in the consumer's TLS certificate, or empty if it is the host in `endpoint`."""
     worked: set[ConnectorName] = field(default_factory=set[ConnectorName])
     """The connectors on which this replica and the consumer's current incarnation have agreed."""
     local_failures: int = 0
     """The number of consecutive failed handshakes over the local socket."""
 
     def __str__(self) -> str:
-        return f"replica {self.consumer} at {self.endpoint}"
+        return str(self.address)
+
+    @property
+    def consumer(self) -> str:
+        """The consumer's replica name."""
+        return self.address.replica
 
 
 class ProducerSession:
@@ -306,9 +309,9 @@ class Connection:
 
     async def _open_grpc(self, stream: ProducerSession) -> stage_pb2.Welcome:
         """Opens `stream` on a new network connection and returns the consumer's Welcome."""
-        channel: grpc.aio.Channel = await self._stack.enter_async_context(
-            open_channel(self._peer.endpoint, server_name=self._peer.server_name)
-        )
+        address = self._peer.address
+        opening = open_channel(address.endpoint, server_name=address.server_name)
+        channel: grpc.aio.Channel = await self._stack.enter_async_context(opening)
         messages = ClientStream(channel, stream, peer=str(self._peer))
         running = asyncio.create_task(messages.run())
         self._stack.push_async_callback(_cancel, running)

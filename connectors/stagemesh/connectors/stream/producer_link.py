@@ -193,7 +193,7 @@ class ProducerLink:
         self._incarnation = welcome.incarnation
         self._inline_limit_bytes = min(self._inline_limit_bytes, welcome.inline_limit_bytes)
         self._refused_s = None
-        _log.info("connected to %s at %s", self._peer.consumer, self._peer.endpoint)
+        _log.info("connected to %s at %s", self._peer.consumer, self._peer.address.endpoint)
 
     def _negotiated(self) -> None:
         """Opens waiting flows and answers probes.
@@ -321,7 +321,8 @@ class ProducerLink:
 
     async def _lost(self, cause: StagemeshError) -> None:
         if self._connection is not None:
-            _log.warning("lost the connection to %s at %s: %s", self._peer.consumer, self._peer.endpoint, cause.message)
+            peer = self._peer.address
+            _log.warning("lost the connection to %s at %s: %s", peer.replica, peer.endpoint, cause.message)
             self._seen_s = self._loop.time()
         self._connection = None
         for flow in self._flows.values():
@@ -343,7 +344,7 @@ class ProducerLink:
 
         Each call attempts one connection.
         """
-        host, _, port = self._peer.endpoint.rpartition(":")
+        host, _, port = self._peer.address.endpoint.rpartition(":")
         try:
             async with asyncio.timeout(_DIAL_S):
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))

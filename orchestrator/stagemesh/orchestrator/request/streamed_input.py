@@ -21,7 +21,7 @@ from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.edge_meters import EdgeMeters
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.pipeline import Edge
 from stagemesh.v1 import request_pb2
@@ -222,11 +222,9 @@ class InputPlanes:
             plane = self._planes.get(generation) or await self._add(generation)
             outlet = plane.open_outlet(
                 key,
-                endpoint=consumer.endpoint,
-                consumer=consumer.name,
+                ConsumerAddress(consumer.name, consumer.endpoint, consumer.server_name),
                 connector=GRPC,
                 policy=StepPolicy(),
-                server_name=consumer.server_name,
             )
             try:
                 yield outlet

@@ -19,6 +19,7 @@ from stagemesh.common.process.logs import bind_log_context
 from stagemesh.common.wire.messages import embedded, tag_of, varint
 from stagemesh.common.wire.versions import OFFERS, check_version, own_protocol, unknown_kind
 from stagemesh.connectors.flow.flow_control import ReadyQueue
+from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream.connector_agreement import probe_to_wire
 from stagemesh.connectors.wire import key_from_wire
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
@@ -138,13 +139,8 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         )
 
     async def ProbeEdge(self, request: stage_pb2.ProbeEdgeRequest, context: _Context) -> stage_pb2.ProbeEdgeResponse:
-        found = await self._runtime.data_plane.probe(
-            consumer=request.consumer,
-            endpoint=request.endpoint,
-            connector=name_of(request.connector),
-            server_name=request.server_name,
-        )
-        return probe_to_wire(found)
+        consumer = ConsumerAddress(request.consumer, request.endpoint, request.server_name)
+        return probe_to_wire(await self._runtime.data_plane.probe(consumer, name_of(request.connector)))
 
     def _attach(self, request: stage_pb2.ExecuteStepRequest, time_left_s: float | None) -> Journal[bytes]:
         return self._runtime.attach(spec_from_wire(request), time_left_s=time_left_s)

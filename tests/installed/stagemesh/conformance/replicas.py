@@ -30,7 +30,7 @@ from stagemesh.connectors.base import (
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
-from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.connectors.stream.connector_agreement import ReplicaConnectors
 from stagemesh.connectors.stream.consumer import LandingArena
 from stagemesh.connectors.wire import key_from_wire
@@ -198,8 +198,7 @@ def open_flow(
     inlet = consumer.plane.open_inlet(key, producer=producer.replica)
     outlet = producer.plane.open_outlet(
         key,
-        endpoint=endpoint or consumer.endpoint,
-        consumer=consumer.replica,
+        ConsumerAddress(consumer.replica, endpoint or consumer.endpoint),
         connector=connector,
         policy=policy or StepPolicy(),
     )

@@ -30,7 +30,7 @@ from stagemesh.common.wire.tensors import read_inline, to_messages
 from stagemesh.common.wire.versions import check_version
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
@@ -147,7 +147,7 @@ class _Prober:
 
     async def measure(self) -> TransportReport:
         """Measures every connector. The report also names the connector that `auto` selects."""
-        found = await self._plane.probe(consumer=self._peer, endpoint=self._endpoint, connector=AUTO)
+        found = await self._plane.probe(ConsumerAddress(self._peer, self._endpoint), AUTO)
         self._same_host = await self._refusal(SHM) == ""
         clock_error_s = 0.0 if self._same_host else await self._compare_clocks()
         figures = [await self._figures(name) for name in descriptors()]
@@ -163,7 +163,7 @@ class _Prober:
     async def _refusal(self, name: ConnectorName) -> str:
         """Returns the reason why a connector cannot be used, or "" if the connector can be used."""
         try:
-            await self._plane.probe(consumer=self._peer, endpoint=self._endpoint, connector=name)
+            await self._plane.probe(ConsumerAddress(self._peer, self._endpoint), name)
         except StagemeshError as exc:
             return exc.__cause__.message if isinstance(exc.__cause__, StagemeshError) else exc.message
         return ""
@@ -261,7 +261,7 @@ class _Prober:
         try:
             await call.read()
             outlet = self._plane.open_outlet(
-                key, endpoint=self._endpoint, consumer=self._peer, connector=name, policy=StepPolicy()
+                key, ConsumerAddress(self._peer, self._endpoint), connector=name, policy=StepPolicy()
             )
             async with asyncio.timeout(_STEP_S):
                 yield _Step(outlet, call)

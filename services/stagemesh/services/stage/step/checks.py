@@ -153,7 +153,7 @@ def _check_edge_names(direction: str, edges: Sequence[str]) -> None:
 
 def _check_consumers(bindings: Iterable[OutputBinding]) -> None:
     for binding in bindings:
-        if not binding.consumer or not binding.endpoint:
+        if not binding.consumer.replica or not binding.consumer.endpoint:
             raise InvalidRequestError(f"edge {binding.edge} needs a consumer and an endpoint", reason="INVALID_EDGE")
 
 

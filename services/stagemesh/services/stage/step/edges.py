@@ -66,11 +66,9 @@ class StepEdges:
         for target in self._outputs.values():
             outlet = self._plane.open_outlet(
                 self._key(target),
-                endpoint=target.endpoint,
-                consumer=target.consumer,
+                target.consumer,
                 connector=target.connector,
                 policy=target.policy,
-                server_name=target.server_name,
                 rebind_s=_rebind_s(target.edge),
             )
             if target.edge == STATE_EDGE:
@@ -108,7 +106,7 @@ class StepEdges:
         """Returns a report on each outgoing flow, except the flow of `state_outlet`. `peer` is the flow's consumer
         replica.
         """
-        return [outlet.report(consumer=self._outputs[edge].consumer) for edge, outlet in self._by_edge.items()]
+        return [outlet.report(consumer=self._outputs[edge].consumer.replica) for edge, outlet in self._by_edge.items()]
 
     def rebind(self, rebinding: Rebinding) -> None:
         """Binds all edges in `rebinding` to other replicas. If an error is raised, no edge has been bound.
@@ -129,14 +127,8 @@ class StepEdges:
             )
         for target in outputs:
             self._outputs[target.edge] = target
-            self._plane.rebind_outlet(
-                self._by_edge[target.edge],
-                self._key(target),
-                endpoint=target.endpoint,
-                consumer=target.consumer,
-                connector=target.connector,
-                server_name=target.server_name,
-            )
+            outlet = self._by_edge[target.edge]
+            self._plane.rebind_outlet(outlet, self._key(target), consumer=target.consumer, connector=target.connector)
 
     async def close(self, error: StagemeshError | None, *, left_state: bool) -> None:
         """Closes all flows. If `error` is None, outlets retain the chunks that consumers may need again. Otherwise,

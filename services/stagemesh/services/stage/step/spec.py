@@ -22,7 +22,7 @@ from stagemesh.common.wire.messages import digest_of, without_fields
 from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.common.wire.versions import refuse_unknown
-from stagemesh.connectors.packets import Packet
+from stagemesh.connectors.packets import ConsumerAddress, Packet
 from stagemesh.services.engines.base import Checkpoint, SamplingOptions, Structure, Task, TokenSelection
 from stagemesh.services.engines.prompts import (
     ChatMessage,
@@ -77,9 +77,9 @@ class InputBinding:
     Only used when an edge is bound to another producer."""
 
     @property
-    def peer(self) -> tuple[str, ...]:
+    def peer(self) -> str:
         """The identity of the producer replica."""
-        return (self.producer,)
+        return self.producer
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,7 @@ class OutputBinding:
     """An outgoing edge of a step and the consumer replica to which it is bound."""
 
     edge: str
-    consumer: str
-    endpoint: str
+    consumer: ConsumerAddress
     connector: ConnectorName
     policy: ChunkPolicy
     tensors: frozenset[str] = frozenset()
@@ -96,15 +95,13 @@ class OutputBinding:
     tokens: TokenSelection = "all"
     attempt: int = 0
     """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
-    server_name: str = ""
-    """The name in the consumer's TLS certificate, or empty if it is the host in `endpoint`."""
     transform: str = ""
     """The name of the transform that is applied to the selected part of each packet. Empty if there is none."""
 
     @property
-    def peer(self) -> tuple[str, ...]:
+    def peer(self) -> ConsumerAddress:
         """The identity of the consumer replica."""
-        return (self.consumer, self.endpoint, self.server_name)
+        return self.consumer
 
     @property
     def is_selective(self) -> bool:
@@ -409,14 +406,12 @@ def _input_binding(message: stage_pb2.InputBinding) -> InputBinding:
 def _output_binding(message: stage_pb2.OutputBinding) -> OutputBinding:
     return OutputBinding(
         edge=message.edge,
-        consumer=message.consumer,
-        endpoint=message.endpoint,
+        consumer=ConsumerAddress(message.consumer, message.endpoint, message.server_name),
         connector=name_of(message.connector),
         policy=_policy(message),
         tensors=frozenset(message.tensors),
         tokens=_token_selection(message),
         attempt=message.attempt,
-        server_name=message.server_name,
         transform=message.transform,
     )
 
