@@ -32,15 +32,10 @@ _SIZES: dict[str, Any] = {
 
 def make_reference(**changes: Any) -> Qwen3OmniMoeCode2Wav:
     """Returns transformers' model. Each of its modules changes the samples noticeably, and no sample is clipped."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        return _make_reference(changes)
-
-
-def _make_reference(changes: Mapping[str, Any]) -> Qwen3OmniMoeCode2Wav:
-    model = Qwen3OmniMoeCode2Wav(Qwen3OmniMoeCode2WavConfig(**{**_SIZES, **changes}))
-    model.train(False)
-    with torch.no_grad():
+        model = Qwen3OmniMoeCode2Wav(Qwen3OmniMoeCode2WavConfig(**{**_SIZES, **changes}))
+        model.train(False)
         for name, weight in model.named_parameters():
             is_factor = name.endswith(("norm.weight", "gamma", "scale"))
             deviation = 0.1 if weight.ndim == 1 else 2.0 if "embedding" in name else weight[0].numel() ** -0.5
@@ -57,9 +52,9 @@ def _make_reference(changes: Mapping[str, Any]) -> Qwen3OmniMoeCode2Wav:
     return model
 
 
-def random_codes(frames: int) -> npt.NDArray[np.int32]:
+def random_codes(frames: int, *, groups: int = GROUPS) -> npt.NDArray[np.int32]:
     """Returns random codec frames, int32[frames, groups]."""
-    return np.random.default_rng(1).integers(0, CODEBOOK_SIZE, (frames, GROUPS)).astype(np.int32)
+    return np.random.default_rng(1).integers(0, CODEBOOK_SIZE, (frames, groups)).astype(np.int32)
 
 
 def decode_whole(model: Qwen3OmniMoeCode2Wav, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:

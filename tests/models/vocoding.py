@@ -13,6 +13,8 @@ from stagemesh.services.engines.function.base import Call, Function
 Codes = npt.NDArray[np.int32]
 Samples = npt.NDArray[np.float32]
 
+SEED = 5
+
 
 def joined(made: Sequence[Packet]) -> Samples:
     """Returns the audio of packets."""
@@ -28,17 +30,25 @@ def pieces(codes: Codes, cuts: Iterable[int]) -> list[Codes]:
 
 def push(vocoder: Function[Any], state: object, codes: Codes | None) -> Samples:
     """Decodes the next frames of a stream, or its end if `codes` is None."""
-    (made,) = vocoder([Call(state, None if codes is None else Packet({"codes": codes}))])
-    return joined(made)
+    (samples,) = push_all(vocoder, [state], [codes])
+    return samples
 
 
-def push_all(vocoder: Function[Any], states: Sequence[object], codes: Sequence[Codes]) -> list[Samples]:
-    """Decodes the next frames of several streams in one batch."""
-    calls = [Call(state, Packet({"codes": each})) for state, each in zip(states, codes, strict=True)]
-    return [joined(made) for made in vocoder(calls)]
+def push_all(vocoder: Function[Any], states: Sequence[object], codes: Sequence[Codes | None]) -> list[Samples]:
+    """Decodes the next frames, or the end, of several streams in one batch."""
+    packets = [None if each is None else Packet({"codes": each}) for each in codes]
+    return [joined(made) for made in vocoder([Call(*each) for each in zip(states, packets, strict=True)])]
 
 
-def decode(vocoder: Function[Any], codes: Codes, cuts: Iterable[int] = ()) -> Samples:
+def decode(vocoder: Function[Any], codes: Codes, cuts: Iterable[int] = (), **options: str) -> Samples:
     """Decodes a stream whose frames arrive in pieces."""
-    state = vocoder.open(seed=0, options={})
-    return np.concatenate([push(vocoder, state, piece) for piece in pieces(codes, cuts)])
+    (samples,) = decode_together(vocoder, [pieces(codes, cuts)], **options)
+    return samples
+
+
+def decode_together(vocoder: Function[Any], streams: Sequence[Sequence[Codes]], **options: str) -> list[Samples]:
+    """Decodes streams with equally many pieces. Their pieces of one number share a batch."""
+    states = [vocoder.open(seed=SEED, options=options) for _ in streams]
+    ends: Sequence[Codes | None] = [None] * len(states)
+    heard = [push_all(vocoder, states, codes) for codes in [*zip(*streams, strict=True), ends]]
+    return [np.concatenate(parts) for parts in zip(*heard, strict=True)]

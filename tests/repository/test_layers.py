@@ -10,7 +10,13 @@ import pytest
 
 from tests.repository.commands import ROOT, SOURCES, run
 
-LIGHT = ("stagemesh.client", "stagemesh.orchestrator.__main__", "stagemesh.rpc.server")
+LIGHT = (
+    "stagemesh.client",
+    "stagemesh.orchestrator.__main__",
+    "stagemesh.rpc.server",
+    # Descriptors, which the orchestrator reads.
+    "stagemesh.services.models.qwen2_5_omni, stagemesh.services.models.qwen3_omni, stagemesh.services.models.qwen3_tts",
+)
 HEAVY = ("torch", "vllm", "transformers", "onnxruntime", "scipy", "numba", "pandas")
 MAX_MODULES_OF_A_FOLDER = 17
 MODULES = {

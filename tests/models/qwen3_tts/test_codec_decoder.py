@@ -1,25 +1,23 @@
 """Qwen3-TTS's codec decoder as a streaming stage, compared with the waveforms of the reference implementation."""
 
-import json
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import JsonValue
-from safetensors.torch import load_file, save_file
 
-from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
+from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.plugins.entry_points import import_factory, load_function_descriptor
+from stagemesh.connectors.packets import Packet
+from stagemesh.services.engines.function.base import Call
 from stagemesh.services.models.codec_speech.vocoder import CodecVocoder
-from stagemesh.services.models.qwen3_tts.codec_decoder import make_codec_decoder
+from stagemesh.services.models.qwen3_tts.codec_decoder import CloneState, CloneVocoder, make_codec_decoder
 from tests.models.qwen3_tts.golden import STRIDE, arrays
-from tests.models.vocoding import Codes, Samples, decode, push, push_all
+from tests.models.vocoding import Codes, Samples, decode, joined, push
 
 SAMPLES_PER_FRAME = 1920
-FRAMES = 50
 ROUNDING = 3e-6
-CUTTINGS = {"1": range(1, FRAMES), "4": range(4, FRAMES, 4), "25": [25], "ramp": [1, 3, 7, 15, 31]}
+REFERENCE, SPEECH = 12, 20
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +25,8 @@ def vocoder(tiny_qwen3_tts: Path) -> CodecVocoder:
     return load(tiny_qwen3_tts)
 
 
-@pytest.fixture(scope="module")
-def whole(vocoder: CodecVocoder) -> Samples:
-    return decode(vocoder, codes(FRAMES))
-
-
-def load(folder: Path, **options: JsonValue) -> CodecVocoder:
-    return make_codec_decoder(folder, {"device": "cpu", **options})
+def load(folder: Path) -> CodecVocoder:
+    return make_codec_decoder(folder, {"device": "cpu"})
 
 
 def codes(frames: int = 0) -> Codes:
@@ -43,17 +36,6 @@ def codes(frames: int = 0) -> Codes:
 
 def assert_equal(samples: Samples, expected: Samples) -> None:
     np.testing.assert_allclose(samples, expected, atol=ROUNDING, rtol=0)
-
-
-def copied(folder: Path, to: Path) -> Path:
-    return Path(shutil.copytree(folder, to / "model"))
-
-
-def change_config(folder: Path, section: str | None = None, **changes: Any) -> None:
-    path = folder / "speech_tokenizer/config.json"
-    config = json.loads(path.read_text())
-    (config[section] if section else config).update(changes)
-    path.write_text(json.dumps(config))
 
 
 def test_a_stream_gives_the_waveform_of_the_reference(vocoder: CodecVocoder) -> None:
@@ -66,91 +48,87 @@ def test_a_stream_gives_the_waveform_of_the_reference(vocoder: CodecVocoder) -> 
     assert_equal(samples[::STRIDE], arrays()["waveform"])
 
 
-def test_both_kinds_of_checkpoint_have_the_same_codec(tiny_qwen3_tts_base: Path, whole: Samples) -> None:
-    assert_equal(decode(load(tiny_qwen3_tts_base), codes(FRAMES)), whole)
-
-
-@pytest.mark.parametrize("cutting", CUTTINGS)
-def test_any_chunks_give_the_samples_of_a_whole_decode(vocoder: CodecVocoder, whole: Samples, cutting: str) -> None:
-    assert_equal(decode(vocoder, codes(FRAMES), CUTTINGS[cutting]), whole)
+def test_both_kinds_of_checkpoint_have_the_same_codec(vocoder: CodecVocoder, tiny_qwen3_tts_base: Path) -> None:
+    assert_equal(decode(load(tiny_qwen3_tts_base), codes(50)), decode(vocoder, codes(50)))
 
 
 def test_each_chunk_has_all_samples_of_its_frames(vocoder: CodecVocoder) -> None:
     state = vocoder.open(seed=0, options={})
-    lengths = [len(push(vocoder, state, codes(FRAMES)[:frames])) for frames in (1, 2, 5)]
+    lengths = [len(push(vocoder, state, codes(frames))) for frames in (1, 2, 5)]
     assert lengths == [SAMPLES_PER_FRAME, 2 * SAMPLES_PER_FRAME, 5 * SAMPLES_PER_FRAME]
 
 
-def test_streams_at_different_progress_share_batches(vocoder: CodecVocoder, whole: Samples) -> None:
-    starts = range(0, 24, 3)
-    states = [vocoder.open(seed=0, options={}) for _ in starts]
-    heard = [push(vocoder, state, codes()[:start]) for state, start in zip(states, starts, strict=True)]
-    for offset in range(0, 20, 10):
-        made = push_all(vocoder, states, [codes()[start + offset : start + offset + 10] for start in starts])
-        heard = [np.concatenate(each) for each in zip(heard, made, strict=True)]
-    for samples, start in zip(heard, starts, strict=True):
-        assert_equal(samples, whole[: (start + 20) * SAMPLES_PER_FRAME])
+# -- a reference voice, whose frames are decoded but not heard
 
 
-def test_bfloat16_is_close(tiny_qwen3_tts: Path, whole: Samples) -> None:
-    samples = decode(load(tiny_qwen3_tts, dtype="bfloat16"), codes(FRAMES), CUTTINGS["25"])
-    assert 0 < (samples - whole).std() < 0.05 * whole.std()
+@pytest.fixture(scope="module")
+def clone(tiny_qwen3_tts: Path) -> CloneVocoder:
+    vocoder = import_factory(load_function_descriptor("qwen3_tts.codec_decoder").factory)(tiny_qwen3_tts, {})
+    assert isinstance(vocoder, CloneVocoder)
+    return vocoder
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["quantizer.rvq_rest.vq.layers.1._codebook.cluster_usage", "pre_conv.conv.bias", "pre_transformer.norm.weight"],
-)
-def test_missing_and_unknown_weights_are_listed(tiny_qwen3_tts: Path, tmp_path: Path, name: str) -> None:
-    folder = copied(tiny_qwen3_tts, tmp_path)
-    path = folder / "speech_tokenizer/model.safetensors"
-    weights = load_file(path)
-    weights["decoder.extra"] = weights.pop(f"decoder.{name}")
-    save_file(weights, path, {"format": "pt"})
-    with pytest.raises(NotReadyError, match=rf"missing: decoder\.{name}; unknown: decoder\.extra"):
-        load(folder)
+def frames(start: int, end: int) -> Packet:
+    return Packet({"codes": codes(end)[start:]})
 
 
-def test_a_weight_of_another_shape_is_named(tiny_qwen3_tts: Path, tmp_path: Path) -> None:
-    folder = copied(tiny_qwen3_tts, tmp_path)
-    change_config(folder, "decoder_config", latent_dim=41)
-    with pytest.raises(
-        NotReadyError, match=r"decoder\.pre_conv\.conv\.weight has \[40, 32, 3\] instead of \[41, 32, 3\]"
-    ):
-        load(folder)
+def reference(end: int) -> Packet:
+    return Packet({"reference_codes": codes()[:end]})
 
 
-@pytest.mark.parametrize(
-    ("section", "changes", "problem"),
-    [
-        (None, {"model_type": "qwen3_tts_tokenizer_25hz"}, "but the stage needs 'qwen3_tts_tokenizer_12hz'"),
-        (None, {"decoder_config": None}, "decoder_config is None"),
-        ("decoder_config", {"codebook_dim": 33}, "decoder_config.codebook_dim is 33"),
-        ("decoder_config", {"num_quantizers": 1}, "decoder_config.num_quantizers is 1"),
-    ],
-    ids=["type", "none", "width", "groups"],
-)
-def test_a_wrong_config_is_named(
-    tiny_qwen3_tts: Path, tmp_path: Path, section: str | None, changes: dict[str, Any], problem: str
-) -> None:
-    folder = copied(tiny_qwen3_tts, tmp_path)
-    change_config(folder, section, **changes)
-    with pytest.raises(NotReadyError, match=problem):
-        load(folder)
+def speak(clone: CloneVocoder, packets: Sequence[Packet | None], state: CloneState | None = None) -> Samples:
+    state = state or clone.open(seed=0, options={})
+    made = [packet for given in packets for packet in clone([Call(state, given)])[0]]
+    return joined(made)
 
 
-def test_a_checkpoint_without_codec_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(NotReadyError, match=r"speech_tokenizer cannot be loaded: its config\.json cannot be read"):
-        load(tmp_path)
+@pytest.mark.parametrize("early", [0, 1, 2, 3])
+def test_only_the_speech_after_the_reference_is_heard(clone: CloneVocoder, early: int) -> None:
+    end = REFERENCE + SPEECH
+    whole = speak(clone, [reference(0), frames(0, end)])
+    speech = [frames(REFERENCE, 13), frames(13, 20), frames(20, end)]
+    heard = speak(clone, [*speech[:early], reference(REFERENCE), *speech[early:], None])
+    assert len(heard) == SPEECH * SAMPLES_PER_FRAME
+    np.testing.assert_allclose(heard, whole[REFERENCE * SAMPLES_PER_FRAME :], atol=ROUNDING, rtol=0)
+    assert np.abs(heard - speak(clone, [reference(0), frames(REFERENCE, end)])).max() > 1e-3
 
 
-def test_a_special_code_is_an_error_that_names_the_frame(vocoder: CodecVocoder) -> None:
-    wrong = codes(FRAMES).copy()
-    wrong[17, 0] = 166
-    with pytest.raises(InvalidChunkError, match="codec frame 17 has the code 166 in group 0"):
-        decode(vocoder, wrong)
+def test_a_request_without_an_edge_for_a_reference_does_not_wait(clone: CloneVocoder) -> None:
+    state = clone.open_without(frozenset({"reference_codes"}), seed=0, options={})
+    assert len(speak(clone, [frames(0, 3)], state)) == 3 * SAMPLES_PER_FRAME
 
 
-def test_the_function_needs_a_model() -> None:
-    with pytest.raises(InvalidRequestError, match="set the stage's `model`"):
-        make_codec_decoder(None, {})
+def test_streams_with_and_without_a_reference_share_batches(clone: CloneVocoder) -> None:
+    states = [clone.open(seed=0, options={}) for _ in range(3)]
+    first = [reference(REFERENCE), reference(0), frames(0, 4)]
+    (none, nothing, waiting) = clone([Call(*each) for each in zip(states, first, strict=True)])
+    assert [none, nothing, waiting] == [[], [], []]
+    second = [frames(REFERENCE, 16), frames(0, 4), reference(0)]
+    made = clone([Call(*each) for each in zip(states, second, strict=True)])
+    whole = speak(clone, [reference(0), frames(0, 16)])
+    parts = [whole[REFERENCE * SAMPLES_PER_FRAME :], *[whole[: 4 * SAMPLES_PER_FRAME]] * 2]
+    for (packet,), expected in zip(made, parts, strict=True):
+        np.testing.assert_allclose(packet.tensors["audio"].astype(np.float32), expected, atol=ROUNDING, rtol=0)
+
+
+def test_invalid_codes_leave_a_stream_as_it_was(clone: CloneVocoder) -> None:
+    state = clone.open(seed=0, options={})
+    with pytest.raises(InvalidChunkError, match="codec frame 0 has the code 99"):
+        clone([Call(state, Packet({"reference_codes": np.full((1, 4), 99, np.int32)}))])
+    assert len(speak(clone, [reference(2), frames(2, 4)], state)) == 2 * SAMPLES_PER_FRAME
+
+
+def test_a_stream_that_ends_without_its_reference_is_an_error(clone: CloneVocoder) -> None:
+    with pytest.raises(InvalidChunkError, match="the edges ended without reference_codes"):
+        speak(clone, [frames(0, 1), None])
+
+
+@pytest.mark.parametrize("saved_after", range(4))
+def test_a_restored_stream_continues_with_the_same_samples(clone: CloneVocoder, saved_after: int) -> None:
+    packets = [frames(25, 30), reference(25), frames(30, 60), frames(60, 90)]
+    whole = speak(clone, packets)
+    state = clone.open(seed=0, options={})
+    before = speak(clone, packets[:saved_after], state)
+    restored = clone.restore(clone.save(state), seed=0, options={})
+    after = speak(clone, packets[saved_after:], restored)
+    np.testing.assert_allclose(np.concatenate([before, after]), whole, atol=ROUNDING, rtol=0)

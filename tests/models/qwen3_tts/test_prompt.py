@@ -1,13 +1,9 @@
 """The stage of the prompt of a tiny Qwen3-TTS: rows equal to the reference, and requests that are rejected."""
 
-import json
 import shutil
-import wave
 from collections.abc import Mapping
 from functools import cache
-from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +15,8 @@ from stagemesh.common.wire.tensors import Array, Value
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.prompts import MediaFile, Medium, Samples
 from stagemesh.services.models.qwen3_tts.prompt import PromptWriter, make_prompt_writer, read_voice
+from tests.engines.vllm.media_files import wav
+from tests.models.checkpoints import changed, set_field
 from tests.models.qwen3_tts import golden
 from tests.models.qwen3_tts.prompts import Request, requests, talker_rows, write_prompt
 from tests.models.qwen3_tts.voice import SAMPLE_RATE_HZ, synthesize_voice
@@ -40,16 +38,8 @@ def cloning(tiny_qwen3_tts_base: Path) -> PromptWriter:
 
 @pytest.fixture(scope="module")
 def designing(tiny_qwen3_tts: Path, tmp_path_factory: pytest.TempPathFactory) -> PromptWriter:
-    changed = {"tts_model_type": "voice_design"}
-    return make_prompt_writer(with_config(tiny_qwen3_tts, tmp_path_factory.mktemp("design"), changed), {})
-
-
-def with_config(model: Path, folder: Path, changed: Mapping[str, Any]) -> Path:
-    """Returns `folder`, to which a model is copied, with other values in its config."""
-    shutil.copytree(model, folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changed}))
-    return folder
+    change = set_field("tts_model_type", "voice_design")
+    return make_prompt_writer(changed(tiny_qwen3_tts, tmp_path_factory.mktemp("design"), change), {})
 
 
 @cache
@@ -138,17 +128,8 @@ def test_a_voice_at_another_sample_rate_is_resampled(
 
 
 def test_a_file_is_a_voice() -> None:
-    np.testing.assert_allclose(read_voice([wav(VOICE)], media_bytes=1 << 24), VOICE, atol=1e-4, rtol=0)
-
-
-def wav(samples: Floats) -> MediaFile:
-    content = BytesIO()
-    with wave.open(content, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(SAMPLE_RATE_HZ)
-        file.writeframes((samples * 32767).astype("<i2").tobytes())
-    return MediaFile("audio", content.getvalue(), "audio/wav")
+    file = MediaFile("audio", wav(VOICE, SAMPLE_RATE_HZ), "audio/wav")
+    np.testing.assert_allclose(read_voice([file], media_bytes=1 << 24), VOICE, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +189,7 @@ def test_options_that_the_model_does_not_have_are_rejected(
 
 @pytest.fixture
 def small(tiny_qwen3_tts: Path, tmp_path: Path) -> PromptWriter:
-    return make_prompt_writer(with_config(tiny_qwen3_tts, tmp_path, {"tts_model_size": "0b6"}), {})
+    return make_prompt_writer(changed(tiny_qwen3_tts, tmp_path, set_field("tts_model_size", "0b6")), {})
 
 
 def test_a_folder_without_a_tokenizer_is_named(tiny_qwen3_tts: Path, tmp_path: Path) -> None:
@@ -218,8 +199,6 @@ def test_a_folder_without_a_tokenizer_is_named(tiny_qwen3_tts: Path, tmp_path: P
     assert caught.value.reason == "LOAD_FAILED"
 
 
-def test_the_stage_needs_a_model_and_known_options(tiny_qwen3_tts: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="needs a checkpoint folder"):
-        make_prompt_writer(None, {})
+def test_an_unknown_option_is_rejected(tiny_qwen3_tts: Path) -> None:
     with pytest.raises(InvalidRequestError, match="unknown option 'speed'; known: device, media_bytes"):
         make_prompt_writer(tiny_qwen3_tts, {"speed": 2})

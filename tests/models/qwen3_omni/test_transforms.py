@@ -1,28 +1,27 @@
-"""The rows that the talker receives, for prompts and answers that arrive in any pieces."""
+"""The transforms between the stages of Qwen3-Omni, for prompts, answers and codes that arrive in any pieces."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.plugins.entry_points import import_factory, load_transform_descriptor
 from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.models.qwen3_omni.description import TextTokens
-from stagemesh.services.models.qwen3_omni.transforms import Thinker2Talker
+from stagemesh.services.models.qwen3_omni.transforms import Talker2Code2Wav, Thinker2Talker
+from tests.models.vocoding import pieces
 
 WIDTH = 8
 ANSWER = [40, 41, 42, 43]
 
 
-def tokens_of(model: Path) -> TextTokens:
-    return TextTokens.of(model)
-
-
 def prompt_of(model: Path, *, media: bool) -> list[int]:
     """A system message, a message of the user, an answer, another message of the user, and the begin of an answer."""
-    tokens = tokens_of(model)
+    tokens = TextTokens.of(model)
     start, medium = tokens.message_start, min(tokens.media)
     first = [start, tokens.user, 10, *([medium] * 5 if media else []), 11]
     second = [start, tokens.user, 20, 21]
@@ -47,7 +46,7 @@ def arrivals(model: Path, *, media: bool, prefill: int, text: int) -> list[Packe
     prompt = prompt_of(model, media=media)
     total = len(prompt) + len(ANSWER) - 1
     states = np.random.default_rng(0).normal(size=(total, WIDTH)).astype(np.float32)
-    positions = positions_of([*prompt, *ANSWER[:-1]], min(tokens_of(model).media))
+    positions = positions_of([*prompt, *ANSWER[:-1]], min(TextTokens.of(model).media))
     packets = [Packet({"prompt_ids": np.array(prompt, np.int32)})]
     for start in range(0, total, prefill):
         part = slice(start, start + prefill)
@@ -90,7 +89,7 @@ def test_tokens_may_arrive_before_the_states_of_the_prompt(tiny_qwen3_omni: Path
 
 
 def test_the_rows_are_those_of_the_users_messages_and_the_answer(tiny_qwen3_omni: Path) -> None:
-    tokens = tokens_of(tiny_qwen3_omni)
+    tokens = TextTokens.of(tiny_qwen3_omni)
     start, user = tokens.message_start, tokens.user
     rows = rows_of(tiny_qwen3_omni, arrivals(tiny_qwen3_omni, media=True, prefill=4, text=1))
     prompt = [start, user, 10, *[-1] * 5, 11, start, user, 20, 21]
@@ -107,7 +106,7 @@ def test_states_are_those_of_the_mediums_rows(tiny_qwen3_omni: Path) -> None:
     packets = arrivals(tiny_qwen3_omni, media=True, prefill=100, text=100)
     rows = rows_of(tiny_qwen3_omni, packets)
     given = packets[1].tensors["hidden_states_accept"]
-    medium = np.array(prompt_of(tiny_qwen3_omni, media=True)) == min(tokens_of(tiny_qwen3_omni).media)
+    medium = np.array(prompt_of(tiny_qwen3_omni, media=True)) == min(TextTokens.of(tiny_qwen3_omni).media)
     assert np.array_equal(rows["states"][rows["text_ids"] == -1], given[: len(medium)][medium])
 
 
@@ -121,7 +120,7 @@ def test_a_text_prompt_does_not_wait_for_the_thinker(tiny_qwen3_omni: Path) -> N
 
 def test_the_first_token_is_written_at_once_unless_it_ends_the_answer(tiny_qwen3_omni: Path) -> None:
     prompt, *_ = arrivals(tiny_qwen3_omni, media=False, prefill=1, text=1)
-    tokens = tokens_of(tiny_qwen3_omni)
+    tokens = TextTokens.of(tiny_qwen3_omni)
     for token, spoken in ((ANSWER[0], [ANSWER[0], tokens.eos]), (min(tokens.answer_ends), [tokens.eos])):
         transform = Thinker2Talker(tiny_qwen3_omni)
         transform.push(prompt)
@@ -133,7 +132,7 @@ def test_the_first_token_is_written_at_once_unless_it_ends_the_answer(tiny_qwen3
 
 @pytest.mark.parametrize("ending", ["none", "turn of the user", "incomplete header", "message start"])
 def test_a_prompt_without_an_answer_is_rejected(tiny_qwen3_omni: Path, ending: str) -> None:
-    tokens = tokens_of(tiny_qwen3_omni)
+    tokens = TextTokens.of(tiny_qwen3_omni)
     answered = [tokens.message_start, tokens.user, 9, tokens.message_start, tokens.assistant, 9, 10]
     prompts = {
         "none": [1, 2, 3],
@@ -144,3 +143,39 @@ def test_a_prompt_without_an_answer_is_rejected(tiny_qwen3_omni: Path, ending: s
     with pytest.raises(InvalidRequestError, match="begins no answer of the assistant") as caught:
         Thinker2Talker(tiny_qwen3_omni).push(Packet({"prompt_ids": np.array(prompts[ending], np.int32)}))
     assert caught.value.reason == "INVALID_PROMPT"
+
+
+# -- from the talker to code2wav
+
+
+CODES = np.array([[0, 9], [7, 1], [8, 1], [3, 3], [9, 0]], np.int32)
+SPOKEN = CODES[[0, 1, 3]]
+
+
+def folder_of(path: Path, codebook_size: object) -> Path:
+    config = {"model_type": "qwen3_omni_moe", "code2wav_config": {"codebook_size": codebook_size}}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("cuts", [[], [1, 2, 3, 4], [2], [3]], ids=str)
+def test_frames_with_special_codes_are_removed(tmp_path: Path, cuts: list[int]) -> None:
+    transform = Talker2Code2Wav(folder_of(tmp_path, 8))
+    made = [
+        packet.tensors["codes"]
+        for piece in pieces(CODES, cuts)
+        for packet in transform.push(Packet({"codes": piece}, {"part": 1}))
+    ]
+    assert all(len(codes) for codes in made)
+    np.testing.assert_array_equal(np.concatenate([*made, *transform.finish()]), SPOKEN)
+
+
+def test_an_edge_finds_the_transform_by_its_name(tmp_path: Path) -> None:
+    descriptor = load_transform_descriptor("qwen3_omni.talker2code2wav")
+    transform = import_factory(descriptor.factory)(folder_of(tmp_path, 10))
+    assert [packet.tensors["codes"].tolist() for packet in transform.push(Packet({"codes": CODES}))] == [CODES.tolist()]
+
+
+def test_a_wrong_codebook_size_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotReadyError, match=r"code2wav_config\.codebook_size is 0"):
+        Talker2Code2Wav(folder_of(tmp_path, 0))
