@@ -16,7 +16,7 @@ from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.rpc.authentication import TokenChecker
 from stagemesh.rpc.callers import caller_of
-from stagemesh.rpc.handlers import RpcContext, answering, streaming
+from stagemesh.rpc.handlers import Context, answering, streaming
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import chunk_pb2
 from stagemesh.v1.orchestrator_pb2 import (
@@ -76,7 +76,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
 
     @streaming
     async def Generate(  # type: ignore[override]
-        self, request: GenerateRequest, context: RpcContext
+        self, request: GenerateRequest, context: Context
     ) -> AsyncIterator[GenerateResponse]:
         async with answering(context):
             self.requests.append(request)
@@ -96,7 +96,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
 
     @streaming
     async def Converse(  # type: ignore[override]
-        self, _requests: object, context: RpcContext
+        self, _requests: object, context: Context
     ) -> AsyncIterator[ConverseResponse]:
         async with answering(context):
             events = list[ConverseRequest]()
@@ -114,7 +114,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
                     await self._pause()
 
     async def CancelRequest(  # type: ignore[override]
-        self, request: CancelRequestRequest, context: RpcContext
+        self, request: CancelRequestRequest, context: Context
     ) -> CancelRequestResponse:
         async with answering(context):
             self.cancels.append(request)
@@ -123,7 +123,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
         return CancelRequestResponse()
 
     async def DescribePipeline(  # type: ignore[override]
-        self, _request: DescribePipelineRequest, _context: RpcContext
+        self, _request: DescribePipelineRequest, _context: Context
     ) -> DescribePipelineResponse:
         described = DescribePipelineResponse(caller=caller_of(claimed=""))
         described.MergeFrom(self.description)

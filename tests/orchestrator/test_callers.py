@@ -10,7 +10,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import grpc
 import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
@@ -26,10 +25,10 @@ from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
 from stagemesh.rpc.callers import CLIENT
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.credentials import TlsFolder
-from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests.credentials import issue, process_credentials
+from tests.rpc.call_errors import error_of, raises
 
 if TYPE_CHECKING:
     from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceAsyncStub
@@ -68,7 +67,9 @@ async def _orchestrator(
     """Serves with the certificates in `own`, and yields the stub of a client with those in `client`."""
     with process_credentials(own):
         server = Server("127.0.0.1:0", roles={CLIENT}, tokens=TokenChecker(tokens) if tokens else None)
-        add_orchestrator_service(OrchestratorServicer(cast("Orchestrator", callers)), server.grpc)
+        add_orchestrator_service(
+            OrchestratorServicer(cast("Orchestrator", callers), cast("OrchestratorConfig", None)), server.grpc
+        )
         port = await server.start()
     with process_credentials(client, token_file=token):
         channel = open_channel(f"localhost:{port}")
@@ -85,9 +86,12 @@ async def _generate(stub: "OrchestratorServiceAsyncStub", caller: str = "") -> N
 
 
 async def _refusal(stub: "OrchestratorServiceAsyncStub", caller: str = "") -> StagemeshError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await _generate(stub, caller)
-    return from_rpc_error(caught.value, peer="x")
+    return await error_of(_generate(stub, caller))
+
+
+@pytest.fixture
+def callers() -> Callers:
+    return Callers()
 
 
 @pytest.fixture
@@ -95,16 +99,16 @@ def own(tmp_path: Path) -> Path:
     return issue(tmp_path, "orchestrator/main")
 
 
-async def test_a_client_certificate_names_the_caller(tmp_path: Path, own: Path) -> None:
-    callers = Callers()
+async def test_a_client_certificate_names_the_caller(tmp_path: Path, own: Path, callers: Callers) -> None:
     async with _orchestrator(callers, own=own, client=issue(tmp_path, "client/team-a", "client/team-c")) as stub:
         await _generate(stub)
         await _generate(stub, "team-c")
     assert callers.seen == ["team-a", "team-c"]
 
 
-async def test_a_caller_that_the_certificate_does_not_name_is_rejected(tmp_path: Path, own: Path) -> None:
-    callers = Callers()
+async def test_a_caller_that_the_certificate_does_not_name_is_rejected(
+    tmp_path: Path, own: Path, callers: Callers
+) -> None:
     async with _orchestrator(callers, own=own, client=issue(tmp_path, "client/team-a")) as stub:
         error = await _refusal(stub, "team-b")
     assert (type(error), error.reason) == (PermissionDeniedError, "CALLER_MISMATCH")
@@ -112,16 +116,14 @@ async def test_a_caller_that_the_certificate_does_not_name_is_rejected(tmp_path:
     assert callers.seen == []
 
 
-async def test_without_credentials_the_request_names_the_caller() -> None:
-    callers = Callers()
+async def test_without_credentials_the_request_names_the_caller(callers: Callers) -> None:
     async with _orchestrator(callers, own=None, client=None) as stub:
         await _generate(stub, "team-b")
     assert callers.seen == ["team-b"]
 
 
 @pytest.mark.parametrize("name", ["stage/a-0", "orchestrator/main", "operator/alice"])
-async def test_another_role_may_not_call(tmp_path: Path, own: Path, name: str) -> None:
-    callers = Callers()
+async def test_another_role_may_not_call(tmp_path: Path, own: Path, name: str, callers: Callers) -> None:
     async with _orchestrator(callers, own=own, client=issue(tmp_path, name)) as stub:
         error = await _refusal(stub)
     assert (type(error), error.reason) == (PermissionDeniedError, "WRONG_ROLE")
@@ -142,7 +144,7 @@ async def test_a_certificate_without_a_role_is_refused(tmp_path: Path, own: Path
 
 @pytest.mark.parametrize("client", ["none", "alone", "other authority", "expired"])
 async def test_connections_without_a_valid_certificate_are_refused(
-    tmp_path: Path, own: Path, client: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own: Path, client: str, monkeypatch: pytest.MonkeyPatch, callers: Callers
 ) -> None:
     # A client of Stagemesh notices an expired certificate itself. Others do not.
     monkeypatch.setattr(TlsFolder, "_check_times", lambda *_: None)
@@ -154,15 +156,13 @@ async def test_connections_without_a_valid_certificate_are_refused(
     if client == "alone":
         for name in ("tls.crt", "tls.key"):
             (folder / name).unlink()
-    callers = Callers()
     async with _orchestrator(callers, own=own, client=None if client == "none" else folder) as stub:
         error = await _refusal(stub)
     assert error.code.name == "UNAVAILABLE"
     assert callers.seen == []
 
 
-async def test_a_server_of_another_authority_is_not_called(tmp_path: Path, own: Path) -> None:
-    callers = Callers()
+async def test_a_server_of_another_authority_is_not_called(tmp_path: Path, own: Path, callers: Callers) -> None:
     async with _orchestrator(callers, own=own, client=issue(tmp_path, "client/a", authority="other")) as stub:
         error = await _refusal(stub)
     assert "CERTIFICATE_VERIFY_FAILED" in error.message
@@ -192,9 +192,8 @@ async def _by_token(
         yield stub
 
 
-async def test_a_token_names_the_caller(tmp_path: Path) -> None:
+async def test_a_token_names_the_caller(tmp_path: Path, callers: Callers) -> None:
     config = TokenConfig(file=str(_write_tokens(tmp_path / "tokens", alice="secret", bob="other")))
-    callers = Callers()
     async with _by_token(tmp_path, "secret", config, callers) as stub:
         await _generate(stub)
         await _generate(stub, "alice")
@@ -203,9 +202,8 @@ async def test_a_token_names_the_caller(tmp_path: Path) -> None:
     assert error.reason == "CALLER_MISMATCH"
 
 
-async def test_a_revoked_token_is_refused_at_the_next_call(tmp_path: Path) -> None:
+async def test_a_revoked_token_is_refused_at_the_next_call(tmp_path: Path, callers: Callers) -> None:
     file = _write_tokens(tmp_path / "tokens", alice="secret")
-    callers = Callers()
     async with _by_token(tmp_path, "secret", TokenConfig(file=str(file)), callers) as stub:
         await _generate(stub)
         _write_tokens(file, alice="another")
@@ -239,13 +237,18 @@ def _keys(path: Path, key: rsa.RSAPrivateKey, *, name: str = "1") -> Path:
     return path
 
 
+def _provider(keys: Path) -> TokenConfig:
+    return TokenConfig(keys=str(keys), issuer=ISSUER, audience=AUDIENCE)
+
+
 def _claims(**changes: Any) -> dict[str, Any]:
     return {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": time.time() + 600} | changes
 
 
-async def test_a_token_of_the_provider_names_the_caller(tmp_path: Path, key: rsa.RSAPrivateKey) -> None:
-    config = TokenConfig(keys=str(_keys(tmp_path / "keys", key)), issuer=ISSUER, audience=AUDIENCE)
-    callers = Callers()
+async def test_a_token_of_the_provider_names_the_caller(
+    tmp_path: Path, key: rsa.RSAPrivateKey, callers: Callers
+) -> None:
+    config = _provider(_keys(tmp_path / "keys", key))
     async with _by_token(tmp_path, jwt.encode(_claims(), key, "RS256", {"kid": "1"}), config, callers) as stub:
         await _generate(stub)
     assert callers.seen == ["alice"]
@@ -256,7 +259,7 @@ async def test_a_new_key_of_the_provider_is_found(
 ) -> None:
     monkeypatch.setattr(authentication, "_FETCH_PAUSE_S", 0.0)
     file, new = _keys(tmp_path / "keys", key), rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    checker = TokenChecker(TokenConfig(keys=str(file), issuer=ISSUER, audience=AUDIENCE))
+    checker = TokenChecker(_provider(file))
     token = jwt.encode(_claims(), new, "RS256", {"kid": "2"})
     with pytest.raises(UnauthenticatedError, match="its key is not one of the provider's"):
         await checker.find_caller(token)
@@ -269,7 +272,7 @@ async def test_the_keys_remain_valid_while_the_provider_cannot_be_read(
 ) -> None:
     monkeypatch.setattr(authentication, "_FETCH_PAUSE_S", 0.0)
     file = _keys(tmp_path / "keys", key)
-    checker = TokenChecker(TokenConfig(keys=str(file), issuer=ISSUER, audience=AUDIENCE))
+    checker = TokenChecker(_provider(file))
     file.write_text("damaged")
     with pytest.raises(UnauthenticatedError):
         await checker.find_caller(jwt.encode(_claims(), key, "RS256", {"kid": "2"}))
@@ -280,9 +283,8 @@ async def test_the_keys_remain_valid_while_the_provider_cannot_be_read(
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"keys": []}', '{"keys": [{"kty": "RSA"}]}'])
 def test_damaged_keys_are_an_error_at_the_start(tmp_path: Path, content: str) -> None:
     (tmp_path / "keys").write_text(content)
-    with pytest.raises(InvalidRequestError, match="keys cannot be read") as caught:
-        TokenChecker(TokenConfig(keys=str(tmp_path / "keys"), issuer=ISSUER, audience=AUDIENCE))
-    assert caught.value.reason == "INVALID_TOKENS"
+    with raises(InvalidRequestError, reason="INVALID_TOKENS", match="keys cannot be read"):
+        TokenChecker(_provider(tmp_path / "keys"))
 
 
 @pytest.mark.parametrize(
@@ -290,9 +292,8 @@ def test_damaged_keys_are_an_error_at_the_start(tmp_path: Path, content: str) ->
 )
 def test_a_damaged_file_of_tokens_is_an_error_at_the_start(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokens").write_text(content)
-    with pytest.raises(InvalidRequestError, match="tokens is damaged") as caught:
+    with raises(InvalidRequestError, reason="INVALID_TOKENS", match="tokens is damaged"):
         TokenChecker(TokenConfig(file=str(tmp_path / "tokens")))
-    assert caught.value.reason == "INVALID_TOKENS"
 
 
 @pytest.mark.parametrize(
@@ -315,11 +316,10 @@ def test_a_damaged_file_of_tokens_is_an_error_at_the_start(tmp_path: Path, conte
     ],
 )
 async def test_other_tokens_of_the_provider_are_refused(
-    tmp_path: Path, key: rsa.RSAPrivateKey, changes: dict[str, Any], problem: str
+    tmp_path: Path, key: rsa.RSAPrivateKey, changes: dict[str, Any], problem: str, callers: Callers
 ) -> None:
-    config = TokenConfig(keys=str(_keys(tmp_path / "keys", key)), issuer=ISSUER, audience=AUDIENCE)
+    config = _provider(_keys(tmp_path / "keys", key))
     claims = {name: value for name, value in _claims(**changes).items() if value is not None}
-    callers = Callers()
     async with _by_token(tmp_path, jwt.encode(claims, key, "RS256", {"kid": "1"}), config, callers) as stub:
         error = await _refusal(stub)
     assert (type(error), error.reason) == (UnauthenticatedError, "INVALID_TOKEN")
@@ -328,8 +328,10 @@ async def test_other_tokens_of_the_provider_are_refused(
 
 
 @pytest.mark.parametrize("forgery", ["other key", "unknown key", "no signature", "shared secret", "no token"])
-async def test_forged_tokens_are_refused(tmp_path: Path, key: rsa.RSAPrivateKey, forgery: str) -> None:
-    config = TokenConfig(keys=str(_keys(tmp_path / "keys", key)), issuer=ISSUER, audience=AUDIENCE)
+async def test_forged_tokens_are_refused(
+    tmp_path: Path, key: rsa.RSAPrivateKey, forgery: str, callers: Callers
+) -> None:
+    config = _provider(_keys(tmp_path / "keys", key))
     other = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     signed: dict[str, tuple[Any, str, str]] = {
         "other key": (other, "RS256", "1"),
@@ -342,7 +344,6 @@ async def test_forged_tokens_are_refused(tmp_path: Path, key: rsa.RSAPrivateKey,
         token = jwt.encode(_claims(), secret, algorithm, {"kid": name})
     else:
         token = "not.a.token"  # noqa: S105
-    callers = Callers()
     async with _by_token(tmp_path, token, config, callers) as stub:
         error = await _refusal(stub)
     assert (type(error), error.reason) == (UnauthenticatedError, "INVALID_TOKEN")

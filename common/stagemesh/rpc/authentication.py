@@ -115,7 +115,7 @@ def authentication(tokens: "TokenChecker | None") -> Authenticate:
     """Returns the function that authenticates the callers of a port: by tokens, or by certificates if it is None."""
 
     async def by_certificate(context: Any, metadata: Metadata) -> frozenset[Role]:  # noqa: ARG001
-        identity = identity_of_certificate(context)
+        identity = identity_of_certificate(context.auth_context())
         if identity is None:
             raise UnauthenticatedError(
                 f"the caller's certificate has no name of the form {SCHEME}ROLE/NAME; use another certificate",
@@ -234,8 +234,7 @@ def _bearer_token(metadata: Metadata) -> str:
     values = [value for key, value in metadata or () if key == _HEADER]
     if len(values) != 1 or not isinstance(values[0], str) or not values[0].startswith(_PREFIX):
         raise UnauthenticatedError(
-            "the call has no token; send the metadata `authorization: Bearer TOKEN` (`--token-file`)",
-            reason="NO_TOKEN",
+            "the call has no token; send the metadata `authorization: Bearer TOKEN` (`--token-file`)", reason="NO_TOKEN"
         )
     token = values[0].removeprefix(_PREFIX)
     if len(token) > _MAX_TOKEN_LENGTH:

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from google.protobuf import descriptor_pool
 
@@ -48,14 +48,6 @@ ROLE_NAMES: Mapping[str, Role] = {
 """The roles by their names in certificates."""
 
 
-class AuthenticatedContext(Protocol):
-    """The method of grpc.aio.ServicerContext that returns the certificate of the peer."""
-
-    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """Returns the properties of the peer's certificate. `peer_uri` has its URIs."""
-        ...
-
-
 @dataclass(frozen=True)
 class Identity:
     """The names of a caller, each with a role, as its credentials prove them."""
@@ -80,9 +72,12 @@ def set_identity(identity: Identity) -> None:
     _CURRENT.set(identity)
 
 
-def identity_of_certificate(context: AuthenticatedContext) -> Identity | None:
-    """Returns the identity in the certificate of the peer, or None if the certificate names no role."""
-    uris = (uri.decode(errors="replace") for uri in context.auth_context().get("peer_uri", ()))
+def identity_of_certificate(properties: Mapping[str, Iterable[bytes]]) -> Identity | None:
+    """Returns the identity in the certificate of a peer, or None if the certificate names no role.
+
+    `properties` are those of the certificate. `peer_uri` has its URIs.
+    """
+    uris = (uri.decode(errors="replace") for uri in properties.get("peer_uri", ()))
     parts = (uri.removeprefix(SCHEME).partition("/") for uri in uris if uri.startswith(SCHEME))
     names = [(ROLE_NAMES[role], name) for role, _, name in parts if role in ROLE_NAMES and name]
     return Identity(names) if names else None

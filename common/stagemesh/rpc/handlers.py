@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial, wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import grpc
 
@@ -23,19 +23,11 @@ Servicer = TypeVar("Servicer")
 Handler = TypeVar("Handler", bound=Callable[..., AsyncIterator[Any]])
 
 
-class RpcContext(Protocol):
-    """The methods of grpc.aio.ServicerContext that Stagemesh uses to end an RPC or to read its remaining time."""
-
-    def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> Awaitable[Any]:
-        """Ends the RPC with an error status. Raises an exception, which also ends the handler."""
-        ...
-
-    def time_remaining(self) -> float | None:
-        """Returns the number of seconds until the deadline, or None if the RPC has no deadline."""
-        ...
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+"""The context of an RPC, whatever its messages are."""
 
 
-def answering(context: RpcContext, **where: str) -> AbstractAsyncContextManager[None]:
+def answering(context: Context, **where: str) -> AbstractAsyncContextManager[None]:
     """Returns a context manager for the body of an RPC handler.
 
     The context manager adds `where` to the log records of the body. If the body raises an error, the context manager
@@ -46,7 +38,7 @@ def answering(context: RpcContext, **where: str) -> AbstractAsyncContextManager[
 
 
 class _Answering(AbstractAsyncContextManager[None]):
-    def __init__(self, context: RpcContext, where: Mapping[str, str]) -> None:
+    def __init__(self, context: Context, where: Mapping[str, str]) -> None:
         self._context, self._where = context, where
 
     async def __aenter__(self) -> None:
@@ -67,7 +59,8 @@ class _Answering(AbstractAsyncContextManager[None]):
 def answered(servicer: type[Servicer]) -> type[Servicer]:
     """Decorates a servicer class, so that each public coroutine method runs within `answering`.
 
-    Log records and errors contain the servicer's attribute `where`, and the request id and the edge of the request.
+    Log records and errors contain the request id and the edge of the request. If the servicer has an attribute `where`,
+    they contain its entries, too.
     """
     for name, method in list(vars(servicer).items()):
         if inspect.iscoroutinefunction(method) and not name.startswith("_"):
@@ -80,7 +73,7 @@ def _answered(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
     async def answer(servicer: Any, request: Any, context: Any) -> Any:
         source = getattr(request, "key", request)
         named = {name: str(value) for name in ("request_id", "edge") if (value := getattr(source, name, ""))}
-        async with answering(context, **servicer.where, **named):
+        async with answering(context, **getattr(servicer, "where", {}), **named):
             return await method(servicer, request, context)
 
     return answer
@@ -120,7 +113,7 @@ def streaming(method: Handler) -> Handler:
     return cast("Handler", write_responses)
 
 
-def time_left_s(context: RpcContext) -> float | None:
+def time_left_s(context: Context) -> float | None:
     """Returns the number of seconds until the caller's deadline, or None if the RPC has no deadline.
 
     Raises DeadlineError if the deadline has passed.

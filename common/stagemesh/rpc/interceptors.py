@@ -1,6 +1,7 @@
 """Interceptors of the gRPC server: limits of a caller's calls, malformed messages, and the roles that a port serves."""
 
 import asyncio
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
@@ -79,7 +80,30 @@ Raises UnauthenticatedError if the caller has no valid credentials. Stores the c
 """
 
 
-class RoleFilter(grpc.aio.ServerInterceptor):
+class _Interceptor(grpc.aio.ServerInterceptor):
+    """Base class of interceptors that reject RPCs by their headers, and wrap the handlers of the others."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        error = self._refusal(handler_call_details)
+        if error is not None:
+            return _rejecting(error)
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self._wrapped(handler, handler_call_details)
+
+    def _refusal(self, _details: grpc.HandlerCallDetails) -> StagemeshError | None:
+        """Returns the error with which an RPC ends before its handler is called, or None."""
+        return None
+
+    @abstractmethod
+    def _wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
+        """Returns the handler to use instead of `handler`, which may be the same."""
+
+
+class RoleFilter(_Interceptor):
     """Rejects every RPC that none of a port's roles may call, or whose caller has none of these roles.
 
     A port without authentication knows only the first rule, and RPCs that are not part of the API pass. With
@@ -91,53 +115,41 @@ class RoleFilter(grpc.aio.ServerInterceptor):
         self._roles = frozenset(roles)
         self._authenticate = authenticate
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        method = handler_call_details.method
-        allowed = roles_of(method)
-        if allowed and not allowed & self._roles:
-            return _rejecting(
-                UnsupportedError(
-                    f"this port serves {_names(self._roles)}, and {method.rpartition('/')[2]} is for "
-                    f"{_names(allowed)}; call the server's other port (`admin_listen`; with `stagemesh up`, the next "
-                    "port after the one for clients)"
-                )
-            )
-        handler = await continuation(handler_call_details)
-        if handler is None or self._authenticate is None or method.startswith(_OPEN):
+    def _refusal(self, details: grpc.HandlerCallDetails) -> StagemeshError | None:
+        allowed = roles_of(details.method)
+        if not allowed or allowed & self._roles:
+            return None
+        return UnsupportedError(
+            f"this port serves {_names(self._roles)}, and {details.method.rpartition('/')[2]} is for "
+            f"{_names(allowed)}; call the server's other port (`admin_listen`; with `stagemesh up`, the next port "
+            "after the one for clients)"
+        )
+
+    def _wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
+        if self._authenticate is None or details.method.startswith(_OPEN):
             return handler
-        return _guarded(handler, partial(self._authorize, self._authenticate, handler_call_details, allowed))
-
-    async def _authorize(
-        self, authenticate: Authenticate, details: grpc.HandlerCallDetails, allowed: frozenset[Role], context: Any
-    ) -> None:
-        """Raises UnauthenticatedError or PermissionDeniedError (WRONG_ROLE) if the caller may not call the RPC."""
-        roles = await authenticate(context, details.invocation_metadata)
-        needed = allowed & self._roles or frozenset({OPERATOR})
-        if not roles & needed:
-            name = details.method.rpartition("/")[2]
-            raise PermissionDeniedError(
-                f"{name} is for {_names(needed)}, and the caller's credentials are those of {_names(roles)}; use "
-                "other credentials",
-                reason="WRONG_ROLE",
-            )
-
-
-def _guarded(handler: Any, authorize: Callable[[Any], Awaitable[None]]) -> Any:
-    """Returns a handler that calls `authorize` with the context of each RPC, and then does what `handler` does."""
+        return wrap_handler(handler, partial(self._authorized, handler, self._authenticate, details))
 
     @asynccontextmanager
-    async def guarded(request: Any, context: Any) -> AsyncGenerator[Any]:
+    async def _authorized(
+        self, handler: Any, authenticate: Authenticate, details: grpc.HandlerCallDetails, request: Any, context: Any
+    ) -> AsyncGenerator[Any]:
+        """Ends an RPC if its caller may not call it. Otherwise yields `request`."""
         try:
-            await authorize(context)
+            self._check_roles(await authenticate(context, details.invocation_metadata), details.method)
         except StagemeshError as exc:
             await _reject(exc, request if handler.request_streaming else None, context)
         yield request
 
-    return wrap_handler(handler, guarded)
+    def _check_roles(self, roles: frozenset[Role], method: str) -> None:
+        """Raises PermissionDeniedError (WRONG_ROLE) if a caller with these roles may not call an RPC."""
+        needed = roles_of(method) & self._roles or frozenset({OPERATOR})
+        if not roles & needed:
+            raise PermissionDeniedError(
+                f"{method.rpartition('/')[2]} is for {_names(needed)}, and the caller's credentials are those of "
+                f"{_names(roles)}; use other credentials",
+                reason="WRONG_ROLE",
+            )
 
 
 def _rejecting(error: StagemeshError) -> Any:
@@ -170,7 +182,7 @@ CALLS_PER_CALLER = 4096
 _RETRY_AFTER_S = 1.0
 
 
-class CallLimits(grpc.aio.ServerInterceptor):
+class CallLimits(_Interceptor):
     """Ends each RPC with RESOURCE_EXHAUSTED whose headers are too large, or whose caller has too many running RPCs.
 
     gRPC itself limits headers only on connections whose peer has acknowledged its settings, and it limits the calls of
@@ -186,21 +198,17 @@ class CallLimits(grpc.aio.ServerInterceptor):
         self._most = calls_per_caller
         self._running = Counter[str]()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        headers: Metadata = handler_call_details.invocation_metadata
-        if sum(len(name) + len(value) for name, value in headers or ()) > MAX_HEADER_BYTES:
-            return _rejecting(
-                OverloadedError(
-                    f"the headers of the call exceed {MAX_HEADER_BYTES} bytes; send fewer or shorter ones",
-                    reason="HEADERS_TOO_LARGE",
-                )
-            )
-        handler = await continuation(handler_call_details)
-        if handler is None or self._most is None:
+    def _refusal(self, details: grpc.HandlerCallDetails) -> StagemeshError | None:
+        headers: Metadata = details.invocation_metadata
+        if sum(len(name) + len(value) for name, value in headers or ()) <= MAX_HEADER_BYTES:
+            return None
+        return OverloadedError(
+            f"the headers of the call exceed {MAX_HEADER_BYTES} bytes; send fewer or shorter ones",
+            reason="HEADERS_TOO_LARGE",
+        )
+
+    def _wrapped(self, handler: Any, _details: grpc.HandlerCallDetails) -> Any:
+        if self._most is None:
             return handler
         return wrap_handler(handler, partial(self._counted, handler, self._most), receives_stream=True)
 
@@ -254,37 +262,30 @@ class Malformed:
         )
 
 
-class MalformedFilter(grpc.aio.ServerInterceptor):
+class MalformedFilter(_Interceptor):
     """Ends each RPC with INVALID_ARGUMENT (MALFORMED_MESSAGE) if one of its requests cannot be parsed.
 
     RPCs whose servicers read bytes are not concerned. A servicer that calls `context.read()` receives a `Malformed`.
     """
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        return handler if handler is None or handler.request_deserializer is None else _filtered(handler)
+    def _wrapped(self, handler: Any, _details: grpc.HandlerCallDetails) -> Any:
+        parse = handler.request_deserializer
+        if parse is None:
+            return handler
 
+        def parse_if_possible(data: bytes) -> object:
+            try:
+                return parse(data)
+            except DecodeError as exc:
+                return Malformed(exc)
 
-def _filtered(handler: Any) -> Any:
-    parse = handler.request_deserializer
+        @asynccontextmanager
+        async def checked(request: Any, context: Any) -> AsyncGenerator[Any]:
+            if isinstance(request, Malformed):
+                await abort(context, request.error())
+            yield _checked(request) if handler.request_streaming else request
 
-    def parse_if_possible(data: bytes) -> object:
-        try:
-            return parse(data)
-        except DecodeError as exc:
-            return Malformed(exc)
-
-    @asynccontextmanager
-    async def checked(request: Any, context: Any) -> AsyncGenerator[Any]:
-        if isinstance(request, Malformed):
-            await abort(context, request.error())
-        yield _checked(request) if handler.request_streaming else request
-
-    return wrap_handler(handler._replace(request_deserializer=parse_if_possible), checked)
+        return wrap_handler(handler._replace(request_deserializer=parse_if_possible), checked)
 
 
 async def _checked(requests: AsyncIterator[object]) -> AsyncGenerator[object]:

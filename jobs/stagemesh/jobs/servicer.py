@@ -3,9 +3,6 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
-
-import grpc
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError
 from stagemesh.common.media.store import MediaStore
@@ -14,7 +11,7 @@ from stagemesh.jobs.config import JobServerConfig
 from stagemesh.jobs.job_table import CANCELLED, FAILED, SUCCEEDED, JobTable
 from stagemesh.jobs.worker import Worker, remove_files
 from stagemesh.rpc.callers import caller_of
-from stagemesh.rpc.handlers import answered, streaming
+from stagemesh.rpc.handlers import Context, answered, streaming
 from stagemesh.rpc.pages import invalid_token, size_of_page
 from stagemesh.v1 import jobs_pb2, jobs_pb2_grpc
 
@@ -24,8 +21,6 @@ _WATCH_S = 0.5
 """The pause between two looks at a watched job, in seconds."""
 _ENDED = (SUCCEEDED, FAILED, CANCELLED)
 
-_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
 
 @answered
 class JobServicer(jobs_pb2_grpc.JobServiceServicer):
@@ -33,9 +28,8 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
 
     def __init__(self, config: JobServerConfig, table: JobTable, *, store: MediaStore, worker: Worker) -> None:
         self._config, self._table, self._store, self._worker = config, table, store, worker
-        self.where: dict[str, str] = {}
 
-    async def SubmitJob(self, request: jobs_pb2.SubmitJobRequest, context: _Context) -> jobs_pb2.SubmitJobResponse:
+    async def SubmitJob(self, request: jobs_pb2.SubmitJobRequest, context: Context) -> jobs_pb2.SubmitJobResponse:
         generate = request.request
         generate.caller = _caller(generate.caller)
         generate.request_id = generate.request_id or uuid.uuid4().hex
@@ -44,10 +38,10 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         self._worker.wake()
         return jobs_pb2.SubmitJobResponse(job=job)
 
-    async def GetJob(self, request: jobs_pb2.GetJobRequest, context: _Context) -> jobs_pb2.GetJobResponse:
+    async def GetJob(self, request: jobs_pb2.GetJobRequest, context: Context) -> jobs_pb2.GetJobResponse:
         return jobs_pb2.GetJobResponse(job=await self._table.get(_caller(request.caller), request.job_id))
 
-    async def ListJobs(self, request: jobs_pb2.ListJobsRequest, context: _Context) -> jobs_pb2.ListJobsResponse:
+    async def ListJobs(self, request: jobs_pb2.ListJobsRequest, context: Context) -> jobs_pb2.ListJobsResponse:
         page = await self._table.list_page(
             _caller(request.caller),
             states=request.states,
@@ -59,7 +53,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
 
     @streaming
     async def WatchJob(
-        self, request: jobs_pb2.WatchJobRequest, context: _Context
+        self, request: jobs_pb2.WatchJobRequest, context: Context
     ) -> AsyncIterator[jobs_pb2.WatchJobResponse]:
         caller = _caller(request.caller)
         shown: jobs_pb2.Job | None = None
@@ -72,10 +66,10 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
                 return
             await asyncio.sleep(_WATCH_S)
 
-    async def CancelJob(self, request: jobs_pb2.CancelJobRequest, context: _Context) -> jobs_pb2.CancelJobResponse:
+    async def CancelJob(self, request: jobs_pb2.CancelJobRequest, context: Context) -> jobs_pb2.CancelJobResponse:
         return jobs_pb2.CancelJobResponse(job=await self._table.cancel(_caller(request.caller), request.job_id))
 
-    async def DeleteJob(self, request: jobs_pb2.DeleteJobRequest, context: _Context) -> jobs_pb2.DeleteJobResponse:
+    async def DeleteJob(self, request: jobs_pb2.DeleteJobRequest, context: Context) -> jobs_pb2.DeleteJobResponse:
         prefix = await self._table.delete(_caller(request.caller), request.job_id)
         await remove_files(self._store, prefix)
         return jobs_pb2.DeleteJobResponse()

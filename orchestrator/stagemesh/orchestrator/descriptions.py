@@ -9,6 +9,7 @@ from stagemesh.common.plugins.connectors import GRPC, number_of
 from stagemesh.common.plugins.descriptors import kind_to_wire, signature_to_wire
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.connectors.stream.connector_agreement import probe_to_wire
+from stagemesh.orchestrator.config import OrchestratorConfig
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
 from stagemesh.orchestrator.fleet.replica import Replica, reported_load
 from stagemesh.orchestrator.orchestrator import Orchestrator
@@ -32,10 +33,17 @@ def to_message(message: type[_Message], source: object, **fields: Any) -> _Messa
     return message(**{name: getattr(source, name) for name in names}, **fields)
 
 
-def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePipelineResponse:
-    """Returns a description of the pipeline: its stages, replicas, edges and outputs, and its current load."""
+def describe_pipeline(
+    orchestrator: Orchestrator, config: OrchestratorConfig, *, caller: str
+) -> orchestrator_pb2.DescribePipelineResponse:
+    """Returns a description of the pipeline: its stages, replicas, edges and outputs, and its current load.
+
+    `config` has the addresses of the pipeline's other services for clients. `caller` is the name of the caller.
+    """
     pipeline, replicas = orchestrator.pipeline, orchestrator.fleet.replicas
-    return orchestrator_pb2.DescribePipelineResponse(
+    return to_message(
+        orchestrator_pb2.DescribePipelineResponse,
+        config,
         pipeline=pipeline.name,
         generation=pipeline.generation,
         stages=[_stage(stage, replicas.get(stage.name, ())) for stage in pipeline.stages.values()],
@@ -45,10 +53,7 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         ],
         outputs=[
             to_message(
-                orchestrator_pb2.OutputDescription,
-                output,
-                kind=kind_to_wire(output.kind),
-                media_type=output.file_type,
+                orchestrator_pb2.OutputDescription, output, kind=kind_to_wire(output.kind), media_type=output.file_type
             )
             for output in pipeline.outputs.values()
         ],
@@ -63,11 +68,8 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
             max_choices=pipeline.limits.largest_request,
             max_request_s=orchestrator.max_request_s,
         ),
-        media_endpoint=orchestrator.media_endpoint,
-        media_server_name=orchestrator.media_server_name,
-        jobs_endpoint=orchestrator.jobs_endpoint,
-        jobs_server_name=orchestrator.jobs_server_name,
         detects_turns=pipeline.speech is not None,
+        caller=caller,
     )
 
 

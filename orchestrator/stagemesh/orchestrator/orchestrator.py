@@ -8,12 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 
-from stagemesh.common.errors import (
-    CancelledRequestError,
-    InternalError,
-    NotFoundError,
-    StagemeshError,
-)
+from stagemesh.common.errors import CancelledRequestError, InternalError, NotFoundError, StagemeshError
 from stagemesh.common.requests.request_checks import read_options
 from stagemesh.orchestrator.admission.admission import Admission
 from stagemesh.orchestrator.admission.queue import AdmissionRequest
@@ -51,10 +46,6 @@ class Orchestrator:
         max_request_s: float,
         drain_s: float,
         max_kept_state_bytes: int = 256 << 20,
-        media_endpoint: str = "",
-        media_server_name: str = "",
-        jobs_endpoint: str = "",
-        jobs_server_name: str = "",
         choice: Choice | None = None,
         samples: Callable[[TraceContext], bool] = is_sampled_by_caller,
         clock: Callable[[], float] = time.monotonic,
@@ -63,14 +54,6 @@ class Orchestrator:
         self._samples = samples
         self.pipeline = pipeline
         self.fleet = fleet
-        self.media_endpoint = media_endpoint
-        """The address of the media service for clients. Empty if the pipeline accepts no uploads."""
-        self.media_server_name = media_server_name
-        """The name in the media service's TLS certificate, or empty if it is the host in `media_endpoint`."""
-        self.jobs_endpoint = jobs_endpoint
-        """The address of the job server for clients. Empty if the pipeline runs no jobs."""
-        self.jobs_server_name = jobs_server_name
-        """The name in the job server's TLS certificate, or empty if it is the host in `jobs_endpoint`."""
         self.admission = Admission(pipeline.limits, clock=clock)
         self.requests = RequestRegistry()
         self.sessions = SessionRegistry(pipeline, TurnRequests(pipeline, self.requests, self.start), clock=clock)

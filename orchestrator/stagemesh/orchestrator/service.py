@@ -49,11 +49,7 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     """
     _check_stages(config, pipeline)
     server = Server.of_process(
-        config.listen,
-        config,
-        roles={CLIENT},
-        tokens=config.tokens,
-        calls_per_caller=_calls_per_caller(pipeline.limits),
+        config.listen, config, roles={CLIENT}, tokens=config.tokens, calls_per_caller=_calls_per_caller(pipeline.limits)
     )
     registration = _registration(config, pipeline)
     sources = _sources(config, pipeline, registration)
@@ -66,14 +62,10 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
         max_request_s=config.max_request_s,
         drain_s=config.drain_s,
         max_kept_state_bytes=config.max_kept_state_bytes,
-        media_endpoint=config.media_endpoint,
-        media_server_name=config.media_server_name,
-        jobs_endpoint=config.jobs_endpoint,
-        jobs_server_name=config.jobs_server_name,
     )
     if traces is not None:
         orchestrator.on_ended.append(traces.add)
-    server.add(SERVICE_NAME, add_orchestrator_service, OrchestratorServicer(orchestrator))
+    server.add(SERVICE_NAME, add_orchestrator_service, OrchestratorServicer(orchestrator, config))
 
     def show_readiness() -> None:
         server.set_health("", SERVICE_NAME, serving=fleet.ready)

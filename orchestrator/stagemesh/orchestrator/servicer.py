@@ -6,12 +6,14 @@
 import asyncio
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 import grpc
 
 from stagemesh.common.errors import NotReadyError
+from stagemesh.common.tasks import end_tasks
 from stagemesh.common.wire.versions import check_version
+from stagemesh.orchestrator.config import OrchestratorConfig
 from stagemesh.orchestrator.descriptions import describe_pipeline
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.validation import check_pipeline
@@ -20,15 +22,14 @@ from stagemesh.orchestrator.session.session import Session
 from stagemesh.orchestrator.session.session_call import SessionCall
 from stagemesh.orchestrator.spans import read_trace_headers
 from stagemesh.rpc.callers import caller_of, may_act_for
-from stagemesh.rpc.handlers import add_with_raw_methods, answering, time_left_s, to_error
+from stagemesh.rpc.handlers import Context, add_with_raw_methods, answered, time_left_s, to_error
 from stagemesh.rpc.interceptors import Malformed
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
-_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SERVICE_NAME = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
 
 
-async def converse(sessions: SessionRegistry, context: _Context) -> None:
+async def converse(sessions: SessionRegistry, context: Context) -> None:
     """Serves a call of Converse until it ends. Raises the error with which it ends.
 
     Responses are written in serialized form, because there are many of them.
@@ -45,11 +46,10 @@ async def converse(sessions: SessionRegistry, context: _Context) -> None:
                 await context.write(event)
     finally:
         sessions.leave(session, call)
-        reading.cancel()
-        await asyncio.wait([reading])
+        await end_tasks([reading])
 
 
-async def _read_events(session: Session, call: SessionCall, context: _Context) -> None:
+async def _read_events(session: Session, call: SessionCall, context: Context) -> None:
     try:
         while (event := await _read(context)) is not None:
             session.handle(call, event)
@@ -60,7 +60,7 @@ async def _read_events(session: Session, call: SessionCall, context: _Context) -
         session.end_input(call)
 
 
-async def _read(context: _Context) -> orchestrator_pb2.ConverseRequest | None:
+async def _read(context: Context) -> orchestrator_pb2.ConverseRequest | None:
     """Returns the next event of the client, or None after the last one."""
     event = await context.read()
     if isinstance(event, Malformed):
@@ -68,59 +68,49 @@ async def _read(context: _Context) -> orchestrator_pb2.ConverseRequest | None:
     return event if isinstance(event, orchestrator_pb2.ConverseRequest) else None
 
 
+@answered
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """Implements OrchestratorService for the clients of one orchestrator."""
 
-    def __init__(self, orchestrator: Orchestrator) -> None:
-        self._orchestrator = orchestrator
+    def __init__(self, orchestrator: Orchestrator, config: OrchestratorConfig) -> None:
+        """`config` has the addresses of the pipeline's other services for clients."""
+        self._orchestrator, self._config = orchestrator, config
 
-    async def Generate(  # type: ignore[override] # noqa: N802
-        self, request: orchestrator_pb2.GenerateRequest, context: _Context
+    async def Generate(  # type: ignore[override]
+        self, request: orchestrator_pb2.GenerateRequest, context: Context
     ) -> None:
         # Responses are written in serialized form (`add_orchestrator_service`), because there are many of them.
-        location = {"request_id": request.request_id} if request.request_id else {}
-        async with answering(context, **location):
-            read_trace_headers(context)
-            request.caller = caller_of(claimed=request.caller)
-            events = await self._orchestrator.generate(request, time_left_s=time_left_s(context))
-            async with aclosing(events):
-                async for event in events:
-                    await context.write(event)
+        read_trace_headers(context.invocation_metadata())
+        request.caller = caller_of(claimed=request.caller)
+        events = await self._orchestrator.generate(request, time_left_s=time_left_s(context))
+        async with aclosing(events):
+            async for event in events:
+                await context.write(event)
 
-    async def Converse(  # type: ignore[override] # noqa: N802
-        self,
-        requests: object,  # noqa: ARG002 - `context` reads them
-        context: _Context,
-    ) -> None:
-        async with answering(context):
-            read_trace_headers(context)
-            await converse(self._orchestrator.sessions, context)
+    async def Converse(self, requests: object, context: Context) -> None:  # type: ignore[override]
+        # `converse` reads the requests by the context.
+        read_trace_headers(context.invocation_metadata())
+        await converse(self._orchestrator.sessions, context)
 
-    async def CancelRequest(  # noqa: N802
-        self, request: orchestrator_pb2.CancelRequestRequest, context: _Context
+    async def CancelRequest(
+        self, request: orchestrator_pb2.CancelRequestRequest, context: Context
     ) -> orchestrator_pb2.CancelRequestResponse:
-        async with answering(context, request_id=request.request_id):
-            await self._orchestrator.cancel(request.request_id, when_left=request.when_left, may_act_for=may_act_for)
+        await self._orchestrator.cancel(request.request_id, when_left=request.when_left, may_act_for=may_act_for)
         return orchestrator_pb2.CancelRequestResponse()
 
-    async def DescribePipeline(  # noqa: N802
-        self, request: orchestrator_pb2.DescribePipelineRequest, context: _Context
+    async def DescribePipeline(
+        self, request: orchestrator_pb2.DescribePipelineRequest, context: Context
     ) -> orchestrator_pb2.DescribePipelineResponse:
-        async with answering(context):
-            if request.HasField("protocol"):
-                check_version(request.protocol, peer="the client", own_name="this orchestrator")
-            check_pipeline(request.pipeline, self._orchestrator.pipeline)
-        response = describe_pipeline(self._orchestrator)
-        response.caller = caller_of(claimed="")
-        return response
+        if request.HasField("protocol"):
+            check_version(request.protocol, peer="the client", own_name="this orchestrator")
+        check_pipeline(request.pipeline, self._orchestrator.pipeline)
+        return describe_pipeline(self._orchestrator, self._config, caller=caller_of(claimed=""))
 
 
 def add_orchestrator_service(servicer: OrchestratorServicer, server: grpc.aio.Server) -> None:
     """Registers `servicer` with a gRPC server. Generate and Converse write serialized responses."""
-    by_stream, both_ways = (
-        cast("Any", grpc.unary_stream_rpc_method_handler),
-        cast("Any", grpc.stream_stream_rpc_method_handler),
-    )
+    by_stream: Any = grpc.unary_stream_rpc_method_handler
+    both_ways: Any = grpc.stream_stream_rpc_method_handler
     add_with_raw_methods(
         partial(orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server, servicer),
         server,

@@ -4,10 +4,11 @@ import hashlib
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeAlias
+from functools import partial
+from typing import Self, TypeAlias
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.plugins.connectors import name_of
@@ -24,17 +25,9 @@ ORCHESTRATOR = "orchestrator"
 _USAGE = [each for each in request_pb2.Usage.DESCRIPTOR.fields if each.message_type is None and not each.is_repeated]
 
 
-class HeaderContext(Protocol):
-    """The method of grpc.aio.ServicerContext that returns the headers of the RPC."""
-
-    def invocation_metadata(self) -> Any:
-        """Returns the headers as pairs of names and values, or None."""
-        ...
-
-
-def read_trace_headers(context: HeaderContext) -> None:
+def read_trace_headers(headers: Iterable[tuple[str, str | bytes]] | None) -> None:
     """Makes the trace context in the headers of an RPC the current one of this task and of the tasks that it starts."""
-    texts = [value for name, value in context.invocation_metadata() or () if name == TRACEPARENT]
+    texts = [value for name, value in headers or () if name == TRACEPARENT]
     _CURRENT.set(TraceParent.parse(texts[0]) if len(texts) == 1 and isinstance(texts[0], str) else None)
 
 
@@ -146,11 +139,10 @@ def _step_spans(step: admin_pb2.StepStatus, root: Span, *, count: int) -> Iterat
     """Yields the spans of an attempt. `count` is 1 for the first attempt of a stage, 2 for the second, and so on."""
     name = _stage_name(step)
     path = step_path(root.path[0], step.stage, index=step.index, attempt=step.attempt)
+    at_replica = partial(Span, process=step.replica, stage=step.stage)
     end_s = step.ended_s if step.HasField("ended_s") else root.end_s
-    yield Span(
+    yield at_replica(
         name=name if count == 1 else f"{name}, attempt {count}",
-        process=step.replica,
-        stage=step.stage,
         start_s=step.planned_s,
         end_s=end_s,
         path=path,
@@ -161,15 +153,13 @@ def _step_spans(step: admin_pb2.StepStatus, root: Span, *, count: int) -> Iterat
     for part, part_end_s in _parts(step):
         # The replica's clock and the orchestrator's differ a little.
         last_s = end_s if part_end_s is None else _within(part_end_s, start_s, end_s)
-        yield Span(name=part, process=step.replica, stage=step.stage, start_s=start_s, end_s=last_s, path=(*path, part))
+        yield at_replica(name=part, start_s=start_s, end_s=last_s, path=(*path, part))
         if part_end_s is None:
             break
         start_s = last_s
     for rebinding in step.rebindings:
-        yield Span(
+        yield at_replica(
             name=f"connected again: {', '.join(rebinding.edges)}",
-            process=step.replica,
-            stage=step.stage,
             start_s=rebinding.at_s,
             end_s=rebinding.at_s,
             path=(*path, f"rebinding at {rebinding.at_s}"),

@@ -1,6 +1,7 @@
 """Loads, unloads and lists the adapters of whole stages on behalf of AdminService."""
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from stagemesh.common.errors import ExistsError, NotFoundError, StagemeshError, UnavailableError
 from stagemesh.orchestrator.admin.directory import Directory, answers_of
@@ -33,14 +34,14 @@ class Adapters:
             )
         # A replica that becomes ready during the calls loads the adapter as well.
         self._remembered.remember(stage, name, path)
-        answers = await answers_of(load_adapter(replica, name, path, timeout_s=timeout_s) for replica in replicas)
+        answers = await answers_of(replicas, partial(load_adapter, name=name, path=path, timeout_s=timeout_s))
         try:
-            _check_any(answers)
+            _check_any(answers.values())
         except StagemeshError:
             if former is None:
                 self._remembered.forget(stage, name)
             raise
-        return [_outcome(replica, answer) for replica, answer in zip(replicas, answers, strict=True)]
+        return [_outcome(replica, answer) for replica, answer in answers.items()]
 
     async def unload(
         self, stage: str, name: str, when_busy: "control_pb2.BusyPolicy.ValueType", *, timeout_s: float
@@ -54,14 +55,9 @@ class Adapters:
         replicas = self._replicas(stage)
         former = self._remembered.path_of(stage, name)
         self._remembered.forget(stage, name)
-        answers = await answers_of(
-            unload_adapter(replica, name, when_busy, timeout_s=timeout_s) for replica in replicas
-        )
-        had = {
-            replica: answer
-            for replica, answer in zip(replicas, answers, strict=True)
-            if not isinstance(answer, NotFoundError)
-        }
+        unload = partial(unload_adapter, name=name, when_busy=when_busy, timeout_s=timeout_s)
+        answers = await answers_of(replicas, unload)
+        had = {replica: answer for replica, answer in answers.items() if not isinstance(answer, NotFoundError)}
         try:
             _check_any(had.values())
         except StagemeshError:
@@ -84,9 +80,9 @@ class Adapters:
         replicas = self._replicas(stage)
         remembered = self._remembered.names(stage)
         found = {name: admin_pb2.StageAdapter(name=name, persistent=True) for name in remembered}
-        answers = await answers_of(map(list_adapters, replicas))
-        _check_any(answers)
-        for replica, answer in zip(replicas, answers, strict=True):
+        answers = await answers_of(replicas, list_adapters)
+        _check_any(answers.values())
+        for replica, answer in answers.items():
             for adapter in () if isinstance(answer, StagemeshError) else answer:
                 known = found.setdefault(adapter.name, admin_pb2.StageAdapter(name=adapter.name))
                 known.replicas.append(_outcome(replica, adapter))

@@ -1,9 +1,9 @@
 """Looks up the pipeline's stages, edges and replicas by name, and probes the connectors of edges."""
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from stagemesh.common.errors import NotFoundError, StagemeshError
 from stagemesh.common.process.stage_process import ReplicaState
@@ -13,6 +13,7 @@ from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.pipeline import Edge, Pipeline
 from stagemesh.rpc.pages import Key
 
+_Process = TypeVar("_Process")
 _Answer = TypeVar("_Answer")
 
 CALL_S = 5.0
@@ -23,16 +24,18 @@ _MAX_CONCURRENT_PROBES = 64
 _RANKS = {ReplicaState.READY: 0, ReplicaState.FAILED: 2, ReplicaState.UNREACHABLE: 2}
 
 
-async def answers_of(calls: Iterable[Coroutine[Any, Any, _Answer]]) -> "list[_Answer | StagemeshError]":
-    """Awaits calls of replicas at the same time. Returns the answer of each, or the error with which it failed."""
+async def answers_of(
+    processes: Collection[_Process], ask: Callable[[_Process], Awaitable[_Answer]]
+) -> "dict[_Process, _Answer | StagemeshError]":
+    """Calls processes at the same time. Returns the answer of each, or the error with which its call failed."""
 
-    async def answer(call: Coroutine[Any, Any, _Answer]) -> "_Answer | StagemeshError":
+    async def answer(process: _Process) -> "_Answer | StagemeshError":
         try:
-            return await call
+            return await ask(process)
         except StagemeshError as exc:
             return exc
 
-    return await asyncio.gather(*map(answer, calls))
+    return dict(zip(processes, await asyncio.gather(*map(answer, processes)), strict=True))
 
 
 class Directory:

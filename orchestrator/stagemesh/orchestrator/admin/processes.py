@@ -1,6 +1,7 @@
 """Reports the hosts of an orchestrator and its replicas, and sets the levels of their logs."""
 
 import time
+from functools import partial
 from typing import TypeAlias
 
 from stagemesh.common.errors import StagemeshError
@@ -16,8 +17,7 @@ _Level: TypeAlias = "control_pb2.LogLevel.ValueType"
 async def process_reports(directory: Directory) -> list[admin_pb2.ProcessReport]:
     """Returns the report of this orchestrator, and that of each replica or the error of its call."""
     reports = [admin_pb2.ProcessReport(process=ORCHESTRATOR, report=host_report())]
-    replicas = directory.replicas
-    for replica, answer in zip(replicas, await answers_of(map(_report, replicas)), strict=True):
+    for replica, answer in (await answers_of(directory.replicas, _report)).items():
         if isinstance(answer, StagemeshError):
             error = error_to_wire(answer)
             reports.append(admin_pb2.ProcessReport(process=replica.name, stage=replica.stage, error=error))
@@ -55,8 +55,7 @@ async def set_log_levels(
     if target != ORCHESTRATOR:
         processes += directory.target(target) if target else directory.replicas
     outcomes: list[admin_pb2.LogLevelOutcome] = []
-    answers = await answers_of(_set_log_level(each, request) for each in processes)
-    for replica, answer in zip(processes, answers, strict=True):
+    for replica, answer in (await answers_of(processes, partial(_set_log_level, request=request))).items():
         outcome = admin_pb2.LogLevelOutcome(process=ORCHESTRATOR if replica is None else replica.name)
         if isinstance(answer, StagemeshError):
             outcome.error.CopyFrom(error_to_wire(answer))

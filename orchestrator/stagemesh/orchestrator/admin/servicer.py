@@ -4,10 +4,10 @@ The servicer converts messages and pages lists. `Inspector` and `Lifecycle` do t
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from functools import partial, wraps
-from typing import Any, TypeAlias, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -27,7 +27,7 @@ from stagemesh.orchestrator.fleet.replica_client import CONTROL_NAME
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState
 from stagemesh.rpc.callers import OPERATOR, STAGE
-from stagemesh.rpc.handlers import answering, streaming, time_left_s
+from stagemesh.rpc.handlers import Context, answered, answering, streaming, time_left_s
 from stagemesh.rpc.pages import Key, page_of
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, membership_pb2_grpc
@@ -46,7 +46,6 @@ _REPLACED_BY = {
     "UnloadAdapter": "UnloadAdapter",
 }
 
-_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _T = TypeVar("_T")
 
 _DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.2
@@ -54,26 +53,13 @@ _DEFAULT_SLOWEST = 10
 _MAX_WAIT_S = 3600.0
 # Lets registered replicas receive the reason before the server stops.
 _GRACE_S = 0.5
-# The fields of requests that are added to log records and to the metadata of errors.
-_LOGGED_FIELDS = ("request_id", "edge")
 # The error that explains a failed wait must arrive before the caller's deadline.
 _MARGIN_S = 0.5
 _REPLICA_STATES = {int(state.value): state for state in ReplicaState}
 _REQUEST_STATES = {int(admin_pb2.RequestState.Value(f"REQUEST_STATE_{state.value}")): state for state in RequestState}
 
 
-def _answered(method: Callable[[Any, Any], Awaitable[Message]]) -> Callable[..., Awaitable[Any]]:
-    """Decorates an RPC method that returns one response. Errors of the method are converted to gRPC statuses."""
-
-    @wraps(method)
-    async def answer(servicer: object, request: Message, context: _Context) -> Message:
-        where = {name: getattr(request, name) for name in _LOGGED_FIELDS if hasattr(request, name)}
-        async with answering(context, **where):
-            return await method(servicer, request)
-
-    return answer
-
-
+@answered
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Implements the RPCs of AdminService for the operators of one orchestrator."""
 
@@ -83,24 +69,26 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._lifecycle = Lifecycle(directory)
         self._adapters = Adapters(directory, orchestrator.fleet.adapters)
 
-    @_answered
-    async def DescribeServer(self, request: admin_pb2.DescribeServerRequest) -> admin_pb2.DescribeServerResponse:
+    async def DescribeServer(
+        self, request: admin_pb2.DescribeServerRequest, context: Context
+    ) -> admin_pb2.DescribeServerResponse:
         if request.HasField("protocol"):
             check_version(request.protocol, peer="the caller", own_name="this orchestrator")
         return admin_pb2.DescribeServerResponse(protocol=own_protocol())
 
-    @_answered
-    async def ListPipelines(self, request: admin_pb2.ListPipelinesRequest) -> admin_pb2.ListPipelinesResponse:
+    async def ListPipelines(
+        self, request: admin_pb2.ListPipelinesRequest, context: Context
+    ) -> admin_pb2.ListPipelinesResponse:
         statuses = [self._inspector.pipeline(self._inspector.totals())]
         return page_of(admin_pb2.ListPipelinesResponse, request, field="pipelines", items=_numbered(statuses))
 
-    @_answered
-    async def ListStages(self, request: admin_pb2.ListStagesRequest) -> admin_pb2.ListStagesResponse:
+    async def ListStages(self, request: admin_pb2.ListStagesRequest, context: Context) -> admin_pb2.ListStagesResponse:
         statuses = self._inspector.stages(self._inspector.totals())
         return page_of(admin_pb2.ListStagesResponse, request, field="stages", items=_numbered(statuses))
 
-    @_answered
-    async def ListReplicas(self, request: admin_pb2.ListReplicasRequest) -> admin_pb2.ListReplicasResponse:
+    async def ListReplicas(
+        self, request: admin_pb2.ListReplicasRequest, context: Context
+    ) -> admin_pb2.ListReplicasResponse:
         replicas = self._directory.replicas_of(request.stage) if request.stage else self._directory.replicas
         if request.state:
             wanted = _from_wire(request.state, _REPLICA_STATES, "replica")
@@ -108,109 +96,100 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         statuses = ((self._directory.key_of(replica), replica_status(replica)) for replica in replicas)
         return page_of(admin_pb2.ListReplicasResponse, request, field="replicas", items=statuses)
 
-    @_answered
-    async def ListEdges(self, request: admin_pb2.ListEdgesRequest) -> admin_pb2.ListEdgesResponse:
+    async def ListEdges(self, request: admin_pb2.ListEdgesRequest, context: Context) -> admin_pb2.ListEdgesResponse:
         statuses = self._inspector.edges(self._inspector.totals())
         return page_of(admin_pb2.ListEdgesResponse, request, field="edges", items=_numbered(statuses))
 
-    @_answered
-    async def ListRequests(self, request: admin_pb2.ListRequestsRequest) -> admin_pb2.ListRequestsResponse:
+    async def ListRequests(
+        self, request: admin_pb2.ListRequestsRequest, context: Context
+    ) -> admin_pb2.ListRequestsResponse:
         states = {_from_wire(value, _REQUEST_STATES, "request") for value in request.states}
         found = self._inspector.requests(states=states, target=request.target)
         statuses = (((number,), status) for number, status in found)
         return page_of(admin_pb2.ListRequestsResponse, request, field="requests", items=statuses)
 
-    @_answered
-    async def GetRequest(self, request: admin_pb2.GetRequestRequest) -> admin_pb2.GetRequestResponse:
+    async def GetRequest(self, request: admin_pb2.GetRequestRequest, context: Context) -> admin_pb2.GetRequestResponse:
         return await self._inspector.inspect(request.request_id)
 
     @streaming
     async def WatchPipeline(
-        self, request: admin_pb2.WatchPipelineRequest, context: _Context
+        self, request: admin_pb2.WatchPipelineRequest, context: Context
     ) -> AsyncIterator[admin_pb2.WatchPipelineResponse]:
-        async with answering(context):
-            interval_s = request.interval_s or _DEFAULT_INTERVAL_S
-            if not interval_s >= _MIN_INTERVAL_S:
-                raise InvalidRequestError(
-                    f"interval_s is {interval_s:g}; it must be at least {_MIN_INTERVAL_S:g}, or 0 for 1 s"
-                )
-            while True:
-                yield self._inspector.snapshot(slowest=request.slowest or _DEFAULT_SLOWEST)
-                await asyncio.sleep(interval_s)
+        interval_s = request.interval_s or _DEFAULT_INTERVAL_S
+        if not interval_s >= _MIN_INTERVAL_S:
+            raise InvalidRequestError(
+                f"interval_s is {interval_s:g}; it must be at least {_MIN_INTERVAL_S:g}, or 0 for 1 s"
+            )
+        while True:
+            yield self._inspector.snapshot(slowest=request.slowest or _DEFAULT_SLOWEST)
+            await asyncio.sleep(interval_s)
 
     async def DrainReplicas(
-        self, request: admin_pb2.DrainReplicasRequest, context: _Context
+        self, request: admin_pb2.DrainReplicasRequest, context: Context
     ) -> admin_pb2.DrainReplicasResponse:
-        async with answering(context):
-            move_after_s = request.move_after_s if request.HasField("move_after_s") else None
-            replicas = await self._lifecycle.drain(request.target, force=request.force, move_after_s=move_after_s)
-            if request.wait:
-                await self._lifecycle.wait_idle(replicas, timeout_s=_time_to_wait_s(context))
-            return admin_pb2.DrainReplicasResponse(replicas=map(replica_status, replicas))
+        move_after_s = request.move_after_s if request.HasField("move_after_s") else None
+        replicas = await self._lifecycle.drain(request.target, force=request.force, move_after_s=move_after_s)
+        if request.wait:
+            await self._lifecycle.wait_idle(replicas, timeout_s=_time_to_wait_s(context))
+        return admin_pb2.DrainReplicasResponse(replicas=map(replica_status, replicas))
 
-    @_answered
-    async def ResumeReplicas(self, request: admin_pb2.ResumeReplicasRequest) -> admin_pb2.ResumeReplicasResponse:
+    async def ResumeReplicas(
+        self, request: admin_pb2.ResumeReplicasRequest, context: Context
+    ) -> admin_pb2.ResumeReplicasResponse:
         replicas = await self._lifecycle.resume(request.target)
         return admin_pb2.ResumeReplicasResponse(replicas=map(replica_status, replicas))
 
     @streaming
     async def RestartReplicas(
-        self, request: admin_pb2.RestartReplicasRequest, context: _Context
+        self, request: admin_pb2.RestartReplicasRequest, context: Context
     ) -> AsyncIterator[admin_pb2.RestartReplicasResponse]:
-        async with answering(context):
-            events = self._lifecycle.restart(request.target, force=request.force, drain_s=request.drain_s)
-            async with aclosing(events):
-                async for event in events:
-                    yield event
+        events = self._lifecycle.restart(request.target, force=request.force, drain_s=request.drain_s)
+        async with aclosing(events):
+            async for event in events:
+                yield event
 
     async def LoadAdapter(
-        self, request: admin_pb2.AdminServiceLoadAdapterRequest, context: _Context
+        self, request: admin_pb2.AdminServiceLoadAdapterRequest, context: Context
     ) -> admin_pb2.AdminServiceLoadAdapterResponse:
-        async with answering(context):
-            outcomes = await self._adapters.load(
-                request.stage, request.name, request.path, timeout_s=_time_to_wait_s(context)
-            )
-            return admin_pb2.AdminServiceLoadAdapterResponse(replicas=outcomes)
+        outcomes = await self._adapters.load(
+            request.stage, request.name, request.path, timeout_s=_time_to_wait_s(context)
+        )
+        return admin_pb2.AdminServiceLoadAdapterResponse(replicas=outcomes)
 
     async def UnloadAdapter(
-        self, request: admin_pb2.AdminServiceUnloadAdapterRequest, context: _Context
+        self, request: admin_pb2.AdminServiceUnloadAdapterRequest, context: Context
     ) -> admin_pb2.AdminServiceUnloadAdapterResponse:
-        async with answering(context):
-            outcomes = await self._adapters.unload(
-                request.stage, request.name, request.when_busy, timeout_s=_time_to_wait_s(context)
-            )
-            return admin_pb2.AdminServiceUnloadAdapterResponse(replicas=outcomes)
+        outcomes = await self._adapters.unload(
+            request.stage, request.name, request.when_busy, timeout_s=_time_to_wait_s(context)
+        )
+        return admin_pb2.AdminServiceUnloadAdapterResponse(replicas=outcomes)
 
-    @_answered
     async def ListAdapters(
-        self, request: admin_pb2.AdminServiceListAdaptersRequest
+        self, request: admin_pb2.AdminServiceListAdaptersRequest, context: Context
     ) -> admin_pb2.AdminServiceListAdaptersResponse:
         found = [((adapter.name,), adapter) for adapter in await self._adapters.list(request.stage)]
         return page_of(admin_pb2.AdminServiceListAdaptersResponse, request, field="adapters", items=found)
 
-    @_answered
     async def SetLogLevel(
-        self, request: admin_pb2.AdminServiceSetLogLevelRequest
+        self, request: admin_pb2.AdminServiceSetLogLevelRequest, context: Context
     ) -> admin_pb2.AdminServiceSetLogLevelResponse:
         level = control_pb2.SetLogLevelRequest(level=request.level, logger=request.logger)
         outcomes = await set_log_levels(self._directory, request.target, level)
         return admin_pb2.AdminServiceSetLogLevelResponse(processes=outcomes)
 
-    @_answered
-    async def DescribeHosts(self, request: admin_pb2.DescribeHostsRequest) -> admin_pb2.DescribeHostsResponse:
-        del request
+    async def DescribeHosts(
+        self, request: admin_pb2.DescribeHostsRequest, context: Context
+    ) -> admin_pb2.DescribeHostsResponse:
         return admin_pb2.DescribeHostsResponse(processes=await process_reports(self._directory))
 
-    @_answered
     async def CancelRequest(
-        self, request: admin_pb2.AdminServiceCancelRequestRequest
+        self, request: admin_pb2.AdminServiceCancelRequestRequest, context: Context
     ) -> admin_pb2.AdminServiceCancelRequestResponse:
         await self._inspector.cancel(request.request_id)
         return admin_pb2.AdminServiceCancelRequestResponse()
 
-    @_answered
     async def ProbeEdge(
-        self, request: admin_pb2.AdminServiceProbeEdgeRequest
+        self, request: admin_pb2.AdminServiceProbeEdgeRequest, context: Context
     ) -> admin_pb2.AdminServiceProbeEdgeResponse:
         edge = self._directory.edge(request.edge)
         links = await self._directory.probe_edge(edge, producer=request.producer, consumer=request.consumer)
@@ -232,9 +211,7 @@ async def serving_admin(
     server.grpc.add_generic_rpc_handlers((_ControlForwarder(directory),))
     server.reflect(CONTROL_NAME)
     server.add(
-        MEMBERSHIP_NAME,
-        membership_pb2_grpc.add_MembershipServiceServicer_to_server,
-        MembershipServicer(registration),
+        MEMBERSHIP_NAME, membership_pb2_grpc.add_MembershipServiceServicer_to_server, MembershipServicer(registration)
     )
     server.set_health("", SERVICE_NAME, CONTROL_NAME, MEMBERSHIP_NAME, serving=True)
     async with server.serving(grace_s=_GRACE_S) as port:
@@ -286,6 +263,6 @@ def _from_wire(value: int, states: Mapping[int, _T], kind: str) -> _T:
     return states[value]
 
 
-def _time_to_wait_s(context: _Context) -> float:
+def _time_to_wait_s(context: Context) -> float:
     left_s = time_left_s(context)
     return _MAX_WAIT_S if left_s is None else max(0.0, left_s - min(_MARGIN_S, left_s / 4))

@@ -313,16 +313,16 @@ def _stop_timer(lease: Lease) -> None:
 def _check_complete(identity: membership_pb2.ReplicaIdentity) -> None:
     missing = [name for name in ("replica", "incarnation", "endpoint") if not getattr(identity, name)]
     if missing:
-        raise InvalidRequestError(
-            f"a replica registers without its {' and '.join(missing)}; the first message must contain it",
-            reason="INVALID_REPLICA",
-        )
+        raise _invalid(f"a replica registers without its {' and '.join(missing)}; the first message must contain it")
     _, colon, port = identity.endpoint.rpartition(":")
     if not (colon and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise InvalidRequestError(
-            f"replica {identity.replica} registers with endpoint {identity.endpoint!r}; it must be host:port",
-            reason="INVALID_REPLICA",
+        raise _invalid(
+            f"replica {identity.replica} registers with endpoint {identity.endpoint!r}; it must be host:port"
         )
+
+
+def _invalid(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, reason="INVALID_REPLICA")
 
 
 class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
@@ -339,25 +339,24 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             source = self._source
             if source is None:
                 raise NotReadyError(
-                    "replicas cannot register with this orchestrator; list them in its config, or set "
-                    "`registration` there",
+                    "replicas cannot register with this orchestrator; list them in its config, or set `registration` "
+                    "there",
                     reason="REGISTRATION_CLOSED",
                 )
             first = await anext(request_iterator, None)
             if first is None or not first.HasField("replica"):
-                raise InvalidRequestError(
-                    "the first message must contain the replica's identity", reason="INVALID_REPLICA"
-                )
+                raise _invalid("the first message must contain the replica's identity")
             check_replica(first.replica.replica)
             lease = source.register(first.replica)
+            answer = membership_pb2.RegisterResponse(lease_s=source.lease_s, protocol=own_protocol())
             try:
-                yield membership_pb2.RegisterResponse(lease_s=source.lease_s, protocol=own_protocol())
+                yield answer
                 while await _next(request_iterator, source.closed):
                     source.renew(lease)
-                    yield membership_pb2.RegisterResponse(lease_s=source.lease_s, protocol=own_protocol())
+                    yield answer
                 # A broken connection may look like the orderly end of the replica's stream. If so, sending this
                 # answer raises an error.
-                yield membership_pb2.RegisterResponse(lease_s=source.lease_s, protocol=own_protocol())
+                yield answer
                 source.leave(lease)
             finally:
                 source.disconnect(lease)
