@@ -7,8 +7,9 @@ added once, at its end. Nothing is done for each output.
 import math
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator
+from functools import partial
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from stagemesh.common.errors import StagemeshError
@@ -38,64 +39,58 @@ class OrchestratorMetrics:
         """Observes the requests that end from now on."""
         self._orchestrator = orchestrator
         self._signals = ScalingSignals(orchestrator)
+        self._observed = CollectorRegistry()
+        """The metrics that are updated when a request ends."""
+        counter = partial(Counter, registry=self._observed)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=self._observed)
         stage = ("stage",)
-        self._errors = _counter("stagemesh_request_errors", "Failed requests, by the reason of the error.", ("reason",))
-        self._queue_s = _histogram("stagemesh_request_queue_seconds", "Seconds from a request's receipt to its plan.")
-        self._first_output_s = _histogram(
+        self._errors = counter("stagemesh_request_errors", "Failed requests, by the reason of the error.", ("reason",))
+        self._queue_s = histogram("stagemesh_request_queue_seconds", "Seconds from a request's receipt to its plan.")
+        self._first_output_s = histogram(
             "stagemesh_request_first_output_seconds", "Seconds from a request's receipt to the first output of a stage."
         )
-        self._request_s = _histogram("stagemesh_request_seconds", "Seconds from a request's receipt to its end.")
-        self._step_s = _histogram(
+        self._request_s = histogram("stagemesh_request_seconds", "Seconds from a request's receipt to its end.")
+        self._step_s = histogram(
             "stagemesh_stage_step_seconds", "Seconds from a step's acceptance by a replica to its end.", stage
         )
-        self._step_first_output_s = _histogram(
+        self._step_first_output_s = histogram(
             "stagemesh_stage_first_output_seconds",
             "Seconds from sending a step to a replica to its first output.",
             stage,
         )
-        self._recoveries = _counter(
+        self._recoveries = counter(
             "stagemesh_stage_recoveries",
             "Attempts of a stage that ended without a result and were followed by another, by the reason of the end.",
             ("stage", "reason"),
         )
         self._work = {
-            "prompt_tokens": _counter("stagemesh_stage_prompt_tokens", "Tokens of prompts.", stage),
-            "output_tokens": _counter("stagemesh_stage_output_tokens", "Tokens that the stage has made.", stage),
-            "cached_tokens": _counter("stagemesh_stage_cached_tokens", "Tokens of prompts that were cached.", stage),
-            "audio_s": _counter("stagemesh_stage_audio_seconds", "Seconds of audio that the stage has made.", stage),
-            "images": _counter("stagemesh_stage_images", "Images that the stage has made.", stage),
-            "frames": _counter("stagemesh_stage_frames", "Frames of video that the stage has made.", stage),
+            field: counter(name, text, stage)
+            for field, name, text in (
+                ("prompt_tokens", "stagemesh_stage_prompt_tokens", "Tokens of prompts."),
+                ("output_tokens", "stagemesh_stage_output_tokens", "Tokens that the stage has made."),
+                ("cached_tokens", "stagemesh_stage_cached_tokens", "Tokens of prompts that were cached."),
+                ("audio_s", "stagemesh_stage_audio_seconds", "Seconds of audio that the stage has made."),
+                ("images", "stagemesh_stage_images", "Images that the stage has made."),
+                ("frames", "stagemesh_stage_frames", "Frames of video that the stage has made."),
+            )
         }
-        self._underrun_s = _counter(
+        self._underrun_s = counter(
             "stagemesh_stage_audio_underrun_seconds",
             "Seconds for which listeners of streamed audio waited for its next part.",
             stage,
         )
-        self._longest_underrun_s = Histogram(
+        self._longest_underrun_s = histogram(
             "stagemesh_stage_audio_longest_underrun_seconds",
             "Seconds of the longest underrun of each audio stream that has ended.",
             stage,
             buckets=_UNDERRUN_SECONDS,
-            registry=None,
         )
         orchestrator.on_ended.append(self._observe)
 
     def collect(self) -> Iterator[Metric]:
         """Yields the present values of all metrics."""
         yield from self._scaling()
-        for observed in (
-            self._errors,
-            self._queue_s,
-            self._first_output_s,
-            self._request_s,
-            self._step_s,
-            self._step_first_output_s,
-            self._recoveries,
-            *self._work.values(),
-            self._underrun_s,
-            self._longest_underrun_s,
-        ):
-            yield from observed.collect()
+        yield from self._observed.collect()
         yield from self._requests()
         yield from self._stages()
         yield from self._edges()
@@ -107,7 +102,7 @@ class OrchestratorMetrics:
         for signal in Signal:
             family = GaugeMetricFamily(signal.value, _HELP[signal], labels=("stage",))
             for stage, signals in by_stage.items():
-                family.add_metric((stage,), signals.own(signal))
+                family.add_metric((stage,), signals.own[signal])
             yield family
 
     def _observe(self, timeline: Timeline) -> None:
@@ -151,23 +146,19 @@ class OrchestratorMetrics:
         for state in _OUTCOMES:
             ended.add_metric([state.value.lower()], orchestrator.totals.requests[state])
         yield ended
-        yield GaugeMetricFamily("stagemesh_requests_in_flight", "Requests that run.", loads.running.requests)
-        yield GaugeMetricFamily(
-            "stagemesh_requests_queued", "Requests that wait for admission.", loads.waiting.requests
-        )
-        yield GaugeMetricFamily(
-            "stagemesh_requests_in_flight_limit",
-            "Limit of requests that run.",
-            orchestrator.pipeline.limits.max_in_flight,
-        )
-        yield GaugeMetricFamily(
-            "stagemesh_sessions", "Sessions, with an open call or without.", len(orchestrator.sessions)
-        )
-        yield GaugeMetricFamily(
-            "stagemesh_ready",
-            "1 if every stage has a ready replica and every edge a connector.",
-            orchestrator.fleet.ready,
-        )
+        limits = orchestrator.pipeline.limits
+        for name, text, value in (
+            ("stagemesh_requests_in_flight", "Requests that run.", loads.running.requests),
+            ("stagemesh_requests_queued", "Requests that wait for admission.", loads.waiting.requests),
+            ("stagemesh_requests_in_flight_limit", "Limit of requests that run.", limits.max_in_flight),
+            ("stagemesh_sessions", "Sessions, with an open call or without.", len(orchestrator.sessions)),
+            (
+                "stagemesh_ready",
+                "1 if every stage has a ready replica and every edge a connector.",
+                orchestrator.fleet.ready,
+            ),
+        ):
+            yield GaugeMetricFamily(name, text, value)
 
     def _stages(self) -> Iterator[Metric]:
         attempts = CounterMetricFamily(
@@ -224,11 +215,3 @@ def _known_reason(error: StagemeshError | None) -> str:
     """
     reason = error.reason if error is not None else ""
     return reason if f"ERROR_REASON_{reason}" in ErrorReason.keys() else "other"  # noqa: SIM118
-
-
-def _counter(name: str, text: str, labels: tuple[str, ...]) -> Counter:
-    return Counter(name, text, labels, registry=None)
-
-
-def _histogram(name: str, text: str, labels: tuple[str, ...] = ()) -> Histogram:
-    return Histogram(name, text, labels, buckets=_SECONDS, registry=None)

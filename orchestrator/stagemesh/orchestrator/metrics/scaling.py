@@ -16,7 +16,7 @@ from stagemesh.orchestrator.fleet.replica import Replica, reported_load
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState, Timeline
 from stagemesh.pipeline.conditions import Fact
-from stagemesh.v1 import control_pb2
+from stagemesh.v1 import control_pb2, stage_pb2
 
 _PLAYOUT_MARGIN_S = 0.5
 """A stream whose client has less audio left than this is about to run dry.
@@ -62,15 +62,14 @@ class StageSignals:
         """The work that waits, in seconds: in the queues of the replicas, and in this orchestrator."""
         return self.queued_at_replicas_s + self.unplanned_s
 
-    def own(self, metric: Metric) -> float:
-        """Returns this orchestrator's part of a metric. The sum over all orchestrators is the metric of the stage."""
-        match metric:
-            case Metric.QUEUED:
-                return self.own_queued_at_replicas_s + self.unplanned_s
-            case Metric.PLAYOUT:
-                return self.playout_at_risk
-            case Metric.IN_FLIGHT:
-                return self.own_in_flight
+    @property
+    def own(self) -> Mapping[Metric, float]:
+        """This orchestrator's part of each metric. The sum over all orchestrators is the metric of the stage."""
+        return {
+            Metric.QUEUED: self.own_queued_at_replicas_s + self.unplanned_s,
+            Metric.PLAYOUT: self.playout_at_risk,
+            Metric.IN_FLIGHT: self.own_in_flight,
+        }
 
 
 class ScalingSignals:
@@ -88,9 +87,7 @@ class ScalingSignals:
             loads = [(replica, load) for replica in replicas if (load := reported_load(replica)) is not None]
             signals[stage] = StageSignals(
                 queued_at_replicas_s=sum(replica.load.queued_s for replica, _ in loads),
-                own_queued_at_replicas_s=sum(
-                    replica.load.queued_s * _own_part(replica, load.running + load.queued) for replica, load in loads
-                ),
+                own_queued_at_replicas_s=sum(_own_queued_s(replica, load) for replica, load in loads),
                 unplanned_s=unplanned[stage] * fleet.step_cost(stage).seconds,
                 playout_at_risk=at_risk[stage],
                 own_in_flight=sum(replica.running for replica in replicas),
@@ -131,9 +128,13 @@ class ScalingSignals:
         return streams
 
 
-def _own_part(replica: Replica, steps: int) -> float:
-    """Returns the part of a replica's steps that this orchestrator has placed there, from 0 to 1."""
-    return min(1.0, replica.running / steps) if steps else 0.0
+def _own_queued_s(replica: Replica, load: stage_pb2.WatchLoadResponse) -> float:
+    """Returns this orchestrator's part of the work that waits at a replica, in seconds.
+
+    It is the same part as of the replica's steps.
+    """
+    steps = load.running + load.queued
+    return replica.load.queued_s * min(1.0, replica.running / steps) if steps else 0.0
 
 
 class WarmTier:
