@@ -1,17 +1,21 @@
 """Stage replicas for tests: runtimes alone, and runtimes behind a real gRPC server on a free port."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import grpc
 import numpy as np
+import pytest
 
+from stagemesh.common.errors import StagemeshError
 from stagemesh.common.plugins.descriptors import Signature
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.fake_engine import signature
 from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine, Task
@@ -67,6 +71,7 @@ class Replica:
     runtime: StageRuntime
     endpoint: str
     stub: "stage_pb2_grpc.StageServiceAsyncStub"
+    server: Server
 
 
 @asynccontextmanager
@@ -77,7 +82,7 @@ async def served(runtime: StageRuntime) -> AsyncGenerator[Replica]:
     endpoint = f"127.0.0.1:{await server.start()}"
     async with open_channel(endpoint) as channel:
         try:
-            yield Replica(runtime, endpoint, stage_pb2_grpc.StageServiceStub(channel))
+            yield Replica(runtime, endpoint, stage_pb2_grpc.StageServiceStub(channel), server)
         finally:
             await server.stop(grace_s=0)
 
@@ -116,6 +121,23 @@ def step_request(request_id: str = "r", *, text: str = "hi", attempt: int = 1) -
         seed=1,
         streamed=[stage_pb2.StreamedOutput(tensor="text")],
     )
+
+
+async def failure_of(call: Awaitable[object]) -> StagemeshError:
+    """Returns the error with which a call of a replica fails."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc_error(caught.value, peer="stage")
+
+
+async def call_step(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> list[stage_pb2.ExecuteStepResponse]:
+    """Returns all events of a step that is called over the wire."""
+    return [event async for event in replica.stub.ExecuteStep(request)]
+
+
+def kinds_of(events: Iterable[stage_pb2.ExecuteStepResponse]) -> list[str | None]:
+    """Returns the kinds of events."""
+    return [event.WhichOneof("event") for event in events]
 
 
 async def events_of(runtime: StageRuntime, wanted: StepSpec) -> list[stage_pb2.ExecuteStepResponse]:

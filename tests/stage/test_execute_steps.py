@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -11,6 +12,7 @@ import pytest
 
 from stagemesh.common.errors import InternalError
 from stagemesh.common.notification import Journal
+from stagemesh.conformance.replicas import until
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.services.stage import servicer
 from stagemesh.services.stage.servicer import StepSession
@@ -22,6 +24,7 @@ from tests.stage.replicas import Replica, ready_runtime, served, served_stage, s
 Request: TypeAlias = stage_pb2.ExecuteStepsRequest
 Event: TypeAlias = stage_pb2.ExecuteStepResponse
 
+eventually = partial(until, timeout_s=10)
 METHOD = "/stagemesh.v1.StageService/ExecuteSteps"
 
 
@@ -103,7 +106,9 @@ async def test_a_full_replica_says_when_to_retry() -> None:
         for number in range(5):
             await caller.begin(number, step_request(f"r{number}"))
         await caller.until_ended(4)
-    assert caller.received[4][-1].ended.error.retry_after_s == 2.5
+    error = caller.received[4][-1].ended.error
+    assert (error.code, error.retry_after_s) == (grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], 2.5)
+    assert "max_queued" in error.message
 
 
 async def test_cancelling_a_call_stops_its_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +121,7 @@ async def test_cancelling_a_call_stops_its_step_only(monkeypatch: pytest.MonkeyP
         await caller.until_received(1, "accepted", "output")
         await caller.until_received(2, "accepted", "output")
         await caller.cancel(1)
-        await _until(lambda: engine.released == ["leaves"])
+        await eventually(lambda: engine.released == ["leaves"])
         await caller.cancel(1)
         engine.gate.set()
         await caller.until_ended(2)
@@ -132,7 +137,7 @@ async def test_the_end_of_the_stream_cancels_all_calls(monkeypatch: pytest.Monke
             await caller.begin(number, step_request(f"r{number}"))
             await caller.until_received(number, "accepted", "output")
         caller.call.cancel()
-        await _until(lambda: sorted(engine.released) == ["r1", "r2"])
+        await eventually(lambda: sorted(engine.released) == ["r1", "r2"])
 
 
 async def test_a_call_ends_at_its_timeout() -> None:
@@ -283,9 +288,3 @@ async def test_an_event_too_large_for_a_message_ends_its_call() -> None:
     async with _session(_texts(1, size_bytes=MAX_MESSAGE_BYTES)) as messages:
         (ended,) = await _next(messages)
     assert ended.ended.error.reason == "OUTPUT_TOO_LARGE"
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.conformance.replicas import until
 from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.stage.health import RolloutRelease
@@ -144,9 +145,7 @@ async def _warm_runtime(*, steps: int = 4, step_s: float = 0.0) -> AsyncGenerato
 
 
 async def _until(runtime: StageRuntime, state: ReplicaState) -> None:
-    async with asyncio.timeout(10):
-        while runtime.lifecycle.state is not state:
-            await asyncio.sleep(0.01)
+    await until(lambda: runtime.lifecycle.state is state, timeout_s=10)
 
 
 async def test_a_replica_sleeps_after_it_has_loaded_and_is_available() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 import pytest
@@ -23,39 +24,9 @@ from tests.stage.replicas import stage_config, step_request
 LIMIT_S = 20
 
 
-def test_process_serves_and_ends_on_sigterm(tmp_path: Path) -> None:
-    with _process(stage_config(steps=2), tmp_path) as process, grpc.insecure_channel(_endpoint(process)) as channel:
-        _wait_serving(channel)
-        kinds = [
-            event.WhichOneof("event") for event in stage_pb2_grpc.StageServiceStub(channel).ExecuteStep(step_request())
-        ]
-        assert kinds[-1] == "finished"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(LIMIT_S) == 0
-
-
 def test_sigterm_lets_a_running_step_finish(tmp_path: Path) -> None:
-    with _process(stage_config(steps=10, step_s=0.05), tmp_path) as process:
-        with grpc.insecure_channel(_endpoint(process)) as channel:
-            _wait_serving(channel)
-            events = stage_pb2_grpc.StageServiceStub(channel).ExecuteStep(step_request())
-            assert next(events).WhichOneof("event") == "accepted"
-            process.send_signal(signal.SIGTERM)
-            assert [event.WhichOneof("event") for event in events][-1] == "finished"
-        assert process.wait(LIMIT_S) == 0
-
-
-def test_a_step_that_was_planned_before_sigterm_is_accepted(tmp_path: Path) -> None:
-    with _process(stage_config(steps=2), tmp_path) as process, grpc.insecure_channel(_endpoint(process)) as channel:
-        _wait_serving(channel)
-        stub = stage_pb2_grpc.StageServiceStub(channel)
-        load_reports = stub.WatchLoad(stage_pb2.WatchLoadRequest())
-        next(load_reports)
-        process.send_signal(signal.SIGTERM)
-        _wait_serving(channel, health_pb2.HealthCheckResponse.NOT_SERVING)
-        assert stub.Describe(stage_pb2.DescribeRequest()).state == stage_pb2.REPLICA_STATE_DRAINING
-        assert [event.WhichOneof("event") for event in stub.ExecuteStep(step_request())][-1] == "finished"
-        assert process.wait(LIMIT_S) == 0
+    with _serving(stage_config(steps=10, step_s=0.05), tmp_path) as replica:
+        assert _kind_after_sigterm(replica) == "finished"
 
 
 def test_the_time_limit_for_the_end_includes_the_time_for_running_steps(tmp_path: Path) -> None:
@@ -64,51 +35,46 @@ def test_the_time_limit_for_the_end_includes_the_time_for_running_steps(tmp_path
     program = "from stagemesh.services.stage import process; process._END_S = 1; import runpy; "
     program += "runpy.run_module('stagemesh.services.stage', run_name='__main__')"
     command = [sys.executable, "-c", program, *_write(config, tmp_path)[3:]]
-    with _process(config, tmp_path, command) as process, grpc.insecure_channel(_endpoint(process)) as channel:
-        _wait_serving(channel)
-        events = stage_pb2_grpc.StageServiceStub(channel).ExecuteStep(step_request())
-        assert next(events).WhichOneof("event") == "accepted"
-        process.send_signal(signal.SIGTERM)
-        assert [event.WhichOneof("event") for event in events][-1] == "finished"
-        assert process.wait(LIMIT_S) == 0
+    with _serving(config, tmp_path, command) as replica:
+        assert _kind_after_sigterm(replica) == "finished"
 
 
 def test_steps_that_are_still_running_after_the_drain_are_handed_over(tmp_path: Path) -> None:
-    config = replace(stage_config(steps=1000, step_s=0.1), drain_s=0.5)
-    with _process(config, tmp_path) as process, grpc.insecure_channel(_endpoint(process)) as channel:
-        _wait_serving(channel)
-        events = stage_pb2_grpc.StageServiceStub(channel).ExecuteStep(step_request())
-        assert next(events).WhichOneof("event") == "accepted"
-        process.send_signal(signal.SIGTERM)
-        assert [event.WhichOneof("event") for event in events][-1] == "paused"
-        assert process.wait(LIMIT_S) == 0
+    with _serving(replace(stage_config(steps=1000, step_s=0.1), drain_s=0.5), tmp_path) as replica:
+        assert _kind_after_sigterm(replica) == "paused"
+
+
+def test_a_step_that_was_planned_before_sigterm_is_accepted(tmp_path: Path) -> None:
+    with _serving(stage_config(steps=2), tmp_path) as replica:
+        load_reports = replica.stub.WatchLoad(stage_pb2.WatchLoadRequest())
+        next(load_reports)
+        replica.process.send_signal(signal.SIGTERM)
+        _wait_serving(replica.channel, health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert replica.stub.Describe(stage_pb2.DescribeRequest()).state == stage_pb2.REPLICA_STATE_DRAINING
+        assert [event.WhichOneof("event") for event in replica.stub.ExecuteStep(step_request())][-1] == "finished"
 
 
 def test_a_replica_is_ready_for_a_rollout_only_while_an_orchestrator_releases_it(tmp_path: Path) -> None:
-    with _process(stage_config(), tmp_path) as process, grpc.insecure_channel(_endpoint(process)) as channel:
-        _wait_serving(channel)
-        assert _health(channel, "thinker") == health_pb2.HealthCheckResponse.NOT_SERVING
-        stub = stage_pb2_grpc.StageServiceStub(channel)
-        released = stub.WatchLoad(stage_pb2.WatchLoadRequest(verdict=stage_pb2.ROLLOUT_VERDICT_RELEASED))
+    with _serving(stage_config(), tmp_path) as replica:
+        assert _health(replica.channel, "thinker") == health_pb2.HealthCheckResponse.NOT_SERVING
+        released = replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(verdict=stage_pb2.ROLLOUT_VERDICT_RELEASED))
         next(released)
-        assert _health(channel, "thinker") == health_pb2.HealthCheckResponse.SERVING
-        withheld = stub.WatchLoad(stage_pb2.WatchLoadRequest(verdict=stage_pb2.ROLLOUT_VERDICT_WITHHELD))
+        assert _health(replica.channel, "thinker") == health_pb2.HealthCheckResponse.SERVING
+        withheld = replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(verdict=stage_pb2.ROLLOUT_VERDICT_WITHHELD))
         next(withheld)
-        assert _health(channel, "thinker") == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert _health(channel, "stagemesh.v1.StageService") == health_pb2.HealthCheckResponse.SERVING
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(LIMIT_S) == 0
+        assert _health(replica.channel, "thinker") == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert _health(replica.channel, "stagemesh.v1.StageService") == health_pb2.HealthCheckResponse.SERVING
+        replica.process.send_signal(signal.SIGTERM)
 
 
 def test_a_loading_process_is_live_but_not_ready(tmp_path: Path) -> None:
-    with _process(stage_config(start_s=30), tmp_path) as process, grpc.insecure_channel(_endpoint(process)) as channel:
-        assert _health(channel, "liveness") == health_pb2.HealthCheckResponse.SERVING
+    with _started(stage_config(start_s=30), tmp_path) as replica:
+        assert _health(replica.channel, "liveness") == health_pb2.HealthCheckResponse.SERVING
         for facet in ("", "stagemesh.v1.StageService"):
-            assert _health(channel, facet) == health_pb2.HealthCheckResponse.NOT_SERVING
-        description = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest())
+            assert _health(replica.channel, facet) == health_pb2.HealthCheckResponse.NOT_SERVING
+        description = replica.stub.Describe(stage_pb2.DescribeRequest())
         assert (description.state, description.detail) == (stage_pb2.REPLICA_STATE_LOADING, "loading the fake engine")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(LIMIT_S) == 0
+        replica.process.send_signal(signal.SIGTERM)
 
 
 def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
@@ -165,16 +131,46 @@ def _run(config: StageConfig, folder: Path) -> tuple[int, str]:
     return result.returncode, result.stderr
 
 
+class _Replica(NamedTuple):
+    """A stage process, and the connection to it."""
+
+    process: "subprocess.Popen[str]"
+    channel: grpc.Channel
+
+    @property
+    def stub(self) -> "stage_pb2_grpc.StageServiceStub":
+        return stage_pb2_grpc.StageServiceStub(self.channel)
+
+
 @contextmanager
-def _process(config: StageConfig, folder: Path, command: list[str] | None = None) -> "Iterator[subprocess.Popen[str]]":
+def _started(config: StageConfig, folder: Path, command: list[str] | None = None) -> Iterator[_Replica]:
+    """Starts a process, which must end with status 0 by itself at the end of the block."""
     process = subprocess.Popen(command or _write(config, folder), stderr=subprocess.PIPE, text=True)
     try:
-        yield process
+        with grpc.insecure_channel(_endpoint(process)) as channel:
+            yield _Replica(process, channel)
+            assert process.wait(LIMIT_S) == 0
     finally:
         process.kill()
         process.wait()
         assert process.stderr is not None
         process.stderr.close()
+
+
+@contextmanager
+def _serving(config: StageConfig, folder: Path, command: list[str] | None = None) -> Iterator[_Replica]:
+    """Starts a process like `_started`, and yields when it serves."""
+    with _started(config, folder, command) as replica:
+        _wait_serving(replica.channel)
+        yield replica
+
+
+def _kind_after_sigterm(replica: _Replica) -> str | None:
+    """Sends SIGTERM while a step runs, and returns the kind of the step's last event."""
+    events = replica.stub.ExecuteStep(step_request())
+    assert next(events).WhichOneof("event") == "accepted"
+    replica.process.send_signal(signal.SIGTERM)
+    return [event.WhichOneof("event") for event in events][-1]
 
 
 def _endpoint(process: "subprocess.Popen[str]") -> str:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Task, Usage
 from stagemesh.services.stage.step.journal import MAX_EVENT_BYTES
 from stagemesh.services.stage.step.spec import StepSpec, checkpoint_to_wire, spec_from_wire
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import events_of, ready_runtime, served_stage, stage_config, step_request, step_spec
+from tests.stage.replicas import events_of, ready_runtime, stage_config, step_spec
 
 CONFIG = stage_config(steps=5, checkpoint_steps=2)
 
@@ -53,17 +53,6 @@ async def test_outputs_that_are_not_streamed_are_not_counted() -> None:
     assert {one.steps: dict(one.outputs) for one in _checkpoints(events)} == {2: {}, 4: {}}
 
 
-async def test_a_step_resumes_from_a_checkpoint_sent_over_the_wire() -> None:
-    async with served_stage(CONFIG) as replica:
-        whole = [event async for event in replica.stub.ExecuteStep(step_request())]
-        checkpoint = next(event.checkpoint for event in whole if event.WhichOneof("event") == "checkpoint")
-        request = step_request(attempt=2)
-        request.resume_from.CopyFrom(checkpoint)
-        rest = [event async for event in replica.stub.ExecuteStep(request)]
-    received = [[event.output for event in events if event.HasField("output")] for events in (whole, rest)]
-    assert received[1] == received[0][2:]
-
-
 def test_a_checkpoint_survives_conversion() -> None:
     checkpoint = Checkpoint(3, (7, 8, 9), outputs={"text": 2})
     assert _checkpoint_of(checkpoint_to_wire(checkpoint)) == checkpoint
@@ -74,12 +63,6 @@ async def test_a_checkpoint_past_the_end_is_rejected() -> None:
         with pytest.raises(InvalidRequestError, match="the checkpoint is of step 6") as caught:
             await events_of(runtime, _resumed(Checkpoint(6)))
     assert caught.value.reason == "INVALID_CHECKPOINT"
-
-
-async def test_an_engine_that_cannot_resume_receives_no_checkpoint() -> None:
-    async with ready_runtime(engine=GatedEngine()) as runtime:
-        with pytest.raises(UnsupportedError, match="leave resume_from unset"):
-            await events_of(runtime, _resumed(Checkpoint(1)))
 
 
 class SavingEngine(GatedEngine):

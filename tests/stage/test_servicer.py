@@ -1,7 +1,6 @@
 """StageService over a real connection."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,13 +13,11 @@ from stagemesh.common.errors import (
     InvalidRequestError,
     NotFoundError,
     NotReadyError,
-    StagemeshError,
     UnavailableError,
 )
 from stagemesh.common.plugins import connectors
 from stagemesh.common.process.host import host_token
 from stagemesh.common.wire.versions import OFFERS, own_protocol
-from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.services.engines.abilities import Adapter, AdapterControl, EngineAbilities
 from stagemesh.services.stage.step import run
 from stagemesh.v1 import chunk_pb2, stage_pb2
@@ -28,19 +25,29 @@ from stagemesh.v1.protocol_pb2 import Protocol
 from stagemesh.v1.signature_pb2 import TENSOR_KIND_TEXT
 from tests.later_contract import later, later_class, today
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import Replica, make_runtime, served, served_stage, stage_config, step_request
-from tests.stage.test_execute_steps import Caller
+from tests.stage.replicas import (
+    Replica,
+    call_step,
+    failure_of,
+    kinds_of,
+    make_runtime,
+    served,
+    served_stage,
+    stage_config,
+    step_request,
+)
+from tests.stage.test_execute_steps import Caller, eventually
 
 
 async def test_a_step_streams_its_events() -> None:
     async with served_stage(stage_config(steps=2)) as replica:
-        kinds = [event.WhichOneof("event") async for event in replica.stub.ExecuteStep(step_request())]
-    assert kinds == ["accepted", "output", "progress", "output", "output", "finished"]
+        events = await call_step(replica, step_request())
+    assert kinds_of(events) == ["accepted", "output", "progress", "output", "output", "finished"]
 
 
 async def test_an_error_has_its_reason_and_stage() -> None:
     async with served_stage(stage_config(fail_at_step=1)) as replica:
-        error = await _failure(replica, step_request())
+        error = await failure_of(call_step(replica, step_request()))
     assert "fails at step 1" in error.message
     assert error.metadata == {"stage": "thinker", "replica": "thinker-0", "request_id": "r"}
 
@@ -51,9 +58,9 @@ async def test_cancelling_the_call_stops_the_engine(monkeypatch: pytest.MonkeyPa
     async with served_stage(engine=engine) as replica:
         call = replica.stub.ExecuteStep(step_request())
         await anext(aiter(call))
-        await _until(lambda: engine.running == ["r"])
+        await eventually(lambda: engine.running == ["r"])
         call.cancel()
-        await _until(lambda: engine.released == ["r"])
+        await eventually(lambda: engine.released == ["r"])
 
 
 async def test_a_caller_that_returns_in_time_receives_all_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +79,8 @@ async def test_a_caller_that_returns_in_time_receives_all_events(monkeypatch: py
         async with asyncio.timeout(10):
             await left.wait()
         engine.gate.set()
-        events = [event.WhichOneof("event") async for event in replica.stub.ExecuteStep(step_request())]
-    assert events == ["accepted", "output", "output", "finished"]
+        events = await call_step(replica, step_request())
+    assert kinds_of(events) == ["accepted", "output", "output", "finished"]
 
 
 async def test_one_of_two_callers_may_leave() -> None:
@@ -96,15 +103,16 @@ async def test_a_step_ends_at_its_callers_deadline() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             [event async for event in events]
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await _until(lambda: engine.released == ["r"])
+        await eventually(lambda: engine.released == ["r"])
 
 
 async def test_other_content_with_the_same_id_is_rejected() -> None:
     async with served_stage() as replica:
-        assert [event async for event in replica.stub.ExecuteStep(step_request(text="hi"))]
-        error = await _failure(replica, step_request(text="ho"))
+        assert await call_step(replica, step_request(text="hi"))
+        error = await failure_of(call_step(replica, step_request(text="ho")))
     assert isinstance(error, ExistsError)
     assert error.reason == "STEP_EXISTS"
+    assert "other content" in error.message
 
 
 async def test_cancel_returns_once_the_engine_has_released_the_step() -> None:
@@ -112,10 +120,11 @@ async def test_cancel_returns_once_the_engine_has_released_the_step() -> None:
     async with served_stage(engine=engine) as replica:
         call = replica.stub.ExecuteStep(step_request())
         await anext(aiter(call))
-        await _until(lambda: engine.running == ["r"])
+        await eventually(lambda: engine.running == ["r"])
         answer = await replica.stub.CancelStep(stage_pb2.CancelStepRequest(request_id="r", reason="enough"))
         assert (answer.stopped, engine.released) == (1, ["r"])
-        error = await _failure(replica, step_request())
+        assert not (await replica.stub.CancelStep(stage_pb2.CancelStepRequest(request_id="r"))).stopped
+        error = await failure_of(call_step(replica, step_request()))
     assert isinstance(error, CancelledRequestError)
     assert error.message == "enough"
 
@@ -156,7 +165,7 @@ async def test_a_replica_reports_host_and_zone(
 async def test_a_loading_replica_rejects_steps_with_the_cause() -> None:
     runtime = make_runtime()
     async with served(runtime) as replica:
-        error = await _failure(replica, step_request())
+        error = await failure_of(call_step(replica, step_request()))
         await runtime.close()
     assert isinstance(error, NotReadyError)
     assert "replica thinker-0 of stage thinker is loading: starting" in error.message
@@ -169,7 +178,7 @@ async def test_load_is_reported_at_once_and_periodically() -> None:
         first = await anext(reports)
         step = replica.stub.ExecuteStep(step_request())
         await anext(aiter(step))
-        await _until(lambda: engine.running == ["r"])
+        await eventually(lambda: engine.running == ["r"])
         later = first
         while not later.running:
             later = await anext(reports)
@@ -219,25 +228,19 @@ async def test_an_idle_replica_reports_its_adapters_as_soon_as_they_change() -> 
     assert names == [[], ["x", "y"], ["y"], []]
 
 
-@pytest.mark.parametrize("interval_s", [0.01, -1.0, float("nan")])
-async def test_the_load_interval_has_a_minimum(interval_s: float) -> None:
+@pytest.mark.parametrize(
+    ("interval_s", "idle_interval_s", "message"),
+    [
+        *((interval_s, 1.0, "must be at least 0.05") for interval_s in (0.01, -1.0, float("nan"))),
+        *((0.05, idle_s, "it must be a number of seconds") for idle_s in (float("nan"), float("inf"), 1e308)),
+    ],
+)
+async def test_an_interval_of_load_reports_is_checked(interval_s: float, idle_interval_s: float, message: str) -> None:
     async with served_stage() as replica:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(aiter(replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(interval_s=interval_s))))
-    error = from_rpc_error(caught.value, peer="stage")
+        request = stage_pb2.WatchLoadRequest(interval_s=interval_s, idle_interval_s=idle_interval_s)
+        error = await failure_of(anext(aiter(replica.stub.WatchLoad(request))))
     assert isinstance(error, InvalidRequestError)
-    assert "must be at least 0.05" in error.message
-
-
-@pytest.mark.parametrize("idle_interval_s", [float("nan"), float("inf"), 1e308])
-async def test_the_idle_interval_must_be_finite(idle_interval_s: float) -> None:
-    async with served_stage() as replica:
-        request = stage_pb2.WatchLoadRequest(interval_s=0.05, idle_interval_s=idle_interval_s)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(aiter(replica.stub.WatchLoad(request)))
-    error = from_rpc_error(caught.value, peer="stage")
-    assert isinstance(error, InvalidRequestError)
-    assert "it must be a number of seconds" in error.message
+    assert message in error.message
 
 
 async def test_closing_ends_the_load_reports() -> None:
@@ -252,40 +255,20 @@ async def test_closing_ends_the_load_reports() -> None:
 async def test_an_unknown_flow_is_named() -> None:
     key = chunk_pb2.EdgeKey(request_id="r", edge="thinker->talker", attempt=1)
     async with served_stage() as replica:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(aiter(replica.stub.GetChunk(stage_pb2.GetChunkRequest(key=key))))
-    error = from_rpc_error(caught.value, peer="stage")
+        error = await failure_of(anext(aiter(replica.stub.GetChunk(stage_pb2.GetChunkRequest(key=key)))))
     assert isinstance(error, NotFoundError)
     assert "thinker->talker" in error.message
 
 
 async def test_an_oversize_message_is_rejected() -> None:
     async with served_stage() as replica:
-        error = await _failure(replica, step_request(text="x" * (9 << 20)))
+        error = await failure_of(call_step(replica, step_request(text="x" * (9 << 20))))
     assert error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
-
-
-async def _failure(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> StagemeshError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        [event async for event in replica.stub.ExecuteStep(request)]
-    return from_rpc_error(caught.value, peer="stage")
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def _probe(thinker: Replica, endpoint: str, **fields: int) -> stage_pb2.ProbeEdgeResponse:
     request = stage_pb2.ProbeEdgeRequest(edge="thinker->talker", consumer="talker-0", endpoint=endpoint, **fields)  # type: ignore[arg-type]
     return await thinker.stub.ProbeEdge(request, timeout=10)
-
-
-async def _probe_failure(thinker: Replica, endpoint: str, **fields: int) -> StagemeshError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await _probe(thinker, endpoint, **fields)
-    return from_rpc_error(caught.value, peer="thinker")
 
 
 async def test_a_probe_returns_the_connector_and_sends_nothing() -> None:
@@ -298,7 +281,7 @@ async def test_a_probe_returns_the_connector_and_sends_nothing() -> None:
 async def test_a_fixed_connector_that_cannot_work_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connectors, "find_spec", lambda _: None)
     async with served_stage() as thinker, served_stage(stage_config("talker", function="relay")) as talker:
-        error = await _probe_failure(thinker, talker.endpoint, connector=chunk_pb2.CONNECTOR_NIXL)
+        error = await failure_of(_probe(thinker, talker.endpoint, connector=chunk_pb2.CONNECTOR_NIXL))
     assert isinstance(error, NotReadyError)
     assert (error.reason, error.metadata["edge"]) == ("CONNECTOR_UNAVAILABLE", "thinker->talker")
     assert "set `connector: auto`" in error.message
@@ -306,12 +289,12 @@ async def test_a_fixed_connector_that_cannot_work_is_rejected(monkeypatch: pytes
 
 async def test_an_unreachable_consumer_is_unavailable() -> None:
     async with served_stage() as thinker:
-        assert isinstance(await _probe_failure(thinker, "127.0.0.1:1"), UnavailableError)
+        assert isinstance(await failure_of(_probe(thinker, "127.0.0.1:1")), UnavailableError)
 
 
 async def test_an_unknown_connector_is_rejected() -> None:
     async with served_stage() as thinker:
-        assert (await _probe_failure(thinker, "127.0.0.1:1", connector=4711)).reason == "UNKNOWN_CONNECTOR"
+        assert (await failure_of(_probe(thinker, "127.0.0.1:1", connector=4711))).reason == "UNKNOWN_CONNECTOR"
 
 
 def _action(call: int, *, ignorable: bool = False) -> stage_pb2.ExecuteStepsRequest:
