@@ -246,7 +246,7 @@ class Callers:
             # The same-origin policy of browsers does not apply to WebSockets, which a page of any site may open.
             raise PermissionDeniedError(
                 "the request is one of a web page of another origin; serve the page from the gateway's origin, or use "
-                "tokens",
+                "tokens"
             )
         catalog = self._catalogs.pop(token, None) or self._connect(token)
         self._catalogs[token] = catalog

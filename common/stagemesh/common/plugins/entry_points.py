@@ -47,8 +47,7 @@ def _load(group: str, name: str, kind: type[_Descriptor]) -> _Descriptor:
     noun = group.removeprefix("stagemesh.").removesuffix("s").replace("_", " ")
     if name not in known:
         raise NotFoundError(
-            f"unknown {noun} {name!r}; known: {', '.join(sorted(known)) or 'none'}",
-            reason=_UNKNOWN_REASONS[group],
+            f"unknown {noun} {name!r}; known: {', '.join(sorted(known)) or 'none'}", reason=_UNKNOWN_REASONS[group]
         )
     entry, *others = known[name]
     if others:

@@ -135,10 +135,7 @@ class Loads:
     def may_run(self, ticket: Ticket, bounds: Bounds) -> bool:
         """Returns whether the ticket's request may run in addition to the running requests within `bounds`."""
         return self.running.fits(
-            ticket.size_bytes,
-            ticket.request.choices,
-            most=bounds.max_in_flight,
-            most_bytes=bounds.max_in_flight_bytes,
+            ticket.size_bytes, ticket.request.choices, most=bounds.max_in_flight, most_bytes=bounds.max_in_flight_bytes
         )
 
     def may_wait(self, request: AdmissionRequest, bounds: Bounds, *, reserved: int) -> bool:
