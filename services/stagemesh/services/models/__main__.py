@@ -7,7 +7,6 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 from stagemesh.common.errors import ExitCode, StagemeshError, exit_code, exit_without_extra
 from stagemesh.common.process.settings import models_dir
@@ -36,10 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m stagemesh.services.models", description="Fetch the models of a pipeline."
@@ -53,5 +48,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -206,10 +206,7 @@ def convert(source: Path, target: Path, report: Callable[[str], None]) -> None:
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
     report("reading the weights")
     model = AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        gguf_file=source.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
+        source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
     report("writing bfloat16 weights")
     model.save_pretrained(target)

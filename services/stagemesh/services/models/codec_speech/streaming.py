@@ -203,10 +203,7 @@ class ConvNeXt:
         self._conv = CausalConv(weights.part("dwconv"), channels, channels, kernel=self.KERNEL, depthwise=True)
         norm, up, down = weights.part("norm"), weights.part("pwconv1"), weights.part("pwconv2")
         self._norm = weights.place(norm.take("weight", channels)), weights.place(norm.take("bias", channels))
-        self._up = (
-            weights.place(up.take("weight", 4 * channels, channels)),
-            weights.place(up.take("bias", 4 * channels)),
-        )
+        self._up = up.place_linear(channels, 4 * channels)
         scale = weights.take("gamma", channels)
         self._down = (
             weights.place(scale[:, None] * down.take("weight", channels, 4 * channels)),
@@ -263,25 +260,65 @@ class DecoderBlock:
         return hidden
 
 
+@dataclass(frozen=True)
+class RotaryConfig:
+    """The parameters of the rotary position embedding in a config of transformers."""
+
+    rope_theta: PositiveFloat = 10_000.0
+    rope_type: Literal["default"] = "default"
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The config of a `WindowTransformer`. Names and defaults are those of transformers' configs."""
+
+    hidden_size: PositiveInt = 1024
+    intermediate_size: PositiveInt = 3072
+    num_hidden_layers: PositiveInt = 8
+    num_attention_heads: PositiveInt = 16
+    num_key_value_heads: PositiveInt = 16
+    head_dim: PositiveInt | None = None
+    sliding_window: Annotated[int, Field(ge=2)] = 72
+    rms_norm_eps: PositiveFloat = 1e-5
+    attention_bias: bool = False
+    hidden_act: Literal["silu"] = "silu"
+    rope_theta: PositiveFloat | None = None
+    rope_parameters: RotaryConfig | None = None
+
+    @property
+    def head_size(self) -> int:
+        """The number of elements of a query, a key or a value."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_base(self) -> float:
+        """The base of the rotary embedding's wavelengths. Older versions of transformers store it as `rope_theta`."""
+        return self.rope_theta or (self.rope_parameters or RotaryConfig()).rope_theta
+
+
+@dataclass(frozen=True)
+class DecoderConfig(TransformerConfig):
+    """The config of a decoder of codec frames. Names and defaults are those of transformers and qwen-tts."""
+
+    codebook_size: PositiveInt = 2048
+    num_quantizers: PositiveInt = 16
+    decoder_dim: PositiveInt = 1536
+    upsample_rates: tuple[PositiveInt, ...] = (8, 5, 4, 3)
+    upsampling_ratios: tuple[PositiveInt, ...] = (2, 2)
+
+
 class WaveDecoder:
     """Converts hidden states of codec frames to samples.
 
-    The parts `upsample` and `decoder` of the weights belong to it. The number of channels halves with each factor in
-    `rates`. If `cut_start` is set, a stream lacks the outputs that only its first inputs affect, for each factor.
+    The parts `upsample` and `decoder` of the weights belong to it. `inputs` is the width of the hidden states. The
+    number of channels halves with each factor in `upsample_rates`. If `cut_start` is set, a stream lacks the outputs
+    that only its first inputs affect, for each factor.
     """
 
     _KERNEL = 7
 
-    def __init__(
-        self,
-        weights: Weights,
-        *,
-        inputs: int,
-        channels: int,
-        ratios: Sequence[int],
-        rates: Sequence[int],
-        cut_start: bool = True,
-    ) -> None:
+    def __init__(self, weights: Weights, config: DecoderConfig, *, inputs: int, cut_start: bool = True) -> None:
+        ratios, rates, channels = config.upsampling_ratios, config.upsample_rates, config.decoder_dim
         upsample, decoder = weights.part("upsample"), weights.part("decoder")
         self._upsample = [
             (
@@ -327,42 +364,6 @@ class WaveDecoder:
         for ratio in reversed(ratios):
             steps = ceil((steps + ConvNeXt.KERNEL - 1) / ratio)
         return steps
-
-
-@dataclass(frozen=True)
-class RotaryConfig:
-    """The parameters of the rotary position embedding in a config of transformers."""
-
-    rope_theta: PositiveFloat = 10_000.0
-    rope_type: Literal["default"] = "default"
-
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """The config of a `WindowTransformer`. Names and defaults are those of transformers' configs."""
-
-    hidden_size: PositiveInt = 1024
-    intermediate_size: PositiveInt = 3072
-    num_hidden_layers: PositiveInt = 8
-    num_attention_heads: PositiveInt = 16
-    num_key_value_heads: PositiveInt = 16
-    head_dim: PositiveInt | None = None
-    sliding_window: Annotated[int, Field(ge=2)] = 72
-    rms_norm_eps: PositiveFloat = 1e-5
-    attention_bias: bool = False
-    hidden_act: Literal["silu"] = "silu"
-    rope_theta: PositiveFloat | None = None
-    rope_parameters: RotaryConfig | None = None
-
-    @property
-    def head_size(self) -> int:
-        """The number of elements of a query, a key or a value."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def rotary_base(self) -> float:
-        """The base of the rotary embedding's wavelengths. Older versions of transformers store it as `rope_theta`."""
-        return self.rope_theta or (self.rope_parameters or RotaryConfig()).rope_theta
 
 
 class WindowTransformer:

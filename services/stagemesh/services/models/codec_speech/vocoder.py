@@ -1,15 +1,17 @@
 """The vocoder stage of a codec speech model: a function that converts codec frames of many streams to audio."""
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from pydantic import JsonValue
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  # torch's own convention
 
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.wire.tensors import Tensors, Value
@@ -17,7 +19,7 @@ from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call, Saves
 from stagemesh.services.engines.options import parse_options
 from stagemesh.services.engines.torch_setup import choose_device, compute_float32_exactly, set_up_torch
-from stagemesh.services.models.codec_speech.streaming import BatchState, StreamState
+from stagemesh.services.models.codec_speech.streaming import BatchState, DecoderConfig, StreamState, WaveDecoder
 
 _MAX_BATCH_FRAMES = {"cpu": 256, "cuda": 1024}
 """The maximum number of frames that are decoded together, summed over the streams of a batch, by the type of device.
@@ -35,26 +37,42 @@ with a shape takes 70 to 170 ms, and a later one with one stream 8 ms.
 Codes: TypeAlias = npt.NDArray[np.int32]
 
 
-class CodecDecoder(Protocol):
-    """A streaming decoder of codec frames."""
+class FrameDecoder(ABC):
+    """A streaming decoder of codec frames. Subclasses convert the codes to the hidden states of a `WaveDecoder`."""
 
-    groups: int
-    """The number of codes of a frame."""
-    codebook_size: int
-    device: torch.device
     reach: int
     """The number of last frames on which the state of a stream depends."""
+    _embedding: Tensor
+    """The embeddings of all codes, [groups * codebook size, width]."""
+
+    def __init__(self, waves: WaveDecoder, config: DecoderConfig, *, device: torch.device) -> None:
+        self.groups, self.codebook_size, self.device = config.num_quantizers, config.codebook_size, device
+        self._offsets = torch.arange(self.groups, device=device, dtype=torch.int32) * self.codebook_size
+        self._waves = waves
 
     def __call__(self, codes: Tensor, batch: BatchState) -> Tensor:
         """Converts int32[rows, frames, groups] to float32[rows, samples], and calls `batch.advance`."""
-        ...
+        samples = self._waves(self._transform(codes, batch), batch)
+        batch.advance(codes.shape[1])
+        return samples
 
     def remember(self, codes: Tensor, batch: BatchState) -> None:
         """Moves new streams to the state after int32[rows, frames, groups], and calls `batch.advance`.
 
         The frames are the last `reach` frames of each stream, or all of its frames.
         """
-        ...
+        # The convolutions are most of the work, and depend only on the last few frames.
+        self._waves(self._transform(codes, batch)[:, -self._waves.reach :], batch)
+        batch.advance(codes.shape[1])
+
+    @abstractmethod
+    def _transform(self, codes: Tensor, batch: BatchState) -> Tensor:
+        """Converts int32[rows, frames, groups] to hidden states, [rows, frames, inputs]."""
+
+    def _embed(self, codes: Tensor, *, mode: Literal["mean", "sum"]) -> Tensor:
+        """Returns the mean or the sum of the embeddings of each frame's codes, [rows, frames, width]."""
+        embedded = F.embedding_bag((codes + self._offsets).flatten(0, 1), self._embedding, mode=mode)
+        return embedded.view(*codes.shape[:2], -1)
 
 
 @dataclass
@@ -62,7 +80,7 @@ class VocoderState(StreamState):
     """The state of one stream, with the frames from which it can be restored."""
 
     recent: Codes = field(default_factory=lambda: np.zeros((0, 0), np.int32))
-    """The last frames, at most `CodecDecoder.reach`, int32[frames, groups]."""
+    """The last frames, at most `FrameDecoder.reach`, int32[frames, groups]."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +120,7 @@ class CodecVocoder(Saves[VocoderState]):
     because the retained inputs are more than a hundred times as large.
     """
 
-    def __init__(self, decoder: CodecDecoder, *, batches: Sequence[int] | None = None) -> None:
+    def __init__(self, decoder: FrameDecoder, *, batches: Sequence[int] | None = None) -> None:
         """`batches` contains the permitted numbers of streams in a batch, in ascending order from 1.
 
         None permits any number on a CPU, and those in `_GPU_BATCHES` on a GPU.

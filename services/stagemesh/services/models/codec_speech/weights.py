@@ -1,7 +1,7 @@
 """The weights of one model, from which its parts take theirs while they are built."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,14 +10,7 @@ from stagemesh.common.errors import NotReadyError
 from stagemesh.services.models.checkpoint import check_names, list_names
 
 
-@dataclass
-class _Taken:
-    """The names of the weights that have been taken, and the descriptions of the weights that have a wrong shape."""
-
-    names: set[str] = field(default_factory=set[str])
-    wrong_shapes: list[str] = field(default_factory=list[str])
-
-
+@dataclass(frozen=True)
 class Weights:
     """The weights whose names start with a prefix.
 
@@ -25,48 +18,46 @@ class Weights:
     another shape.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        prefix: str = "",
-        taken: _Taken | None = None,
-    ) -> None:
-        self._tensors, self._prefix = tensors, prefix
-        self._device, self._dtype = device, dtype
-        self._taken = taken if taken is not None else _Taken()
+    tensors: Mapping[str, Tensor]
+    device: torch.device
+    dtype: torch.dtype
+    """The data type in which the model computes."""
+    prefix: str = ""
+    taken: set[str] = field(default_factory=set[str])
+    """The names of the weights that have been taken. All parts of the model share the set, and `wrong_shapes`."""
+    wrong_shapes: list[str] = field(default_factory=list[str])
 
     def part(self, name: str | int) -> "Weights":
         """Returns the weights of the model's part `name`."""
-        prefix = f"{self._prefix}{name}."
-        return Weights(self._tensors, device=self._device, dtype=self._dtype, prefix=prefix, taken=self._taken)
+        return replace(self, prefix=f"{self.prefix}{name}.")
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Returns a weight as float32 on the model's device. A missing weight, or one of another shape, is zero."""
-        name = self._prefix + name
-        self._taken.names.add(name)
-        tensor = self._tensors.get(name)
+        name = self.prefix + name
+        self.taken.add(name)
+        tensor = self.tensors.get(name)
         if tensor is not None and tensor.shape != shape:
-            self._taken.wrong_shapes.append(f"{name} has {list(tensor.shape)} instead of {list(shape)}")
+            self.wrong_shapes.append(f"{name} has {list(tensor.shape)} instead of {list(shape)}")
             tensor = None
         if tensor is None:
-            return torch.zeros(shape, device=self._device)
-        return tensor.to(self._device, torch.float32)
+            return torch.zeros(shape, device=self.device)
+        return tensor.to(self.device, torch.float32)
 
     def place(self, tensor: Tensor) -> Tensor:
         """Returns a tensor in the data type in which the model computes."""
-        return tensor.to(self._dtype).contiguous()
+        return tensor.to(self.dtype).contiguous()
+
+    def place_linear(self, inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
+        """Returns the weight and the bias of a linear layer, in the data type of the computation."""
+        return self.place(self.take("weight", outputs, inputs)), self.place(self.take("bias", outputs))
 
     def check(self, what: str) -> None:
         """Raises NotReadyError (LOAD_FAILED) if weights are missing, unknown or of another shape. Lists their names.
 
         `what` names the model and its checkpoint in the message.
         """
-        check_names(self._taken.names, self._tensors.keys(), what)
-        if self._taken.wrong_shapes:
+        check_names(self.taken, self.tensors.keys(), what)
+        if self.wrong_shapes:
             raise NotReadyError(
-                f"the weights of {what} do not fit its config: {list_names(self._taken.wrong_shapes)}",
-                reason="LOAD_FAILED",
+                f"the weights of {what} do not fit its config: {list_names(self.wrong_shapes)}", reason="LOAD_FAILED"
             )

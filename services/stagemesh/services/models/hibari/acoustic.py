@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 from hibari import Hibari
 
-from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.wire.tensors import Tensors, Value
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call, Saves
@@ -22,11 +21,7 @@ class AcousticModel(Saves[float]):
     The state of a request is its speaking speed.
     """
 
-    def __init__(self, model: Path | None, options: Mapping[str, object]) -> None:
-        if options:
-            raise InvalidRequestError(
-                f"hibari.acoustic accepts no options; omit {', '.join(options)}", reason="UNKNOWN_OPTION"
-            )
+    def __init__(self, model: Path | None, options: Mapping[str, object]) -> None:  # noqa: ARG002  # it has none
         path = model / MODEL_FILE if model is not None and model.is_dir() else model
         self._hibari = Hibari(model=None if path is None else str(path), threads=1)
         # Loads the lexicon, which takes half a second, now instead of during the first request.

@@ -141,12 +141,7 @@ class MelDecoder:
         return with_condition + (with_condition - without) * _GUIDANCE  # type: ignore[no-any-return]
 
     def _run(
-        self,
-        layer: DiTDecoderLayer,
-        hidden: Tensor,
-        time: Tensor,
-        past: _Past,
-        masks: tuple[Tensor, Tensor, Tensor],
+        self, layer: DiTDecoderLayer, hidden: Tensor, time: Tensor, past: _Past, masks: tuple[Tensor, Tensor, Tensor]
     ) -> Tensor:
         normed, attention_gate, shift, scale, gate = layer.attn_norm(hidden, emb=time)
         hidden = hidden + attention_gate[:, None] * self._attend(layer, normed, past, masks)

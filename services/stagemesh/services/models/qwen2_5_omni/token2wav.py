@@ -31,15 +31,13 @@ from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.options import parse_options
 from stagemesh.services.models.checkpoint import fill_module, load_error, read_config
 from stagemesh.services.models.codec_speech.description import choose_speaker
-from stagemesh.services.models.codec_speech.vocoder import check_codes, choose_placement
+from stagemesh.services.models.codec_speech.vocoder import Codes, check_codes, choose_placement
 from stagemesh.services.models.qwen2_5_omni import MODEL_TYPE
 from stagemesh.services.models.qwen2_5_omni.description import load_speakers
 from stagemesh.services.models.qwen2_5_omni.mel_decoder import MelDecoder
 
 _MAX_BLOCKS = 64
 """The maximum number of final blocks that are decoded together, summed over the streams. Bounds the memory."""
-
-Codes = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)

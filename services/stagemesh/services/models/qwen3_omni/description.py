@@ -7,17 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from stagemesh.common.wire.tensors import Value
+from stagemesh.services.engines.vllm.codec.base import CodecModel
 from stagemesh.services.models import checkpoint
-from stagemesh.services.models.codec_speech.description import (
-    Tokens,
-    check_talker_weights,
-    choose_speaker,
-    code_predictor_weights,
-    decoder_weights,
-    linear_weights,
-    mlp_weights,
-    talker_section,
-)
+from stagemesh.services.models.codec_speech import description as speech
 from stagemesh.services.models.qwen3_omni import MODEL_TYPE
 
 _SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "max_new_tokens": 4096}
@@ -53,20 +45,16 @@ class TextTokens:
         config = read_config(model)
         thinker = config["thinker_config"]
         ends: list[int] | int = checkpoint.read_generation_config(model).get("eos_token_id", [])
+        names = ("im_start", "user", "assistant", "tts_pad", "tts_bos", "tts_eos")
         return cls(
-            config["im_start_token_id"],
-            config["user_token_id"],
-            config["assistant_token_id"],
-            config["tts_pad_token_id"],
-            config["tts_bos_token_id"],
-            config["tts_eos_token_id"],
+            *(config[f"{name}_token_id"] for name in names),
             frozenset(thinker[f"{kind}_token_id"] for kind in ("audio", "image", "video")),
             frozenset({config["im_end_token_id"], *(ends if isinstance(ends, list) else [ends])}),
         )
 
 
-class Talker:
-    """The description of the talker: a `CodecModel` of the vllm engine."""
+class Talker(CodecModel):
+    """The description of the talker."""
 
     def __init__(self, model: Path) -> None:
         config = read_config(model)
@@ -79,7 +67,7 @@ class Talker:
         self.hf_overrides = talker_config
         # The transform of the stage's edge needs them. A checkpoint without them is rejected at the start.
         TextTokens.of(model)
-        check_talker_weights(model, config, _weight_names(talker))
+        speech.check_talker_weights(model, config, _weight_names(talker))
         self.sampling = {**_SAMPLING, **_talker_sampling(model)}
 
     def codec_prefix(self, options: Mapping[str, Value]) -> Sequence[int]:
@@ -87,20 +75,10 @@ class Talker:
 
         Raises InvalidRequestError (INVALID_OPTION) if the model does not have the speaker in `options`.
         """
-        speaker = choose_speaker(self._speakers, str(options.get("speaker", "")))
+        speaker = speech.choose_speaker(self._speakers, str(options.get("speaker", "")))
         talker = self._config
-        return [
-            talker["codec_nothink_id"],
-            talker["codec_think_bos_id"],
-            talker["codec_think_eos_id"],
-            speaker,
-            talker["codec_pad_id"],
-            talker["codec_bos_id"],
-        ]
-
-    def choose_texts(self, text_ids: Tokens, options: Mapping[str, Value]) -> Tokens:  # noqa: ARG002  # none depends on them
-        """Returns `text_ids`."""
-        return text_ids
+        think = [talker[f"codec_{name}_id"] for name in ("nothink", "think_bos", "think_eos")]
+        return [*think, speaker, talker["codec_pad_id"], talker["codec_bos_id"]]
 
 
 def talker_config(config: Any) -> Any:
@@ -108,7 +86,7 @@ def talker_config(config: Any) -> Any:
 
     vLLM calls the function as `hf_overrides`.
     """
-    talker = talker_section(config, architecture="Qwen3OmniTalker")
+    talker = speech.talker_section(config, architecture="Qwen3OmniTalker")
     if talker is None:
         return config
     talker.tts_pad_token_id = config.tts_pad_token_id
@@ -126,14 +104,14 @@ def _weight_names(talker: Mapping[str, Any]) -> list[str]:
     """Returns the names of the talker's weights. `talker` is the talker's part of the config."""
     text = talker["text_config"]
     experts = text.get("num_experts", text.get("num_local_experts", 0))
-    sparse = ["mlp.gate.weight", "mlp.shared_expert_gate.weight", *mlp_weights("mlp.shared_expert")]
-    sparse += [name for expert in range(experts) for name in mlp_weights(f"mlp.experts.{expert}")]
+    sparse = ["mlp.gate.weight", "mlp.shared_expert_gate.weight", *speech.mlp_weights("mlp.shared_expert")]
+    sparse += [name for expert in range(experts) for name in speech.mlp_weights(f"mlp.experts.{expert}")]
     projections = [f"{part}_projection.linear_fc{layer}" for part in ("text", "hidden") for layer in (1, 2)]
     return [
         "codec_head.weight",
         "model.codec_embedding.weight",
         "model.norm.weight",
-        *decoder_weights("model", text["num_hidden_layers"], sparse),
-        *code_predictor_weights(talker),
-        *linear_weights(*projections),
+        *speech.decoder_weights("model", text["num_hidden_layers"], sparse),
+        *speech.code_predictor_weights(talker),
+        *speech.linear_weights(*projections),
     ]

@@ -16,10 +16,7 @@ CODEC_TYPE = "qwen3_tts_tokenizer_12hz"
 CODEC_FOLDER = "speech_tokenizer"
 """The folder in a checkpoint that contains the codec."""
 
-_ROWS = {
-    "text_ids": TensorSpec("int32", ("tokens",)),
-    "row_codes": TensorSpec("int32", ("tokens", "groups")),
-}
+_ROWS = {"text_ids": TensorSpec("int32", ("tokens",)), "row_codes": TensorSpec("int32", ("tokens", "groups"))}
 _MAX_CHARACTERS = 2000
 _REFERENCE = {"reference_codes": TensorSpec("int32", ("frames", "groups"))}
 
@@ -66,17 +63,11 @@ TALKER = CodecModelDescriptor(
 )
 
 TALKER2CODEC_DECODER = TransformDescriptor(
-    takes=CODES,
-    gives=CODES,
-    factory="stagemesh.services.models.qwen3_tts.description:make_talker2codec_decoder",
+    takes=CODES, gives=CODES, factory="stagemesh.services.models.qwen3_tts.description:make_talker2codec_decoder"
 )
 
 CODEC_DECODER = FunctionDescriptor(
-    signature=Signature(
-        accepts=CODES | _REFERENCE,
-        emits=AUDIO,
-        optional=frozenset(CODES | _REFERENCE),
-    ),
+    signature=Signature(accepts=CODES | _REFERENCE, emits=AUDIO, optional=frozenset(CODES | _REFERENCE)),
     factory="stagemesh.services.models.qwen3_tts.codec_decoder:make_clone_vocoder",
     stage_options=VOCODER_OPTIONS,
 )

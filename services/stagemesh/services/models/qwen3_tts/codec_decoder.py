@@ -5,28 +5,27 @@ Decodes the frames of a reference voice before the frames of the speech.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pydantic import Field, JsonValue, PositiveInt
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # torch's own convention
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.wire.tensors import Tensors, Value
+from stagemesh.common.wire.tensors import Array, Tensors, Value
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call, OpensWithout, Saves
 from stagemesh.services.models.checkpoint import load_weights, read_config, read_section, require_folder
 from stagemesh.services.models.codec_speech.streaming import (
     BatchState,
     CausalConv,
-    TransformerConfig,
+    DecoderConfig,
     WaveDecoder,
     WindowTransformer,
 )
-from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, VocoderState, choose_placement
+from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, FrameDecoder, VocoderState, choose_placement
 from stagemesh.services.models.codec_speech.weights import Weights
 from stagemesh.services.models.qwen3_tts import CODEC_FOLDER, CODEC_TYPE
 
@@ -37,58 +36,33 @@ _FEWEST_USES = 1e-5
 
 
 @dataclass(frozen=True)
-class CodecDecoderConfig(TransformerConfig):
-    """The part `decoder_config` of a speech tokenizer's config. Names and defaults are those of qwen-tts."""
+class CodecDecoderConfig(DecoderConfig):
+    """The part `decoder_config` of a speech tokenizer's config."""
 
-    codebook_size: PositiveInt = 2048
     codebook_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 512
     latent_dim: PositiveInt = 1024
     num_quantizers: Annotated[int, Field(ge=2)] = 16
-    decoder_dim: PositiveInt = 1536
-    upsample_rates: tuple[PositiveInt, ...] = (8, 5, 4, 3)
-    upsampling_ratios: tuple[PositiveInt, ...] = (2, 2)
 
 
-class CodecDecoder:
+class CodecDecoder(FrameDecoder):
     """A decoder of codec frames with the weights of Qwen3-TTS's speech tokenizer."""
 
     def __init__(self, weights: Weights, config: CodecDecoderConfig, *, device: torch.device) -> None:
-        self.groups, self.codebook_size, self.device = config.num_quantizers, config.codebook_size, device
         width, latent = config.hidden_size, config.latent_dim
+        super().__init__(WaveDecoder(weights, config, inputs=latent, cut_start=False), config, device=device)
         quantizer = weights.part("quantizer")
         first = _take_codebooks(quantizer.part("rvq_first"), config, groups=1)
         rest = _take_codebooks(quantizer.part("rvq_rest"), config, groups=self.groups - 1)
         self._embedding = weights.place(torch.cat((first, rest)))
-        self._offsets = torch.arange(self.groups, device=device, dtype=torch.int32) * self.codebook_size
         self._mix = CausalConv(weights.part("pre_conv"), config.codebook_dim, latent, kernel=_KERNEL)
         transformer = weights.part("pre_transformer")
-        self._enter = _take_linear(transformer.part("input_proj"), latent, width)
+        self._enter = transformer.part("input_proj").place_linear(latent, width)
         self._transformer = WindowTransformer(transformer, config)
-        self._leave = _take_linear(transformer.part("output_proj"), width, latent)
-        self._decoder = WaveDecoder(
-            weights,
-            inputs=latent,
-            channels=config.decoder_dim,
-            ratios=config.upsampling_ratios,
-            rates=config.upsample_rates,
-            cut_start=False,
-        )
-        self.reach = _KERNEL - 1 + self._transformer.reach + self._decoder.reach
-
-    def __call__(self, codes: Tensor, batch: BatchState) -> Tensor:
-        samples = self._decoder(self._transform(codes, batch), batch)
-        batch.advance(codes.shape[1])
-        return samples
-
-    def remember(self, codes: Tensor, batch: BatchState) -> None:
-        # The convolutions are most of the work, and depend only on the last few frames.
-        self._decoder(self._transform(codes, batch)[:, -self._decoder.reach :], batch)
-        batch.advance(codes.shape[1])
+        self._leave = transformer.part("output_proj").place_linear(width, latent)
+        self.reach = _KERNEL - 1 + self._transformer.reach + self._waves.reach
 
     def _transform(self, codes: Tensor, batch: BatchState) -> Tensor:
-        # The vector of a frame is the sum of its codes' vectors.
-        sums = F.embedding_bag((codes + self._offsets).flatten(0, 1), self._embedding, mode="sum")
-        mixed = self._mix(sums.view(*codes.shape[:2], -1).transpose(1, 2), batch).transpose(1, 2)
+        mixed = self._mix(self._embed(codes, mode="sum").transpose(1, 2), batch).transpose(1, 2)
         return F.linear(self._transformer(F.linear(mixed, *self._enter), batch), *self._leave)
 
 
@@ -107,10 +81,6 @@ def _take_codebooks(weights: Weights, config: CodecDecoderConfig, *, groups: int
     return F.linear(torch.cat(vectors), weights.take("output_proj.weight", width, inner, 1).squeeze(2))
 
 
-def _take_linear(weights: Weights, inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
-    return weights.place(weights.take("weight", outputs, inputs)), weights.place(weights.take("bias", outputs))
-
-
 def make_codec_decoder(model: Path | None, options: Mapping[str, JsonValue]) -> CodecVocoder:
     """Loads the function `qwen3_tts.codec_decoder` from the checkpoint folder `model`.
 
@@ -127,7 +97,6 @@ def make_codec_decoder(model: Path | None, options: Mapping[str, JsonValue]) -> 
     return CodecVocoder(decoder)
 
 
-Codes: TypeAlias = npt.NDArray[np.int32]
 _REFERENCE, _CODES = "reference_codes", "codes"
 _EARLY = "early"
 """The name of the saved tensor that contains the frames before the reference."""
@@ -138,7 +107,7 @@ class CloneState:
     """The state of one stream."""
 
     decoded: VocoderState
-    early: list[Codes] | None
+    early: list[Array] | None
     """The frames of the speech that have arrived before the reference. None as soon as the reference has arrived."""
 
 

@@ -9,14 +9,7 @@ from typing import Any
 
 from stagemesh.services.engines.vllm.codec.base import CodecModel
 from stagemesh.services.models import checkpoint
-from stagemesh.services.models.codec_speech.description import (
-    SpokenFrames,
-    check_talker_weights,
-    code_predictor_weights,
-    decoder_weights,
-    linear_weights,
-    mlp_weights,
-)
+from stagemesh.services.models.codec_speech import description as speech
 from stagemesh.services.models.qwen3_tts import MODEL_TYPE
 
 ARCHITECTURE = "Qwen3TTSTalker"
@@ -46,7 +39,7 @@ class Talker(CodecModel):
         self.text_vocabulary: int = talker["text_vocab_size"]
         self.code_vocabularies = [talker["vocab_size"], *residuals]
         self.hf_overrides = talker_config
-        check_talker_weights(model, config, _weight_names(talker))
+        speech.check_talker_weights(model, config, _weight_names(talker))
         given = checkpoint.read_generation_config(model)
         self.sampling = {name: given.get(name, value) for name, value in _SAMPLING.items()}
         self.sampling["min_new_tokens"] = _MIN_FRAMES
@@ -96,13 +89,13 @@ def _weight_names(talker: Mapping[str, Any]) -> list[str]:
     return [
         "codec_head.weight",
         *(f"model.{part}.weight" for part in ("codec_embedding", "text_embedding", "norm")),
-        *decoder_weights("model", talker["num_hidden_layers"], mlp_weights("mlp")),
-        *code_predictor_weights(talker),
-        *linear_weights(*projections),
+        *speech.decoder_weights("model", talker["num_hidden_layers"], speech.mlp_weights("mlp")),
+        *speech.code_predictor_weights(talker),
+        *speech.linear_weights(*projections),
     ]
 
 
-def make_talker2codec_decoder(model: Path | None) -> SpokenFrames:
+def make_talker2codec_decoder(model: Path | None) -> speech.SpokenFrames:
     """Returns the transform that removes frames that are not audio.
 
     `model` is the folder of the stage that applies it. Raises InvalidRequestError if it is None.
@@ -111,4 +104,4 @@ def make_talker2codec_decoder(model: Path | None) -> SpokenFrames:
         model, "the transform qwen3_tts.talker2codec_decoder", setting="`model` of the edge's stages"
     )
     predictor = read_config(folder)["talker_config"]["code_predictor_config"]
-    return SpokenFrames(codebook_size=predictor["vocab_size"])
+    return speech.SpokenFrames(codebook_size=predictor["vocab_size"])

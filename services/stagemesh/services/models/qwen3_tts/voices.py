@@ -5,10 +5,7 @@ clone. Importing this module does not import transformers.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.wire.tensors import Value
@@ -93,26 +90,14 @@ def _invalid(option: str, problem: str) -> InvalidRequestError:
     return InvalidRequestError(problem, reason="INVALID_OPTION", metadata={"option": option})
 
 
-Samples = npt.NDArray[np.float32]
+class ReferenceEncoders(NamedTuple):
+    """The encoders that convert a reference voice to the inputs of the talker."""
+
+    speaker: "SpeakerEncoder"
+    codec: "CodecEncoder"
 
 
-class ReferenceEncoder:
-    """Converts a reference voice to the inputs of the talker. Its audio is float32[samples] at 24 kHz."""
-
-    def __init__(self, speaker: "SpeakerEncoder", codec: "CodecEncoder") -> None:
-        self._speaker, self._codec = speaker, codec
-        self.width, self.groups = speaker.width, codec.groups
-
-    def embed(self, audio: Samples) -> npt.NDArray[np.float32]:
-        """Returns the vector that represents the speaker, float32[width]. The audio is at least 0.1 s long."""
-        return self._speaker.embed(audio)
-
-    def encode(self, audio: Samples) -> npt.NDArray[np.int32]:
-        """Returns the codec frames of the audio, int32[frames, groups]. The last frame may contain a part of it."""
-        return self._codec.encode(audio)
-
-
-def load_reference_voice(model: Path, *, device: "torch.device") -> ReferenceEncoder:
+def load_reference_encoders(model: Path, *, device: "torch.device") -> ReferenceEncoders:
     """Loads the speaker encoder and the codec's encoder of the checkpoint folder `model`.
 
     Raises NotReadyError (LOAD_FAILED) if the checkpoint is of another model, lacks a speaker encoder, or is incomplete.
@@ -123,4 +108,4 @@ def load_reference_voice(model: Path, *, device: "torch.device") -> ReferenceEnc
     declare_operators()
     from stagemesh.services.models.qwen3_tts.voice_encoders import load_codec_encoder, load_speaker_encoder
 
-    return ReferenceEncoder(load_speaker_encoder(model, device=device), load_codec_encoder(model, device=device))
+    return ReferenceEncoders(load_speaker_encoder(model, device=device), load_codec_encoder(model, device=device))
