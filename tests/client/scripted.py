@@ -75,9 +75,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
         self.description = DescribePipelineResponse(protocol=own_protocol())
 
     @streaming
-    async def Generate(  # type: ignore[override]
-        self, request: GenerateRequest, context: Context
-    ) -> AsyncIterator[GenerateResponse]:
+    async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
         async with answering(context):
             self.requests.append(request)
             self.deadlines_s.append(context.time_remaining())
@@ -95,9 +93,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
                     yield _placed(item, positions)
 
     @streaming
-    async def Converse(  # type: ignore[override]
-        self, _requests: object, context: Context
-    ) -> AsyncIterator[ConverseResponse]:
+    async def Converse(self, _requests: object, context: Context) -> AsyncIterator[ConverseResponse]:
         async with answering(context):
             events = list[ConverseRequest]()
             self.events.append(events)
@@ -113,18 +109,14 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
                 else:
                     await self._pause()
 
-    async def CancelRequest(  # type: ignore[override]
-        self, request: CancelRequestRequest, context: Context
-    ) -> CancelRequestResponse:
+    async def CancelRequest(self, request: CancelRequestRequest, context: Context) -> CancelRequestResponse:
         async with answering(context):
             self.cancels.append(request)
             if all(known.request_id != request.request_id for known in self.requests):
                 raise NotFoundError(f"no request {request.request_id!r} runs", reason="UNKNOWN_REQUEST")
         return CancelRequestResponse()
 
-    async def DescribePipeline(  # type: ignore[override]
-        self, _request: DescribePipelineRequest, _context: Context
-    ) -> DescribePipelineResponse:
+    async def DescribePipeline(self, _request: DescribePipelineRequest, _context: Context) -> DescribePipelineResponse:
         described = DescribePipelineResponse(caller=caller_of(claimed=""))
         described.MergeFrom(self.description)
         return described
