@@ -15,7 +15,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.requests.output_position import OutputKey
 from stagemesh.common.wire.versions import refuse_unknown
-from stagemesh.orchestrator.request.output_record import NOT_RUNNING
+from stagemesh.orchestrator.request.output_record import NOT_RUNNING, not_running
 from stagemesh.orchestrator.session.session_call import ClientPosition, SessionCall, generated_response, response
 from stagemesh.orchestrator.session.settings import SessionSettings
 from stagemesh.orchestrator.session.turn_detection import DetectedTurns
@@ -31,7 +31,6 @@ INTERRUPTED, ENDED = "interrupted", "ended"
 RestOf = Callable[[int, Mapping[OutputKey, int]], Sequence[bytes] | None]
 """A function that returns the events of a turn's request after some positions, or None if they are not retained."""
 MAX_SESSION_LINGER_S = 3600
-_RETRY_AFTER_S = 1.0
 
 
 class _Recent(NamedTuple):
@@ -239,15 +238,7 @@ class Session:
                 self._restore(event.restore)
             case "close":
                 self._close()
-            case None:
-                refuse_unknown(event, of="the client")
-                raise InvalidRequestError("an event is empty; set its kind")
-            case _:
-                self._change_turns(event)
-                self.consumed()
-
-    def _change_turns(self, event: orchestrator_pb2.ConverseRequest) -> None:
-        match event.WhichOneof("event"):
+                return
             case "append":
                 self._turns.append(event.append)
             case "clear":
@@ -260,8 +251,10 @@ class Session:
                 self._turns.interrupt(event.interrupt.turn)
             case "truncate":
                 self._turns.truncate(event.truncate)
-            case kind:
-                raise AssertionError(f"{kind} is handled elsewhere")
+            case _:
+                refuse_unknown(event, of="the client")
+                raise InvalidRequestError("an event is empty; set its kind")
+        self.consumed()
 
     def _restore(self, event: orchestrator_pb2.TurnRestore) -> None:
         if self._has_events:
@@ -316,13 +309,7 @@ class Session:
         if self._call is None or not self._is_idle:
             return
         if self._is_stopping:
-            self._call.end(
-                UnavailableError(
-                    "the orchestrator stops; continue the session at another one",
-                    reason="NOT_RUNNING",
-                    retry_after_s=_RETRY_AFTER_S,
-                )
-            )
+            self._call.end(not_running("the orchestrator stops; continue the session at another one"))
         elif self._input_has_ended:
             self._call.end()
 

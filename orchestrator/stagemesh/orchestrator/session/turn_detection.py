@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from copy import copy
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from stagemesh.common.errors import CancelledRequestError, InternalError, StagemeshError
@@ -36,39 +37,27 @@ class Speech(NamedTuple):
     at_s: float
 
 
+@dataclass(frozen=True)
 class Listener:
     """A request that finds speech in audio which is streamed into it.
 
     `begins_s` is the time in the audio of the session at which the streamed audio begins, in seconds.
     """
 
-    def __init__(self, request: RunningRequest, stream: StreamedInput, *, begins_s: float) -> None:
-        self._request, self._stream, self._begins_s = request, stream, begins_s
-
-    @property
-    def size_bytes(self) -> int:
-        """The number of bytes of audio that the listener retains, in case a stage restarts."""
-        return self._stream.size_bytes
-
-    def hear(self, packets: Sequence[Packet]) -> None:
-        """Streams further audio into the request."""
-        for packet in packets:
-            self._stream.append(packet)
+    request: RunningRequest
+    stream: StreamedInput
+    begins_s: float
 
     async def events(self) -> AsyncGenerator[Speech]:
         """Yields the begins and the ends of speech. Raises the error of a failed request. Iterate within `aclosing`."""
-        record = self._request.record
+        record = self.request.record
         record.expect(linger_s=0)
         async with aclosing(record.follow(next_positions={})) as events:
             async for event in events:
                 output = orchestrator_pb2.GenerateResponse.FromString(event).output
                 if output.HasField("tensor"):
                     for begins, at_s in read_inline(output.tensor).tolist():
-                        yield Speech(bool(begins), self._begins_s + at_s)
-
-    def stop(self) -> None:
-        """Stops the request."""
-        self._request.stop(CancelledRequestError("the session does not listen any longer"))
+                        yield Speech(bool(begins), self.begins_s + at_s)
 
 
 class TurnDetector:
@@ -104,19 +93,20 @@ class TurnDetector:
         `at_s` is the time in the audio of the session at which the packets begin. Raises the error of a listener that
         cannot be started.
         """
-        if self._listener is not None and not self.speaks and self._listener.size_bytes > _MAX_LISTENED_BYTES:
+        if self._listener is not None and not self.speaks and self._listener.stream.size_bytes > _MAX_LISTENED_BYTES:
             self.stop()
         if self._listener is None:
             # The turn's own input determines the credit.
             stream = StreamedInput()
             self._listener = Listener(self._listen(stream), stream, begins_s=at_s)
             self._task = self._spawn(self._follow(self._listener))
-        self._listener.hear(packets)
+        for packet in packets:
+            self._listener.stream.append(packet)
 
     def stop(self) -> None:
         """Stops the listener. The next audio starts another one. Idempotent."""
         if self._listener is not None and self._task is not None:
-            self._listener.stop()
+            self._listener.request.stop(CancelledRequestError("the session does not listen any longer"))
             self._task.cancel()
         self._listener = self._task = None
 
