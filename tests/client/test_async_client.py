@@ -43,9 +43,8 @@ from stagemesh.v1 import request_pb2, stage_pb2
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
 from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
 from stagemesh.v1.request_pb2 import ROLE_ASSISTANT, ROLE_SYSTEM, ROLE_TOOL, ROLE_USER, Output, TokenIds
+from tests.client.conftest import Generate
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text
-
-QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1)
 
 
 async def _result(orchestrator: ScriptedOrchestrator, *parts: GenerateResponse) -> Result:
@@ -257,26 +256,26 @@ async def test_a_cancelled_task_cancels_the_request(orchestrator: ScriptedOrches
         assert await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
 
 
-async def test_unavailable_is_retried_with_the_same_request_id(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.extend([[UnavailableError("starting")], [admitted(), text("Hi"), finished()]])
-    async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
-        assert (await client.generate("hello").result()).text == "Hi"
+@pytest.mark.parametrize("first", [[], [queued(1)]], ids=["at once", "in the queue"])
+async def test_a_rejected_request_is_sent_again_with_its_id(
+    orchestrator: ScriptedOrchestrator, generate: Generate, first: list[GenerateResponse]
+) -> None:
+    orchestrator.scripts.extend([[*first, UnavailableError("it stops")], [admitted(), text("Hi"), finished()]])
+    assert Text(output="text", delta="Hi") in await generate(orchestrator.endpoint)
     assert len({request.request_id for request in orchestrator.requests}) == 1
 
 
-async def test_retries_are_bounded(orchestrator: ScriptedOrchestrator) -> None:
+async def test_retries_are_bounded(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.append([UnavailableError("gone")])
-    async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
-        with pytest.raises(UnavailableError, match="gone"):
-            await client.generate("hello").result()
+    with pytest.raises(UnavailableError, match="gone"):
+        await generate(orchestrator.endpoint)
     assert len(orchestrator.requests) == 3
 
 
-async def test_nothing_is_retried_once_admitted(orchestrator: ScriptedOrchestrator) -> None:
+async def test_nothing_is_retried_once_admitted(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.append([admitted(), UnavailableError("thinker-0 died", metadata={"stage": "thinker"})])
-    async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
-        with pytest.raises(UnavailableError) as caught:
-            await client.generate("hello").result()
+    with pytest.raises(UnavailableError, match="thinker-0 died") as caught:
+        await generate(orchestrator.endpoint)
     assert caught.value.metadata["stage"] == "thinker"
     assert len(orchestrator.requests) == 1
 
@@ -288,25 +287,18 @@ async def test_a_queued_request_receives_its_position(orchestrator: ScriptedOrch
     assert events[:2] == [Queued("r", 2, 1.5), Queued("r", 1, 1.5)]
 
 
-async def test_a_request_rejected_in_the_queue_is_sent_again(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.extend([[queued(1), UnavailableError("it stops")], [admitted(), text("Hi"), finished()]])
-    async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
-        assert (await client.generate("hello").result()).text == "Hi"
-    assert len({request.request_id for request in orchestrator.requests}) == 1
-
-
-async def test_an_overloaded_server_is_called_again_at_the_time_it_names(orchestrator: ScriptedOrchestrator) -> None:
+async def test_an_overloaded_server_is_called_again_at_the_time_it_names(
+    orchestrator: ScriptedOrchestrator, generate: Generate
+) -> None:
     orchestrator.scripts.extend([[OverloadedError("full", retry_after_s=0.05)], [admitted(), finished()]])
-    async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
-        await client.generate("hello").result()
+    await generate(orchestrator.endpoint)
     assert len(orchestrator.requests) == 2
 
 
-async def test_an_overload_without_a_time_is_final(orchestrator: ScriptedOrchestrator) -> None:
+async def test_an_overload_without_a_time_is_final(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.append([OverloadedError("too many bytes")])
-    async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
-        with pytest.raises(OverloadedError, match="too many bytes"):
-            await client.generate("hello").result()
+    with pytest.raises(OverloadedError, match="too many bytes"):
+        await generate(orchestrator.endpoint)
     assert len(orchestrator.requests) == 1
 
 
@@ -317,11 +309,10 @@ async def test_a_deadline_in_the_past_sends_nothing(orchestrator: ScriptedOrches
     assert orchestrator.requests == []
 
 
-async def test_the_deadline_ends_a_silent_request(orchestrator: ScriptedOrchestrator) -> None:
+async def test_the_deadline_ends_a_silent_request(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.append([admitted(), Pause.FOREVER])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        with pytest.raises(DeadlineError):
-            await client.generate("hello", timeout_s=0.3).result()
+    with pytest.raises(DeadlineError):
+        await generate(orchestrator.endpoint, timeout_s=0.3)
 
 
 async def test_a_stream_without_its_end_is_an_error(orchestrator: ScriptedOrchestrator) -> None:
@@ -331,10 +322,9 @@ async def test_a_stream_without_its_end_is_an_error(orchestrator: ScriptedOrches
             await client.generate("hello").result()
 
 
-async def test_an_unreachable_server_is_named() -> None:
-    async with AsyncClient("127.0.0.1:1", retry_policy=RetryPolicy(attempts=1)) as client:
-        with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
-            await client.generate("hello").result()
+async def test_an_unreachable_server_is_named(generate: Generate) -> None:
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+        await generate("127.0.0.1:1", policy=RetryPolicy(attempts=1))
 
 
 async def test_a_server_that_starts_late_is_reached(orchestrator: ScriptedOrchestrator) -> None:

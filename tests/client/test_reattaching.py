@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from stagemesh.client import Admitted, AsyncClient, Client, Event, Finished, Progress, RetryPolicy, Text
+from stagemesh.client import Admitted, AsyncClient, Event, Finished, Progress, RetryPolicy, Text
 from stagemesh.client.received_events import ClientPosition
 from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import (
@@ -20,18 +20,13 @@ from stagemesh.common.errors import (
 from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
 from stagemesh.v1.request_pb2 import FINISH_REASON_FAILED, Finish, Media, Output, TokenIds
+from tests.client.conftest import Generate
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text
-
-QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1, reattach_s=5)
+from tests.client.session_drivers import QUICK
 
 
 def _stops() -> StagemeshError:
     return UnavailableError("it stops", reason="NOT_RUNNING", retry_after_s=0.01)
-
-
-async def _events(*endpoints: str, policy: RetryPolicy = QUICK, timeout_s: float | None = None) -> list[Event]:
-    async with AsyncClient(*endpoints, retry_policy=policy) as client:
-        return [event async for event in client.generate("hello", timeout_s=timeout_s)]
 
 
 def _positions(request: GenerateRequest) -> dict[str, int]:
@@ -43,26 +38,30 @@ def _text_of(events: list[Event]) -> str:
 
 
 @pytest.mark.parametrize("loss", [Pause.BREAK, _stops()], ids=["broken connection", "orchestrator that stops"])
-async def test_a_lost_request_continues(orchestrator: ScriptedOrchestrator, loss: Pause | StagemeshError) -> None:
+async def test_a_lost_request_continues(
+    orchestrator: ScriptedOrchestrator, generate: Generate, loss: Pause | StagemeshError
+) -> None:
     orchestrator.scripts.extend([[admitted(), text("Hi "), loss], [admitted(), text("you"), finished()]])
-    events = await _events(orchestrator.endpoint)
+    events = await generate(orchestrator.endpoint)
     assert [type(event) for event in events] == [Admitted, Text, Text, Finished]
     assert _text_of(events) == "Hi you"
 
 
 @pytest.mark.parametrize("first", [[], [queued(1)]], ids=["unanswered", "queued"])
 async def test_a_request_that_a_stopping_server_has_not_accepted_is_sent_again(
-    orchestrator: ScriptedOrchestrator, first: list[GenerateResponse]
+    orchestrator: ScriptedOrchestrator, generate: Generate, first: list[GenerateResponse]
 ) -> None:
     orchestrator.scripts.extend([[*first, Pause.STOP], [admitted(), text("Hi"), finished()]])
-    assert _text_of(await _events(orchestrator.endpoint)) == "Hi"
+    assert _text_of(await generate(orchestrator.endpoint)) == "Hi"
 
 
-async def test_the_second_call_sends_the_received_positions(orchestrator: ScriptedOrchestrator) -> None:
+async def test_the_second_call_sends_the_received_positions(
+    orchestrator: ScriptedOrchestrator, generate: Generate
+) -> None:
     orchestrator.scripts.extend(
         [[admitted(seed=9), text("Zoë "), audio([0.5, 1]), text("!"), Pause.BREAK], [admitted(seed=9), finished()]]
     )
-    await _events(orchestrator.endpoint)
+    await generate(orchestrator.endpoint)
     first, second = orchestrator.requests
     assert _positions(second) == {"text": 5, "audio": 2}
     assert (second.parameters.seed, second.earlier_calls, second.request_id) == (9, 1, first.request_id)
@@ -74,21 +73,21 @@ async def test_the_second_call_sends_the_received_positions(orchestrator: Script
 
 
 async def test_the_next_orchestrator_continues_the_request(
-    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
+    orchestrator: ScriptedOrchestrator, generate: Generate, other: ScriptedOrchestrator
 ) -> None:
     orchestrator.scripts.append([admitted(), text("Hi "), Pause.BREAK])
     other.scripts.append([admitted(), text("you"), finished()])
-    assert _text_of(await _events(orchestrator.endpoint, other.endpoint)) == "Hi you"
+    assert _text_of(await generate(orchestrator.endpoint, other.endpoint)) == "Hi you"
 
 
 async def test_the_request_finishes_once_although_another_orchestrator_repeats_it(
-    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
+    orchestrator: ScriptedOrchestrator, generate: Generate, other: ScriptedOrchestrator
 ) -> None:
     end = finished()
     end.finished.timings.finished_s += 1
     orchestrator.scripts.append([admitted(), text("Hi"), finished(), Pause.BREAK])
     other.scripts.append([admitted(), end])
-    events = await _events(orchestrator.endpoint, other.endpoint)
+    events = await generate(orchestrator.endpoint, other.endpoint)
     assert [type(event) for event in events].count(Finished) == 1
 
 
@@ -101,64 +100,66 @@ async def test_an_unreachable_orchestrator_is_skipped(orchestrator: ScriptedOrch
         await client.describe()
 
 
-async def test_a_request_that_failed_is_not_run_again(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_request_that_failed_is_not_run_again(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.extend([[admitted(), text("Hi "), Pause.BREAK], [admitted(), InternalError("out of luck")]])
     with pytest.raises(InternalError, match="out of luck"):
-        await _events(orchestrator.endpoint)
+        await generate(orchestrator.endpoint)
     assert len(orchestrator.requests) == 2
 
 
 async def test_a_lost_request_waits_for_an_overloaded_orchestrator(
-    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
+    orchestrator: ScriptedOrchestrator, generate: Generate, other: ScriptedOrchestrator
 ) -> None:
     full = OverloadedError("full", retry_after_s=0.02)
     orchestrator.scripts.append([admitted(), text("Hi "), Pause.BREAK])
     other.scripts.extend([[full], [full], [full], [full], [queued(1), admitted(), text("you"), finished()]])
-    events = await _events(orchestrator.endpoint, other.endpoint)
+    events = await generate(orchestrator.endpoint, other.endpoint)
     assert [type(event) for event in events] == [Admitted, Text, Text, Finished]
     assert len(orchestrator.requests) == 1
 
 
-async def test_progress_is_not_reported_twice(orchestrator: ScriptedOrchestrator) -> None:
+async def test_progress_is_not_reported_twice(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     steps = [progress("thinker", steps=step) for step in (1, 2, 3)]
     orchestrator.scripts.extend([[admitted(), *steps[:2], Pause.BREAK], [admitted(), *steps, finished()]])
-    events = await _events(orchestrator.endpoint)
+    events = await generate(orchestrator.endpoint)
     assert [event.steps for event in events if isinstance(event, Progress)] == [1, 2, 3]
 
 
-async def test_the_search_for_a_lost_request_is_bounded(orchestrator: ScriptedOrchestrator) -> None:
+async def test_the_search_for_a_lost_request_is_bounded(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.extend([[admitted(), text("Hi "), Pause.BREAK], [Pause.BREAK]])
     with pytest.raises(UnavailableError, match="Socket closed"):
-        await _events(orchestrator.endpoint, policy=RetryPolicy(first_pause_s=0.01, reattach_s=2))
+        await generate(orchestrator.endpoint, policy=RetryPolicy(first_pause_s=0.01, reattach_s=2))
     assert len(orchestrator.requests) > 3
 
 
-async def test_a_repeatedly_lost_request_is_abandoned(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_repeatedly_lost_request_is_abandoned(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.append([admitted(), Pause.BREAK])
     with pytest.raises(UnavailableError, match="Socket closed"):
-        await _events(orchestrator.endpoint, policy=RetryPolicy(attempts=3, first_pause_s=0.01, reattach_s=0.1))
+        await generate(orchestrator.endpoint, policy=RetryPolicy(attempts=3, first_pause_s=0.01, reattach_s=0.1))
     assert 4 <= len(orchestrator.requests) < 10
 
 
-async def test_a_request_that_progresses_may_be_lost_any_number_of_times(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_request_that_progresses_may_be_lost_any_number_of_times(
+    orchestrator: ScriptedOrchestrator, generate: Generate
+) -> None:
     letters = "abcdefghij"
     orchestrator.scripts.extend([[admitted(), text(letter), Pause.BREAK] for letter in letters])
     orchestrator.scripts.append([admitted(), finished()])
-    assert _text_of(await _events(orchestrator.endpoint)) == letters
+    assert _text_of(await generate(orchestrator.endpoint)) == letters
 
 
-async def test_the_deadline_holds_over_all_calls(orchestrator: ScriptedOrchestrator) -> None:
+async def test_the_deadline_holds_over_all_calls(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.extend([[admitted(), text("Hi"), Pause.BREAK], [Pause.BREAK]])
     with pytest.raises((UnavailableError, DeadlineError)):
-        await asyncio.wait_for(_events(orchestrator.endpoint, timeout_s=0.5), 10)
+        await asyncio.wait_for(generate(orchestrator.endpoint, timeout_s=0.5), 10)
     assert orchestrator.deadlines_s[-1] is not None
     assert orchestrator.deadlines_s[-1] < 0.5
 
 
-async def test_without_reattaching_a_loss_is_an_error(orchestrator: ScriptedOrchestrator) -> None:
+async def test_without_reattaching_a_loss_is_an_error(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.append([admitted(), Pause.BREAK])
     with pytest.raises(UnavailableError):
-        await _events(orchestrator.endpoint, policy=RetryPolicy(reattach_s=0))
+        await generate(orchestrator.endpoint, policy=RetryPolicy(reattach_s=0))
     assert [request.linger_s for request in orchestrator.requests] == [0]
 
 
@@ -216,30 +217,6 @@ async def test_a_client_needs_an_endpoint() -> None:
         AsyncClient()
 
 
-async def test_the_synchronous_client_continues_a_lost_request(
-    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
-) -> None:
-    def run() -> str:
-        with Client(orchestrator.endpoint, other.endpoint, retry_policy=QUICK) as client:
-            return client.generate("hello").result().text
-
-    orchestrator.scripts.append([admitted(), text("Hi "), Pause.BREAK])
-    other.scripts.extend([[_stops()], [admitted(), text("you"), finished()]])
-    orchestrator.scripts.append([_stops()])
-    assert await asyncio.to_thread(run) == "Hi you"
-
-
-async def test_the_synchronous_client_revokes_the_linger_time(orchestrator: ScriptedOrchestrator) -> None:
-    def run() -> None:
-        with Client(orchestrator.endpoint, retry_policy=QUICK) as client:
-            for _event in client.generate("hello"):
-                break
-
-    orchestrator.scripts.append([admitted(), Pause.FOREVER])
-    await asyncio.to_thread(run)
-    assert [each.when_left for each in orchestrator.cancels] == [True]
-
-
 def test_every_kind_of_output_is_counted() -> None:
     delivery = ClientPosition(GenerateRequest(), QUICK)
     outputs = [
@@ -294,9 +271,11 @@ async def test_a_request_that_failed_while_the_connection_broke_may_succeed_else
     assert not delivery.take(finished())
 
 
-async def test_a_rejected_call_does_not_count_as_an_earlier_call(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_rejected_call_does_not_count_as_an_earlier_call(
+    orchestrator: ScriptedOrchestrator, generate: Generate
+) -> None:
     orchestrator.scripts.extend([[OverloadedError("full", retry_after_s=0.01)], [_stops()], [admitted(), finished()]])
-    await _events(orchestrator.endpoint)
+    await generate(orchestrator.endpoint)
     assert [request.earlier_calls for request in orchestrator.requests] == [0, 0, 0]
 
 

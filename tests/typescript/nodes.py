@@ -9,11 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "typescript"
 PACKAGE = ROOT / "clients" / "typescript"
 QUICK = ("--window-bytes", "65536", "--welcome-ms", "500", "--silence-ms", "300")
 """A small window of credit, and a short time before a silent flow is opened again."""
+
+
+def require_programs() -> None:
+    """Skips a test without node. Fails it if the programs are not built, or older than their sources."""
+    if shutil.which("npm") is None:
+        pytest.skip("needs node and npm: install Node.js 20 or later, then run `make typescript`")
+    stamp, patterns = EXAMPLE / "dist" / ".stamp", ("src/*.ts", "src/stage/*.ts", "src/session/*.ts")
+    sources = [source for folder in (EXAMPLE, PACKAGE) for pattern in patterns for source in folder.glob(pattern)]
+    is_built = stamp.exists() and all(source.stat().st_mtime <= stamp.stat().st_mtime for source in sources)
+    assert is_built, "clients/typescript or examples/typescript is not built: run `make typescript`"
 
 
 def node() -> str:

@@ -19,8 +19,8 @@ function print(line) {
 async function attempt(command) {
   try {
     print({ result: (await command()) ?? null });
-  } catch ({ reason, message, retryAfterS }) {
-    print({ error: { reason, message, retryAfterS } });
+  } catch ({ code, reason, message, metadata }) {
+    print({ error: { code, reason, message, metadata } });
   }
 }
 
@@ -31,16 +31,19 @@ await attempt(async () => {
 });
 
 const commands = {
-  // Appends a number of samples of the value 1.
-  audio: (samples, sampleRateHz) => session.append(audioPart(new Float32Array(samples).fill(1), sampleRateHz)),
+  // Appends float32 samples in base64.
+  audio(samples, sampleRateHz) {
+    return session.append(audioPart(new Float32Array(new Uint8Array(Buffer.from(samples, "base64")).buffer), sampleRateHz));
+  },
   async answer() {
     for await (const event of session.answer()) print({ event });
   },
-  // Reads events up to the given number of events of a kind.
+  // Reads events up to the given number of events of a kind. The kind of an output is that of its content.
   async read($case, count = 1) {
     for await (const event of session) {
       print({ event });
-      if (event.$case === $case && --count === 0) return;
+      const kind = event.$case === "output" ? event.value.content?.$case : event.$case;
+      if (kind === $case && --count === 0) return;
     }
   },
 };

@@ -7,7 +7,7 @@ import pytest
 from tests.deployment import Deployment, deployed
 from tests.system.breakable_relay import breakable_relay
 from tests.system.conversing import ExpectedConversation, talking
-from tests.typescript.sessions import session
+from tests.typescript.sessions import typescript
 
 STEPS = 20
 SEED = {"seed": 7}
@@ -27,13 +27,13 @@ def expected() -> ExpectedConversation:
 async def test_an_interrupted_and_truncated_answer_is_what_the_pipeline_remembers(
     up: Deployment, expected: ExpectedConversation
 ) -> None:
-    async with session(up.endpoint, outputs=["text"], parameters=SEED) as talk:
-        await talk.do("append", "one")
-        await talk.do("commit")
-        await talk.do("read", "output", 5)
-        await talk.do("interrupt")
-        await talk.do("answer")
-        heard = (await talk.do("truncate", {"positions": {"text": 8}}))["answer"]
+    async with typescript(up.endpoint, outputs=["text"], parameters=SEED) as talk:
+        await talk.append("one")
+        await talk.commit()
+        await talk.read("text", 5)
+        await talk.interrupt()
+        await talk.read_answer()
+        heard = await talk.truncate(positions={"text": 8})
         assert heard == expected.answer("one")[:8]
         expected.add("one", heard=heard)
         assert await talk.say("two") == expected.answer("two")
@@ -43,17 +43,17 @@ async def test_an_interrupted_and_truncated_answer_is_what_the_pipeline_remember
 async def test_a_conversation_survives_a_loss(up: Deployment, expected: ExpectedConversation, loss: str) -> None:
     with breakable_relay(up.endpoint) as way:
         lose: Callable[[], None] = way.cut if loss == "broken connection" else lambda: up.kill("orchestrator")
-        async with session(way.endpoint, outputs=["text"], parameters=SEED) as talk:
+        async with typescript(way.endpoint, outputs=["text"], parameters=SEED) as talk:
             answer = await talk.say("one")
             assert answer == expected.answer("one")
             expected.add("one", heard=answer)
-            await talk.do("append", "two")
-            await talk.do("commit")
-            before = len(talk.events)
-            await talk.do("read", "output", 5)
+            await talk.append("two")
+            await talk.commit()
+            before = len(talk.seen("text", "delta"))
+            await talk.read("text", 5)
             lose()
-            await talk.do("answer")
-            answer = talk.text(talk.events[before:])
+            await talk.read_answer()
+            answer = "".join(talk.seen("text", "delta")[before:])
             assert answer == expected.answer("two")
             expected.add("two", heard=answer)
             assert await talk.say("three") == expected.answer("three")
@@ -61,11 +61,11 @@ async def test_a_conversation_survives_a_loss(up: Deployment, expected: Expected
 
 
 async def test_streamed_text_is_answered_while_it_is_appended(up: Deployment) -> None:
-    async with session(up.endpoint, inputMode=2, outputs=["audio"]) as talk:
-        await talk.do("append", "Hello " * 100)
-        await talk.do("read", "output")
-        await talk.do("append", "you.")
-        await talk.do("commit")
-        await talk.do("answer")
+    async with typescript(up.endpoint, input_mode="stream", outputs=["audio"]) as talk:
+        await talk.append("Hello " * 100)
+        await talk.read("audio")
+        await talk.append("you.")
+        await talk.commit()
+        await talk.read_answer()
     assert talk.kinds[-1] == "ended"
-    assert talk.kinds.index("output") < talk.kinds.index("committed")
+    assert talk.kinds.index("audio") < talk.kinds.index("committed")

@@ -1,0 +1,253 @@
+"""Sessions of every client against a scripted orchestrator."""
+
+import numpy as np
+import pytest
+
+from stagemesh.client import AudioSamples, ImageFile, Message
+from stagemesh.common.errors import (
+    ExistsError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    UnsupportedError,
+)
+from stagemesh.conformance.replicas import until
+from stagemesh.v1.orchestrator_pb2 import ConverseResponse
+from tests.client.scripted import ScriptedOrchestrator, Talk, admitted, audio, finished
+from tests.client.scripted_sessions import (
+    committed,
+    generated,
+    granted,
+    interrupted,
+    kinds,
+    numbered,
+    opened,
+    rejected,
+    speech,
+    text,
+    texts,
+    truncated,
+    turn_ended,
+)
+from tests.client.session_drivers import Converse
+
+ANSWER: Talk = [
+    *("commit", committed(1), generated(1, admitted()), text(1, "Hi "), text(1, "you", position=3)),
+    *(generated(1, audio([0.5, 1])), generated(1, finished()), turn_ended(1, "Hi you")),
+]
+
+
+async def test_a_turn_is_answered(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    orchestrator.talks.append([opened(), *ANSWER, "close"])
+    async with converse(orchestrator, outputs=["text"]) as talk:
+        await talk.append("hello")
+        assert await talk.commit() == 1
+        assert await talk.answer() == "Hi you"
+    assert talk.kinds == ["opened", "committed", "admitted", "text", "text", "audio", "finished", "ended"]
+    assert [event.turn for event in talk.events if event.kind in {"text", "audio", "finished"}] == [1, 1, 1, 1]
+    assert numbered(orchestrator.events[0]) == {1: "append", 2: "commit", 3: "close"}
+    assert (list(orchestrator.events[0][0].open.outputs), orchestrator.events[0][0].open.linger_s) == (["text"], 60)
+
+
+async def test_pieces_of_every_kind_are_appended(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    orchestrator.talks.append([opened(), *ANSWER, "close"])
+    samples = AudioSamples(np.zeros(8, np.float32), 16_000)
+    async with converse(orchestrator) as talk:
+        await talk.append("look", ImageFile(b"png", "image/png"), samples, Message("tool", "4", (), "c1"))
+        await talk.commit()
+    pieces = [event.append for event in orchestrator.events[0] if event.HasField("append")]
+    assert [piece.part.WhichOneof("content") for piece in pieces[:3]] == ["text", "image", "audio"]
+    assert pieces[3].message.tool_call_id == "c1"
+
+
+async def test_long_audio_is_divided(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    orchestrator.talks.append([opened(), *ANSWER, "close"])
+    async with converse(orchestrator) as talk:
+        await talk.append(AudioSamples(np.arange(150_000, dtype=np.float32), 16_000))
+        await talk.commit()
+    pieces = [event.append.part.audio.samples for event in orchestrator.events[0] if event.HasField("append")]
+    assert [piece.shape[0] for piece in pieces] == [65_536, 65_536, 18_928]
+    assert b"".join(piece.inline for piece in pieces) == np.arange(150_000, dtype=np.float32).tobytes()
+
+
+async def test_an_append_waits_for_credit(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    orchestrator.talks.append([opened(limit=4), "append", granted(9, accepted=1), *ANSWER, "close"])
+    async with converse(orchestrator) as talk:
+        await talk.append("1234")
+        await talk.append("56789")
+        await talk.commit()
+    assert texts(orchestrator.events[0]) == ["1234", "56789"]
+
+
+async def test_a_piece_that_is_too_large_is_not_sent(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    orchestrator.talks.append([opened(), *ANSWER, "close"])
+    async with converse(orchestrator) as talk:
+        with pytest.raises(InvalidRequestError, match="shorten the input") as failure:
+            await talk.append(Message("user", "x" * (8 << 20)))
+        assert failure.value.reason == "MESSAGE_TOO_LARGE"
+        assert await talk.say("hello") == "Hi you"
+
+
+async def test_a_rejected_commit_raises_its_error(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    empty = NotReadyError("turn 1 has no input", reason="EMPTY_TURN")
+    orchestrator.talks.append([opened(), "commit", rejected(1, empty), *ANSWER, "close"])
+    async with converse(orchestrator) as talk:
+        with pytest.raises(NotReadyError, match="turn 1 has no input") as failure:
+            await talk.commit()
+        await talk.append("hello")
+        assert await talk.commit() == 1
+    assert failure.value.reason == "EMPTY_TURN"
+
+
+async def test_a_rejected_piece_fails_the_next_call(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    wrong = UnsupportedError("no edge carries images")
+    orchestrator.talks.append([opened(), "append", rejected(1, wrong), "append", granted(accepted=2), *ANSWER, "close"])
+    async with converse(orchestrator) as talk:
+        await talk.append("wrong")
+        with pytest.raises(UnsupportedError, match="no edge carries images"):
+            await talk.append("right")
+            await talk.commit()
+
+
+async def test_nothing_of_an_interrupted_turn_follows(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    late: Talk = [text(1, "late", position=6)] * 3
+    stop: Talk = [interrupted(1, text=6), *late, turn_ended(1, "Hi you")]
+    orchestrator.talks.append([opened(), *ANSWER[:5], "interrupt", *stop, "close"])
+    async with converse(orchestrator) as talk:
+        await talk.append("hello")
+        await talk.commit()
+        assert await talk.interrupt() == {"text": 6}
+        await talk.read_answer()
+    assert talk.kinds == ["opened", "committed", "interrupted", "ended"]
+    assert talk.seen("interrupted", "detected") == [False]
+    assert orchestrator.events[0][3].interrupt.turn == 1
+
+
+async def test_an_interruption_of_an_ended_turn_is_an_error(
+    orchestrator: ScriptedOrchestrator, converse: Converse
+) -> None:
+    ended = NotReadyError("turn 1 has ended", reason="TURN_ENDED")
+    orchestrator.talks.append([opened(), *ANSWER, "interrupt", rejected(3, ended), "close"])
+    async with converse(orchestrator) as talk:
+        await talk.append("hello")
+        await talk.commit()
+        with pytest.raises(NotReadyError, match="turn 1 has ended"):
+            await talk.interrupt()
+
+
+async def test_a_truncation_names_what_was_heard(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    answers = ["Hi", "Hi you", "H", ""]
+    confirmed: Talk = [item for answer in answers for item in ("truncate", truncated(1, answer))]
+    orchestrator.talks.append([opened(), *ANSWER, *confirmed, "close"])
+    async with converse(orchestrator) as talk:
+        await talk.append("hello")
+        await talk.commit()
+        await talk.read("text")
+        heard = [await talk.truncate()]
+        await talk.read_answer()
+        heard += [await talk.truncate(), await talk.truncate(audio_s=1 / 24_000)]
+        heard.append(await talk.truncate(positions={"text": 0}))
+    assert heard == answers
+    sent = [event.truncate for event in orchestrator.events[0] if event.HasField("truncate")]
+    assert {each.turn for each in sent} == {1}
+    first, *others = [{at.name: at.position for at in each.positions} for each in sent]
+    # The audio may have arrived, but was not read.
+    assert first in ({"text": 3}, {"text": 3, "audio": 0})
+    assert others == [{"text": 6, "audio": 2}, {"audio": 1}, {"text": 0}]
+
+
+async def test_audio_cannot_be_truncated_without_audio(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    orchestrator.talks.append([opened(), *ANSWER[:2], turn_ended(1), "close"])
+    async with converse(orchestrator) as talk:
+        await talk.append("hello")
+        await talk.commit()
+        with pytest.raises(NotFoundError, match="produced no audio"):
+            await talk.truncate(audio_s=1.0)
+
+
+async def test_a_clear_withdraws_the_input(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    orchestrator.talks.append([opened(), "clear", granted(accepted=2), *ANSWER, "close"])
+    async with converse(orchestrator) as talk:
+        await talk.append("no")
+        await talk.clear()
+        await talk.append("yes")
+        await talk.commit()
+    assert kinds(orchestrator.events[0]) == ["open", "append", "clear", "append", "commit", "close"]
+
+
+async def test_cleared_streamed_input_ends_its_turn(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    cleared: Talk = [interrupted(1), turn_ended(1), granted(accepted=2)]
+    script: Talk = ["append", text(1, "wrong"), "clear", text(1, "late", position=5), *cleared]
+    orchestrator.talks.append([opened(), *script, "commit", committed(2), text(2, "right"), turn_ended(2), "close"])
+    async with converse(orchestrator, input_mode="stream") as talk:
+        await talk.append("no")
+        await talk.clear()
+        await talk.append("yes")
+        assert await talk.commit() == 2
+        assert await talk.answer() == "right"
+
+
+async def test_a_failed_turn_raises_after_its_events(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    failed = turn_ended(1, "Hi ", InternalError("the stage failed"))
+    again: Talk = ["commit", committed(2), text(2, "ok"), turn_ended(2, "ok")]
+    orchestrator.talks.append([opened(), *ANSWER[:4], failed, *again, "close"])
+    async with converse(orchestrator) as talk:
+        with pytest.raises(InternalError, match="the stage failed"):
+            await talk.say("hello")
+        assert talk.kinds[-1] == "ended"
+        assert await talk.say("again") == "ok"
+
+
+async def test_detected_turns_and_speech_are_events(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    begins, ends = speech(1, begins=True, at_s=0.25), speech(1, begins=False, at_s=0.5)
+    turn: Talk = [begins, ends, committed(1, audio_end_s=0.75), text(1, "Hi"), turn_ended(1, "Hi")]
+    orchestrator.talks.append([opened(), "append", *turn, "close"])
+    async with converse(orchestrator, turn_detection={}) as talk:
+        await talk.append(AudioSamples(np.zeros(16_000, np.float32), 16_000))
+        await talk.read("ended")
+    assert talk.kinds == ["opened", "speech", "speech", "committed", "text", "ended"]
+    assert talk.seen("speech", "at_s") == [0.25, 0.5]
+    assert (talk.events[3].turn, talk.seen("committed", "detected")) == (1, [True])
+    assert talk.seen("committed", "audio_end_s") == [0.75]
+
+
+async def test_an_error_of_the_session_ends_it(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    wrong = InvalidRequestError("event 3 follows event 1", reason="EVENT_GAP")
+    # The error follows the last event: grpc.aio replaces the status of a call that ends while an event is written.
+    orchestrator.talks.append([opened(), "append", "commit", wrong])
+    with pytest.raises(InvalidRequestError, match="event 3 follows event 1") as failure:
+        async with converse(orchestrator) as talk:
+            await talk.append("hello")
+            with pytest.raises(InvalidRequestError, match="event 3 follows event 1"):
+                await talk.commit()
+            await talk.read("ended")
+    assert failure.value.reason == "EVENT_GAP"
+
+
+async def test_a_session_that_cannot_be_opened_raises(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    orchestrator.talks.append([UnsupportedError("no stage detects turns")])
+    with pytest.raises(UnsupportedError, match="no stage detects turns"):
+        async with converse(orchestrator, turn_detection={}):
+            pass
+
+
+async def test_a_session_of_another_client_is_not_taken_over(
+    orchestrator: ScriptedOrchestrator, converse: Converse
+) -> None:
+    orchestrator.talks.append([opened(known=True, accepted=5)])
+    with pytest.raises(ExistsError, match="another client"):
+        async with converse(orchestrator, session_id="s"):
+            pass
+
+
+async def test_an_unknown_kind_closes_the_session(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    unknown = ConverseResponse.FromString(b"\xa2\x06\x00")  # field 100
+    ignorable = ConverseResponse.FromString(b"\xa2\x06\x00\x78\x01")
+    orchestrator.talks.append([opened(), ignorable, "append", unknown, "close"])
+    async with converse(orchestrator) as talk:
+        await talk.append("hello")
+        with pytest.raises(UnsupportedError, match="unknown kind") as failure:
+            await talk.read("ended")
+        assert failure.value.reason == "UNKNOWN_KIND"
+    await until(lambda: kinds(orchestrator.events[0]) == ["open", "append", "close"], timeout_s=5)
