@@ -48,8 +48,8 @@ class TextTokens:
         names = ("im_start", "user", "assistant", "tts_pad", "tts_bos", "tts_eos")
         return cls(
             *(config[f"{name}_token_id"] for name in names),
-            frozenset(thinker[f"{kind}_token_id"] for kind in ("audio", "image", "video")),
-            frozenset({config["im_end_token_id"], *(ends if isinstance(ends, list) else [ends])}),
+            media=frozenset(thinker[f"{kind}_token_id"] for kind in ("audio", "image", "video")),
+            answer_ends=frozenset({config["im_end_token_id"], *(ends if isinstance(ends, list) else [ends])}),
         )
 
 
