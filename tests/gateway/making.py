@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,15 @@ import openai
 import pytest
 
 from stagemesh.cli.launcher.ports import PortPicker
+from stagemesh.common.process.config import TokenConfig
 from stagemesh.gateway.config import GatewayConfig
 from stagemesh.gateway.service import create_app, serve
+from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
+from stagemesh.rpc.credentials import CA
 from stagemesh.v1 import signature_pb2
 from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription
 from tests.client.scripted import ScriptedOrchestrator
+from tests.credentials import issue, process_credentials
 from tests.deployment import Deployment, deployed
 from tests.system.added_transforms import add_function
 
@@ -138,6 +142,22 @@ def wait_until_healthy(url: str, process: "subprocess.Popen[bytes]", *, timeout_
 def client(url: str, key: str = "none") -> openai.OpenAI:
     """Returns the official client. It does not retry, so that a test sees each error."""
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
+
+
+@contextmanager
+def known_callers(folder: Path, callers: Mapping[str, str]) -> Iterator[tuple[TokenChecker, str]]:
+    """Gives this process the credentials of an orchestrator. Yields what a deployment with tokens needs.
+
+    `callers` has the caller of each token. The orchestrator's checker accepts these tokens. A gateway calls it with the
+    folder that is yielded second, which contains the authority alone.
+    """
+    tokens, clients = folder / "tokens.json", folder / "clients"
+    for token, caller in callers.items():
+        add_token(tokens, token, TokenEntry(caller))
+    with process_credentials(issue(folder, "orchestrator/main")):
+        clients.mkdir()
+        (clients / CA).write_bytes((folder / "authority" / CA).read_bytes())
+        yield TokenChecker(TokenConfig(file=str(tokens))), str(clients)
 
 
 @asynccontextmanager

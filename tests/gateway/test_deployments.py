@@ -10,13 +10,10 @@ import openai
 import pytest
 
 from stagemesh.cli.launcher.ports import PortPicker
-from stagemesh.common.process.config import TokenConfig
-from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
-from stagemesh.rpc.credentials import CA
 from tests.client.scripted import admitted, ended, finished, served, text
-from tests.credentials import issue, process_credentials
+from tests.credentials import process_credentials
 from tests.deployment import Deployment, deployed, eventually
-from tests.gateway.making import asking, client, configured_gateway, gateway
+from tests.gateway.making import asking, client, configured_gateway, gateway, known_callers
 
 SLOW = """
 pipeline: slow
@@ -98,23 +95,18 @@ def test_an_unreachable_orchestrator_is_unavailable(up: Deployment) -> None:
 
 
 async def test_requests_have_the_tokens_of_their_callers(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens.json"
-    add_token(tokens, "secret", TokenEntry("ada"))
-    clients = tmp_path / "clients"
-    with process_credentials(issue(tmp_path, "orchestrator/main")):
-        clients.mkdir()
-        (clients / CA).write_bytes((tmp_path / "authority" / CA).read_bytes())
-        async with served(tokens=TokenChecker(TokenConfig(file=str(tokens)))) as orchestrator:
+    with known_callers(tmp_path, {"secret": "ada"}) as (checker, clients):
+        async with served(tokens=checker) as orchestrator:
             orchestrator.scripts.append([admitted(), text("hi"), ended(), finished()])
             with process_credentials(None):
-                async with asking(orchestrator, tls=str(clients), key="secret") as ai:
+                async with asking(orchestrator, tls=clients, key="secret") as ai:
                     messages = [{"role": "user", "content": "hello"}]
                     answer = await ai.chat.completions.create(model="p", messages=messages)  # type: ignore[arg-type]
                     assert answer.choices[0].message.content == "hi"
-                async with asking(orchestrator, tls=str(clients), key="wrong") as ai:
+                async with asking(orchestrator, tls=clients, key="wrong") as ai:
                     with pytest.raises(openai.AuthenticationError, match="unknown"):
                         await ai.models.retrieve("p")
-                async with asking(orchestrator, tls=str(clients)) as ai:
+                async with asking(orchestrator, tls=clients) as ai:
                     refused = await ai._client.get(
                         "http://gateway/v1/models", headers={b"authorization": b"Bearer \xe9"}
                     )

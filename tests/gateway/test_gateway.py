@@ -4,12 +4,12 @@ import base64
 import io
 import wave
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import numpy as np
 import openai
 import pytest
-from openai.types.chat import ChatCompletionUserMessageParam
 from PIL import Image
 
 from tests.gateway.making import RATE_HZ, client, gateway, making
@@ -30,6 +30,12 @@ def ai(url: str) -> Iterator[openai.OpenAI]:
         yield ai
 
 
+def chat(ai: openai.OpenAI, words: object, **arguments: Any) -> Any:
+    """Sends a message of the user, and returns the answer."""
+    create: Any = ai.chat.completions.create
+    return create(model=MODEL, messages=[{"role": "user", "content": words}], **arguments)
+
+
 def test_models_are_pipelines(ai: openai.OpenAI) -> None:
     assert [model.id for model in ai.models.list()] == [MODEL]
     assert ai.models.retrieve(MODEL).owned_by == "stagemesh"
@@ -40,7 +46,7 @@ def test_models_are_pipelines(ai: openai.OpenAI) -> None:
 
 
 def test_a_conversation_is_answered(ai: openai.OpenAI) -> None:
-    answer = ai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "red green"}])
+    answer = chat(ai, "red green")
     choice = answer.choices[0]
     assert choice.message.content == "alto: red green "
     assert choice.message.role == "assistant"
@@ -50,13 +56,7 @@ def test_a_conversation_is_answered(ai: openai.OpenAI) -> None:
 
 
 def test_a_streamed_answer_is_the_same(ai: openai.OpenAI) -> None:
-    stream = ai.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": "red green"}],
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    chunks = list(stream)
+    chunks = list(chat(ai, "red green", stream=True, stream_options={"include_usage": True}))
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
     assert deltas[0].role == "assistant"
     assert [delta.content for delta in deltas[1:-1]] == ["alto: ", "red ", "green "]
@@ -66,12 +66,7 @@ def test_a_streamed_answer_is_the_same(ai: openai.OpenAI) -> None:
 
 
 def test_an_answer_is_spoken(ai: openai.OpenAI) -> None:
-    answer = ai.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": "red"}],
-        modalities=["text", "audio"],
-        audio={"voice": "bass", "format": "wav"},
-    )
+    answer = chat(ai, "red", modalities=["text", "audio"], audio={"voice": "bass", "format": "wav"})
     message = answer.choices[0].message
     assert message.content is None
     assert message.audio is not None
@@ -85,13 +80,8 @@ def test_an_answer_is_spoken(ai: openai.OpenAI) -> None:
 
 
 def test_a_streamed_answer_is_spoken_in_pcm(ai: openai.OpenAI) -> None:
-    stream = ai.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": "red"}],
-        modalities=["text", "audio"],
-        audio={"voice": "alto", "format": "pcm16"},
-        stream=True,
-    )
+    spoken = {"modalities": ["text", "audio"], "audio": {"voice": "alto", "format": "pcm16"}}
+    stream = chat(ai, "red", **spoken, stream=True)
     deltas = [chunk.choices[0].delta.model_dump(exclude_none=True) for chunk in stream if chunk.choices]
     audio = [delta["audio"] for delta in deltas if delta.get("audio")]
     assert "".join(part.get("transcript", "") for part in audio) == "alto: red "
@@ -101,30 +91,19 @@ def test_a_streamed_answer_is_spoken_in_pcm(ai: openai.OpenAI) -> None:
 
 
 def test_choices_have_their_index(ai: openai.OpenAI) -> None:
-    answer = ai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "red"}], n=2)
+    answer = chat(ai, "red", n=2)
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert {choice.message.content for choice in answer.choices} == {"alto: red "}
 
 
 def test_media_are_parts_of_a_message(ai: openai.OpenAI) -> None:
-    image, sound = io.BytesIO(), io.BytesIO()
-    Image.new("RGB", (4, 4)).save(image, "PNG")
-    with wave.open(sound, "wb") as file:
-        file.setparams((1, 2, RATE_HZ, 0, "NONE", "NONE"))
-        file.writeframes(bytes(3200))
-    answer = ai.chat.completions.create(
-        model=MODEL,
-        messages=[
-            {
-                "role": "user",
-                "content": [
-                    {"type": "text", "text": "see"},
-                    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_base64(image)}"}},
-                    {"type": "input_audio", "input_audio": {"data": _base64(sound), "format": "wav"}},
-                ],
-            }
-        ],
-    )
+    image, sound = (base64.b64encode(data).decode() for data in (_png()[1], wav(tone(0.1))))
+    parts = [
+        {"type": "text", "text": "see"},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}},
+        {"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}},
+    ]
+    answer = chat(ai, parts)
     assert answer.choices[0].message.content == "alto: see image audio "
 
 
@@ -258,12 +237,11 @@ def test_malformed_json_and_unknown_paths_have_errors(url: str) -> None:
 
 
 def test_a_failing_stage_is_an_error_also_in_a_stream(ai: openai.OpenAI) -> None:
-    failing: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "fail"}]
     with pytest.raises(openai.InternalServerError, match="no such word") as caught:
-        ai.chat.completions.create(model=MODEL, messages=failing)
+        chat(ai, "fail")
     assert caught.value.code == "engine_error"
     with pytest.raises(openai.APIError, match="no such word"):
-        list(ai.chat.completions.create(model=MODEL, messages=failing, stream=True))
+        list(chat(ai, "fail", stream=True))
 
 
 def test_a_speech_that_fails_before_its_first_sound_has_a_status(ai: openai.OpenAI) -> None:
@@ -274,7 +252,7 @@ def test_a_speech_that_fails_before_its_first_sound_has_a_status(ai: openai.Open
 
 
 def test_metrics_count_requests(url: str, ai: openai.OpenAI) -> None:
-    ai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "red"}])
+    chat(ai, "red")
     httpx.get(f"{url}/v1/nothing")
     text = httpx.get(f"{url}/metrics").text
     assert 'stagemesh_gateway_requests_total{endpoint="/v1/chat/completions",status="200"}' in text
@@ -285,7 +263,3 @@ def _png() -> tuple[str, bytes, str]:
     file = io.BytesIO()
     Image.new("RGB", (4, 4)).save(file, "PNG")
     return "image.png", file.getvalue(), "image/png"
-
-
-def _base64(file: io.BytesIO) -> str:
-    return base64.b64encode(file.getvalue()).decode()

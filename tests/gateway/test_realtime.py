@@ -66,6 +66,11 @@ class Talker:
         added: dict[str, Any] = (await self.until("conversation.item.done"))["item"]
         return added
 
+    async def update(self, **settings: Any) -> None:
+        """Changes settings of the session."""
+        await self.send("session.update", session={"type": "realtime", **settings})
+        await self.until("session.updated")
+
     async def respond(self, **settings: Any) -> dict[str, Any]:
         """Asks for a response, and returns it when it has ended."""
         await self.send("response.create", response=settings)
@@ -178,8 +183,7 @@ async def test_a_spoken_response_has_the_events_of_openai() -> None:
 async def test_a_response_in_text_follows_the_conversation() -> None:
     script: Script = [admitted(), text("One."), ended("text"), finished()]
     async with talking(script) as (orchestrator, talker):
-        await talker.send("session.update", session={"type": "realtime", "output_modalities": ["text"]})
-        await talker.until("session.updated")
+        await talker.update(output_modalities=["text"])
         await talker.say("First")
         await talker.respond()
         await talker.say("Second")
@@ -194,8 +198,7 @@ async def test_a_response_in_text_follows_the_conversation() -> None:
 async def test_a_tool_is_called() -> None:
     script: Script = [admitted(), *said(CALL[:30], CALL[30:]), ended("text"), ended("audio"), finished()]
     async with talking(script, spoken("Noon.")) as (orchestrator, talker):
-        await talker.send("session.update", session={"type": "realtime", "tools": [TOOL]})
-        await talker.until("session.updated")
+        await talker.update(tools=[TOOL])
         await talker.say("What time is it?")
         response = await talker.respond()
         assert orchestrator.requests[0].input.conversation.tools[0].name == "read_clock"
@@ -219,8 +222,7 @@ async def test_a_forced_call_is_the_whole_response(choice: object) -> None:
     call = CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")
     script: Script = [admitted(), *said(call[:30], call[30:]), ended("text"), ended("audio"), finished()]
     async with talking(script) as (orchestrator, talker):
-        await talker.send("session.update", session={"type": "realtime", "tools": [TOOL]})
-        await talker.until("session.updated")
+        await talker.update(tools=[TOOL])
         await talker.say("What time is it?")
         (made,) = (await talker.respond(tool_choice=choice))["output"]
         assert (made["type"], made["name"], json.loads(made["arguments"])) == (

@@ -3,10 +3,9 @@
 import asyncio
 import json
 import os
-import resource
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,7 @@ import openai
 import pytest
 import websockets
 
-from stagemesh.common.process.config import TokenConfig
 from stagemesh.gateway import voices as stored_voices
-from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
-from stagemesh.rpc.credentials import CA
 from stagemesh.v1 import signature_pb2, tensor_pb2
 from stagemesh.v1.orchestrator_pb2 import (
     DescribePipelineResponse,
@@ -29,9 +25,10 @@ from stagemesh.v1.orchestrator_pb2 import (
 from stagemesh.v1.signature_pb2 import OptionSpec, Signature
 from stagemesh.v1.tensor_pb2 import TypedValue
 from tests.client.scripted import ScriptedOrchestrator, admitted, audio, ended, finished, served
-from tests.credentials import issue, process_credentials
-from tests.gateway.making import asking, serving
+from tests.credentials import process_credentials
+from tests.gateway.making import asking, known_callers, serving
 from tests.gateway.sounds import encode, tone, wav
+from tests.limits import files_of_at_most
 
 SAMPLE = wav(tone(2.0))
 
@@ -237,14 +234,11 @@ async def test_a_caller_has_a_limited_number_of_voices(tmp_path: Path, monkeypat
 
 
 async def test_callers_do_not_see_the_voices_of_others(tmp_path: Path) -> None:
-    file, clients, folder = tmp_path / "tokens.json", tmp_path / "clients", tmp_path / "voices"
-    for token, name in (("of-ada", "ada"), ("next-of-ada", "ada"), ("of-bob", "bob")):
-        add_token(file, token, TokenEntry(name))
-    with process_credentials(issue(tmp_path, "orchestrator/main")):
-        clients.mkdir()
-        (clients / CA).write_bytes((tmp_path / "authority" / CA).read_bytes())
-        async with served(tokens=TokenChecker(TokenConfig(file=str(file)))) as orchestrator:
-            settings = {"tls": str(clients), "voices": str(folder)}
+    folder = tmp_path / "voices"
+    callers = {"of-ada": "ada", "next-of-ada": "ada", "of-bob": "bob"}
+    with known_callers(tmp_path, callers) as (checker, clients):
+        async with served(tokens=checker) as orchestrator:
+            settings = {"tls": clients, "voices": str(folder)}
             with process_credentials(None):
                 async with asking(orchestrator, key="of-ada", **settings) as ai:
                     describe(orchestrator)
@@ -277,20 +271,9 @@ async def test_without_a_folder_no_voice_can_be_created() -> None:
             await ai.audio.voices.delete("ada")
 
 
-@contextmanager
-def _files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """Lets writes of this process fail beyond a size, as those to a full disk do."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 async def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     async with voicing(tmp_path) as (_, ai):
-        with _files_of_at_most(10_000), pytest.raises(openai.InternalServerError, match="no space is left") as caught:
+        with files_of_at_most(10_000), pytest.raises(openai.InternalServerError, match="no space is left") as caught:
             await create(ai)
         assert (caught.value.status_code, caught.value.code) == (507, "storage_full")
         assert not [file for _, _, files in os.walk(tmp_path) for file in files]

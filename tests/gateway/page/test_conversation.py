@@ -9,15 +9,11 @@ from PIL import Image
 from playwright.async_api import Page, expect
 
 from stagemesh.common.errors import InternalError, OverloadedError
-from stagemesh.common.process.config import TokenConfig
-from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
-from stagemesh.rpc.credentials import CA
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from stagemesh.v1.request_pb2 import Media, Output
 from tests.client import scripted_sessions
 from tests.client.scripted import Pause, Script, Talk, admitted, ended, finished, served
-from tests.credentials import issue, process_credentials
-from tests.gateway.making import serving
+from tests.gateway.making import known_callers, serving
 from tests.gateway.page.visiting import answer, describe, samples, send, until, visiting
 from tests.gateway.test_realtime import RATE_HZ, messages, said, spoken, wav_samples
 
@@ -215,14 +211,8 @@ async def test_a_pipeline_that_the_page_cannot_show_is_an_error(page: Page) -> N
 
 
 async def test_a_gateway_with_tokens_asks_for_one(page: Page, tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens.json"
-    add_token(tokens, "secret", TokenEntry("ada"))
-    clients = tmp_path / "clients"
-    with process_credentials(issue(tmp_path, "orchestrator/main")):
-        clients.mkdir()
-        (clients / CA).write_bytes((tmp_path / "authority" / CA).read_bytes())
-        checker = TokenChecker(TokenConfig(file=str(tokens)))
-        async with visiting(page, spoken("Hello, Ada."), tokens=checker, tls=str(clients)):
+    with known_callers(tmp_path, {"secret": "ada"}) as (checker, clients):
+        async with visiting(page, spoken("Hello, Ada."), tokens=checker, tls=clients):
             field = page.get_by_label("This gateway needs a token")
             await expect(field).to_be_focused()
             await expect(page.get_by_role("alert")).to_be_hidden()
