@@ -46,6 +46,12 @@ class NotReadyYetError(UnavailableError):
     """Raised if a stage has no ready replica, but at least one of its replicas may become ready soon."""
 
 
+def _unready(message: str, *, soon: bool, **metadata: str) -> UnavailableError:
+    """Returns the error of a stage without a suitable replica, a NotReadyYetError if it may have one `soon`."""
+    kind = NotReadyYetError if soon else UnavailableError
+    return kind(message, reason="STAGE_NOT_READY", metadata=metadata, retry_after_s=_RETRY_AFTER_S)
+
+
 class Choice(Protocol):
     """A policy that selects one of a stage's ready replicas."""
 
@@ -243,11 +249,11 @@ class Planner:
         expected = self._adapters.path_of(stage, adapter) is not None
         ready = [replica for replica in self._registry.of(stage) if replica.state is ReplicaState.READY]
         if expected or any(replica.adapters is None for replica in ready):
-            return NotReadyYetError(
+            return _unready(
                 f"no ready replica of stage {stage!r} has loaded adapter {adapter!r} yet; try again later",
-                reason="STAGE_NOT_READY",
-                metadata={"stage": stage, "adapter": adapter},
-                retry_after_s=_RETRY_AFTER_S,
+                soon=True,
+                stage=stage,
+                adapter=adapter,
             )
         known = sorted({name for replica in ready for name in replica.adapters or ()})
         return NotFoundError(
@@ -281,20 +287,17 @@ class Planner:
         replicas = self._registry.of(stage)
         states = ", ".join(_describe(replica) for replica in replicas[:_MAX_NAMED]) or "it has no replicas"
         more = f" and {len(replicas) - _MAX_NAMED} more" if len(replicas) > _MAX_NAMED else ""
-        error = NotReadyYetError if any(map(self._may_become_ready, replicas)) else UnavailableError
-        return error(
+        return _unready(
             f"no replica of stage {stage!r} is ready: {states}{more}; try again when `stagemesh stages` shows it ready",
-            reason="STAGE_NOT_READY",
-            metadata={"stage": stage},
-            retry_after_s=_RETRY_AFTER_S,
+            soon=any(map(self._may_become_ready, replicas)),
+            stage=stage,
         )
 
     def _without_generation(self, generation: str, stages: Sequence[str]) -> StagemeshError:
         if all(self._may_return(stage, generation) for stage in stages):
-            return NotReadyYetError(
+            return _unready(
                 f"a stage has no ready replica of generation {generation}, in which the request began; try again later",
-                reason="STAGE_NOT_READY",
-                retry_after_s=_RETRY_AFTER_S,
+                soon=True,
             )
         return NotReadyError(
             f"the request began in generation {generation}, which an upgrade has replaced; send the request again with "
@@ -303,13 +306,10 @@ class Planner:
         )
 
     def _no_common_generation(self, stages: Sequence[str]) -> UnavailableError:
-        may_become_ready = any(self._may_become_ready(each) for stage in stages for each in self._registry.of(stage))
-        error = NotReadyYetError if may_become_ready else UnavailableError
-        return error(
+        return _unready(
             "every stage has a ready replica, but no generation has one of every stage, because an upgrade is in "
             "progress; try again later",
-            reason="STAGE_NOT_READY",
-            retry_after_s=_RETRY_AFTER_S,
+            soon=any(self._may_become_ready(each) for stage in stages for each in self._registry.of(stage)),
         )
 
     def _may_become_ready(self, replica: Replica) -> bool:

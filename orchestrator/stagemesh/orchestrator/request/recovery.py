@@ -289,25 +289,20 @@ def _actions_of(route: Route, states: States, stage: str) -> list[Action]:
         case Phase.STARTING:
             return []
         case Phase.RUNNING | Phase.FINISHED:
-            inputs = [
-                edge.name
-                for edge in route.incoming[stage]
-                if _is_stale(edge, states, stage) and states[edge.producer].phase is not Phase.UNPLACED
-            ]
-            outputs = [
-                edge.name
-                for edge in route.outgoing[stage]
-                if _is_stale(edge, states, stage) and _is_expected(edge, states)
-            ]
-            sent = [edge.name for edge in route.inputs[stage] if _is_stale(edge, states, stage)]
-            actions: list[Action] = []
-            if sent and state.phase is Phase.RUNNING:
-                actions.append(Action(ActionKind.SEND_INPUT, stage, tuple(sent)))
-            if inputs and state.phase is Phase.RUNNING:
-                actions.append(Action(ActionKind.REBIND_INPUTS, stage, tuple(inputs)))
-            if outputs:
-                actions.append(Action(ActionKind.REBIND_OUTPUTS, stage, tuple(outputs)))
-            return actions
+            running = state.phase is Phase.RUNNING
+            incoming = route.incoming[stage] if running else ()
+            possible = {
+                ActionKind.SEND_INPUT: route.inputs[stage] if running else (),
+                ActionKind.REBIND_INPUTS: [
+                    edge for edge in incoming if states[edge.producer].phase is not Phase.UNPLACED
+                ],
+                ActionKind.REBIND_OUTPUTS: [edge for edge in route.outgoing[stage] if _is_expected(edge, states)],
+            }
+            stale = {
+                kind: tuple(edge.name for edge in edges if _is_stale(edge, states, stage))
+                for kind, edges in possible.items()
+            }
+            return [Action(kind, stage, edges) for kind, edges in stale.items() if edges]
 
 
 def _carries(edge: Edge, rows: Mapping[str, int]) -> bool:

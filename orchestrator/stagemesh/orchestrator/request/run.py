@@ -10,9 +10,9 @@ from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, InternalError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.process.logs import bind_log_context
+from stagemesh.common.tasks import end_tasks
 from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.connectors.packets import EdgeKey
-from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.planning.planner import Plan
 from stagemesh.orchestrator.planning.replacement_replicas import Failover
 from stagemesh.orchestrator.request.failures import NOT_REBOUND, SETTLE_S, Failure, Failures, root_cause
@@ -247,7 +247,12 @@ class RequestRun:
         if state.restarts > _QUICK_RESTARTS:
             await asyncio.sleep(_RESTART_PAUSES.pause_s(state.restarts - _QUICK_RESTARTS))
         state.alone = len(state.dead_replicas) >= _SUSPECT_DEATHS
-        replica = await self._find_replica(state)
+        if state.alone:
+            replica = await self._failover.find_alone(
+                state.name, self._plan, avoid=state.avoid, reservation=state.arrangements
+            )
+        else:
+            replica = await self._failover.find(state.name, self._plan, avoid=state.avoid)
         if replica is None:
             self._failures.add_final(state.name, self._generation_ended(state))
             return
@@ -262,13 +267,6 @@ class RequestRun:
             reason="GENERATION_ENDED",
             metadata={"stage": state.name, "attempt": str(max(each.attempt for each in self._states.values()))},
         )
-
-    async def _find_replica(self, state: StepState) -> Replica | None:
-        if state.alone:
-            return await self._failover.find_alone(
-                state.name, self._plan, avoid=state.avoid, reservation=state.arrangements
-            )
-        return await self._failover.find(state.name, self._plan, avoid=state.avoid)
 
     def _note_placed(self, state: StepState) -> None:
         """Adds the timeline entry of an attempt whose replica was chosen.
@@ -345,7 +343,7 @@ class RequestRun:
                 try:
                     await stream.send(outlet, edge)
                 finally:
-                    self._record.timeline.note_input(outlet.usage)
+                    self._record.timeline.inputs.append(outlet.usage)
                     if outlet.chunks.trace is not None and notes is not None:
                         notes.note_input(outlet.chunks.trace)
         except StagemeshError as exc:
@@ -396,7 +394,7 @@ class RequestRun:
         attempts += [attempt for state in self._states.values() for attempt in state.superseded]
         if error.reason == CALLER_DISCONNECTED:
             # Replicas spare the steps that another orchestrator follows.
-            await self._leave_steps()
+            await end_tasks(task for state in self._states.values() for task in state.tasks)
         for attempt in attempts:
             self._spawn(self._calls.cancel(attempt, error), self._cancelling, name="cancel")
         if not self._cancelling:
@@ -405,13 +403,6 @@ class RequestRun:
         if pending:
             self._record.close(error)
             await asyncio.wait(pending)
-
-    async def _leave_steps(self) -> None:
-        tasks = [task for state in self._states.values() for task in state.tasks]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
 
     # -- tasks
 

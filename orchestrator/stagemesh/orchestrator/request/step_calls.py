@@ -350,7 +350,7 @@ async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, ta
         except StagemeshError as exc:
             if exc.reason != REPLICA_LOST:
                 raise
-            if relay.has_events:
+            if relay.replayed:
                 broken_s = 0.0
             broken_s = broken_s or loop.time()
             if not await _answers_again(replica, until_s=broken_s + REATTACH_S):
@@ -358,7 +358,7 @@ async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, ta
                     replica.doubt(exc)
                 raise
         else:
-            if not relay.has_events:
+            if not relay.replayed:
                 raise _acceptance_missing(replica.stage)
             return
         finally:
@@ -376,11 +376,6 @@ class _EventRelay:
         """The number of events that the current call has received."""
         self.accept_timeout: asyncio.Timeout | None = None
         """The timeout for the step's acceptance, or None if the current call has received its first event."""
-
-    @property
-    def has_events(self) -> bool:
-        """Whether the current call has received an event."""
-        return bool(self.replayed)
 
     def take(self, event: stage_pb2.ExecuteStepResponse) -> None:
         self.replayed += 1

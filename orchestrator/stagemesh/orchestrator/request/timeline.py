@@ -224,10 +224,6 @@ class Timeline:
         if self.planned_s is None:
             self.planned_s = self.elapsed_s()
 
-    def note_input(self, usage: request_pb2.EdgeUsage) -> None:
-        """Counts the streamed input that was sent over one attempt of an edge."""
-        self.inputs.append(usage)
-
     def begin(self, stage: str, *, replica: str, attempt: int, index: int = 0) -> StepNotes:
         """Adds an entry for a new attempt of a stage to the timeline, and returns the entry.
 

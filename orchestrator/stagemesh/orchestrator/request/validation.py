@@ -17,7 +17,6 @@ from stagemesh.common.requests.request_checks import (
     parts_of,
     read_options,
 )
-from stagemesh.common.wire.tensors import Value
 from stagemesh.orchestrator.request.parameters import check_parameters
 from stagemesh.orchestrator.request.streamed_input import StreamedInput
 from stagemesh.pipeline import Pipeline
@@ -94,18 +93,14 @@ class ValidRequest:
         return (self.parameters.seed + self.index) % SEEDS
 
     @property
-    def options(self) -> Mapping[str, Value]:
-        """The options that the request sets without naming a stage."""
-        return read_options(self.parameters.options)
-
-    @property
     def facts(self) -> Facts:
         """The properties of the request that the pipeline's conditions refer to.
 
         These are the options that the request sets, the kinds of its input, and its requested outputs.
         """
+        options = read_options(self.parameters.options)
         return {
-            **{Fact("option", name): value for name, value in self.options.items() if not isinstance(value, str)},
+            **{Fact("option", name): value for name, value in options.items() if not isinstance(value, str)},
             **{Fact("input", kind): 1.0 for kind in _input_kinds(self.input)},
             **({Fact("input", "stream"): 1.0} if self.stream is not None else {}),
             **{Fact("output", name): 1.0 for name in self.outputs},
@@ -159,9 +154,7 @@ def validate(
     )
     running_attempt = _running_attempt(request)
     return replace(
-        valid,
-        outputs=_check_fed(valid, pipeline),
-        running_attempt=running_attempt if valid.can_continue else None,
+        valid, outputs=_check_fed(valid, pipeline), running_attempt=running_attempt if valid.can_continue else None
     )
 
 
