@@ -18,13 +18,7 @@ import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from stagemesh.common.errors import (
-    DeadlineError,
-    NotReadyError,
-    StagemeshError,
-    UnavailableError,
-    error_class,
-)
+from stagemesh.common.errors import DeadlineError, NotReadyError, StagemeshError, UnavailableError, error_class
 from stagemesh.common.plugins.connectors import AUTO, SHM
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe
 from stagemesh.orchestrator.fleet.replica import Hold, Replica
@@ -85,7 +79,11 @@ class EdgeLink:
                 timeout_s=_PROBE_TIMEOUT_S,
             )
         except StagemeshError as exc:
-            error = self._located(exc)
+            error = error_class(exc.code, exc.reason)(
+                f"{self}: {exc.message}",
+                reason=exc.reason,
+                metadata={"edge": self.edge.name, "producer": self.producer.name, "consumer": self.consumer.name},
+            )
             if self.error is None or self.error.message != error.message:
                 _log.warning("%s", error.message)
             self.probe, self.error = None, error
@@ -96,13 +94,6 @@ class EdgeLink:
 
     def __str__(self) -> str:
         return f"edge {self.edge.name} from {self.producer.name} to {self.consumer.name}"
-
-    def _located(self, error: StagemeshError) -> StagemeshError:
-        return error_class(error.code, error.reason)(
-            f"{self}: {error.message}",
-            reason=error.reason,
-            metadata={"edge": self.edge.name, "producer": self.producer.name, "consumer": self.consumer.name},
-        )
 
 
 class EdgeConnectors:

@@ -9,7 +9,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import TYPE_CHECKING
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import StagemeshError
@@ -24,10 +23,6 @@ from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
 from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters
 from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import stage_pb2
-
-if TYPE_CHECKING:
-    pass  # import removed
-
 
 _log = logging.getLogger(__name__)
 
@@ -287,9 +282,8 @@ class Fleet:
 
     def create_replica(self, member: Member, client: ReplicaClient) -> Replica:
         """Creates the Replica for a new process at the member's address, without registering it."""
-        replica = Replica(
-            member, client, on_change=lambda: self._update(replica), cost=self._costs[member.stage], clock=self._clock
-        )
+        cost = self._costs[member.stage]
+        replica = Replica(member, client, on_change=lambda: self._update(replica), cost=cost, clock=self._clock)
         return replica
 
     def admit(self, replica: Replica, description: stage_pb2.DescribeResponse) -> None:

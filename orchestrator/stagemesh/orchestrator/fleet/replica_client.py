@@ -65,15 +65,6 @@ class ReplicaClient:
             health_pb2.HealthCheckResponse.FromString,
         )
 
-    async def _renew_certificates(self) -> None:
-        """Connects again if the certificates of this process have been renewed since the connection was opened.
-
-        A channel never reads them again. The calls that still run end.
-        """
-        if PROCESS.credentials.version != self._certificates:
-            await self.close()
-            self._open()
-
     def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> Awaitable[None]:
         """Executes a step until it ends, and calls `take` with each event. Cancelling this call cancels the step.
 
@@ -130,11 +121,7 @@ class ReplicaClient:
         StagemeshError that contains the reason. A replica that does not serve ProbeEdge sends by the grpc connector.
         """
         request = stage_pb2.ProbeEdgeRequest(
-            edge=edge,
-            consumer=consumer,
-            endpoint=endpoint,
-            server_name=server_name,
-            connector=number_of(connector),
+            edge=edge, consumer=consumer, endpoint=endpoint, server_name=server_name, connector=number_of(connector)
         )
         try:
             with self._errors.mapped():
@@ -153,7 +140,10 @@ class ReplicaClient:
             with self._errors.mapped():
                 return await self._stub.Describe(stage_pb2.DescribeRequest(protocol=own_protocol()), timeout=timeout_s)
         except UnavailableError:
-            await self._renew_certificates()
+            # A channel never reads its certificates again. The calls that still run end.
+            if PROCESS.credentials.version != self._certificates:
+                await self.close()
+                self._open()
             raise
 
     async def watch_load(self, verdict: Verdict) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
