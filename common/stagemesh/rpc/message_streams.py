@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias, cast
 import grpc
 
 from stagemesh.common.errors import InvalidChunkError, StagemeshError, UnavailableError
+from stagemesh.common.tasks import end_tasks
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import from_rpc_error
 
@@ -180,10 +181,8 @@ class ClientStream(_GrpcStream):
         except StagemeshError as exc:
             error = exc
         finally:
-            for task in tasks:
-                task.cancel()
             self._call.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
             self._handler.closed(error)
 
     async def _read(self) -> None:
@@ -236,8 +235,7 @@ class ServerStream(_GrpcStream):
             if self._error is not None:
                 raise self._error
         finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            await end_tasks([reader])
             self._handler.closed(self._error)
 
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
