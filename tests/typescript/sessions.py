@@ -32,7 +32,7 @@ class TypeScriptSession(SessionDriver):
     async def append(self, *content: Part | Message) -> None:
         for piece in content:
             if isinstance(piece, AudioSamples):
-                await self._do("audio", base64.b64encode(piece.samples).decode(), piece.sample_rate_hz)
+                await self._do("audio", base64.b64encode(piece.samples.tobytes()).decode(), piece.sample_rate_hz)
             else:
                 await self._do("append", _content(piece))
 
