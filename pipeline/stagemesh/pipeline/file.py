@@ -1,55 +1,24 @@
 """Converts a document to the typed pipeline file: checks its structure, and divides stages with `split`."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from copy import deepcopy
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, cast
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import Tag, ValidationError
 
 from stagemesh.pipeline.document import Document, KeyPath, Origin, dotted, suggest
-from stagemesh.pipeline.schema import (
-    Bounds,
-    DataPlaneEntry,
-    EdgeEntry,
-    ExternalStageEntry,
-    FramesEntry,
-    InputTerm,
-    Limits,
-    MediaEntry,
-    OptionEntry,
-    OptionTerm,
-    OutputEntry,
-    OutputTerm,
-    PipelineFile,
-    SessionsEntry,
-    SplitEntry,
-    StageEntry,
-)
-from stagemesh.pipeline.signature_schema import AcceptedEntry, EmittedEntry, SignatureEntry, StageOptionEntry
+from stagemesh.pipeline.schema import ExternalStageEntry, PipelineFile, SplitEntry, StageEntry
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
-_ITEMS: Mapping[str, Any] = {
-    "edges": EdgeEntry,
-    "outputs": OutputEntry,
-    "options": OptionEntry,
-}
-"""The types of the items of the file's lists and mappings other than stages, by key."""
-_TERMS = {"(option)": OptionTerm, "(input)": InputTerm, "(output)": OutputTerm}
-_STAGE_ENTRIES: Mapping[str, Any] = {
-    "(started)": StageEntry,
-    "(started).data_plane": DataPlaneEntry,
-    "(started).split": SplitEntry,
-    "(external)": ExternalStageEntry,
-    "(external).signature": SignatureEntry,
-    "(external).signature.accepts": AcceptedEntry,
-    "(external).signature.emits": EmittedEntry,
-    "(external).signature.options": StageOptionEntry,
-}
-_TAGS = frozenset({*_TERMS, "(frames)", "(names)", "(sizes)", "(word)", "(started)", "(external)"})
+_TAGS = frozenset(
+    {"(option)", "(input)", "(output)", "(frames)", "(names)", "(sizes)", "(word)", "(started)", "(external)"}
+)
+"""The tags of the schema's unions. Pydantic adds them to the paths of errors."""
 _NAME_REMEDY = "use lower-case letters, digits and '-', a letter first"
 
 
@@ -139,28 +108,32 @@ def _describe_unknown_key(loc: KeyPath, path: KeyPath) -> str:
 
 
 def _known_keys(path: KeyPath) -> set[str]:
-    entry: Any = PipelineFile
-    match path:
-        case ("stages", _, *keys) if "when" not in keys:
-            entry = _STAGE_ENTRIES[".".join(str(key) for key in keys[:3])]
-        case (str() as section, _) if section in _ITEMS:
-            entry = _ITEMS[section]
-        case ("edges", _, "chunk", "(frames)"):
-            entry = FramesEntry
-        case ("stages", _, _, "when", _, str() as tag) | ("edges", _, "when", _, str() as tag):
-            entry = _TERMS[tag]
-        case ("limits",):
-            entry = Limits
-        case ("limits", "per_caller"):
-            entry = Bounds
-        case ("sessions",):
-            entry = SessionsEntry
-        case ("media",):
-            entry = MediaEntry
-        case _:
-            pass
-    fields = entry.__pydantic_fields__
-    return {field.validation_alias or name for name, field in fields.items()}
+    """Returns the keys of the entry at a path that contains pydantic's tags."""
+    kind: Any = PipelineFile
+    for part in path:
+        kind = _member(kind, part)
+    return set(_types_by_key(kind))
+
+
+def _member(kind: Any, part: str | int) -> Any:
+    """Returns the type of the values that a part of a path selects in a value of the type `kind`.
+
+    The part is a key of an entry, the tag of an alternative, a key of a mapping, or an index.
+    """
+    found: Any
+    if hasattr(kind, "__pydantic_fields__"):
+        found = _types_by_key(kind)[str(part)]
+    elif part in _TAGS:
+        found = next(each for each in get_args(kind) if Tag(str(part)) in each.__metadata__)
+    else:
+        found = next(each for each in reversed(get_args(kind)) if each is not Ellipsis)
+    while get_origin(found) is Annotated or NoneType in get_args(found):
+        found = next(each for each in get_args(found) if each is not NoneType)
+    return found
+
+
+def _types_by_key(entry: Any) -> dict[str, Any]:
+    return {field.validation_alias or name: field.annotation for name, field in entry.__pydantic_fields__.items()}
 
 
 _ENGINE = "vllm"

@@ -23,10 +23,10 @@ from stagemesh.pipeline.schema import PipelineFile
 from stagemesh.pipeline.sections import check_limits, check_main_stage, check_media, resolve_speech
 from stagemesh.pipeline.stage_resolver import (
     Catalog,
+    OutputResolver,
     StageResolver,
     check_all_used,
     check_factories_and_models,
-    resolve_outputs,
 )
 
 _BUILT_IN_DIR = Path(str(files("stagemesh.pipeline"))) / "built_in"
@@ -75,7 +75,7 @@ def load_pipeline(
     problems = document.problems
     stages = StageResolver(catalog, problems, checked, _fetch_hint(name_or_path)).resolve(file)
     store_uri = parse_root(file.media.store).uri if file.media is not None and file.media.store else ""
-    outputs = resolve_outputs(file, stages, problems, store_uri=store_uri)
+    outputs = OutputResolver(stages, problems, store_uri).resolve(file)
     options, ambiguous = merge_options(stages, file.options, problems)
     media = any(stage.signature.media for stage in stages.values())
     streams = any(edge.is_input for edge in file.edges)

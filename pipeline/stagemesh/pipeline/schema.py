@@ -150,13 +150,9 @@ When: TypeAlias = Annotated[list[Term], Field(min_length=1), BeforeValidator(_as
 """The terms of a condition, which must all be true. In the file, a single term may be written without a list."""
 
 
-def _join_form(value: object) -> str:
-    return "(names)" if isinstance(value, list) else "(word)"
-
-
 Join: TypeAlias = Annotated[
     Annotated[Literal["all", "any"], Tag("(word)")] | Annotated[list[str], Field(min_length=1), Tag("(names)")],
-    Discriminator(_join_form),
+    Discriminator(lambda value: "(names)" if isinstance(value, list) else "(word)"),
 ]
 
 
@@ -246,13 +242,9 @@ AnyStageEntry: TypeAlias = Annotated[
 ]
 
 
-def _ramp_form(value: object) -> str:
-    return "(sizes)" if isinstance(value, list | tuple) else "(word)"
-
-
 Ramp: TypeAlias = Annotated[
     Annotated[Literal["auto"], Tag("(word)")] | Annotated[tuple[Positive, ...], Field(min_length=1), Tag("(sizes)")],
-    Discriminator(_ramp_form),
+    Discriminator(lambda value: "(sizes)" if isinstance(value, list | tuple) else "(word)"),
 ]
 
 
@@ -305,13 +297,9 @@ class FramesEntry(Entry, frozen=True):
         return FramesPolicy(self.frames, ramp, self.left_context_frames)
 
 
-def _chunk_form(value: object) -> str:
-    return "(frames)" if isinstance(value, dict | FramesEntry) else "(word)"
-
-
 Chunk: TypeAlias = Annotated[
     Annotated[Literal["step", "whole"], Tag("(word)")] | Annotated[FramesEntry, Tag("(frames)")],
-    Discriminator(_chunk_form),
+    Discriminator(lambda value: "(frames)" if isinstance(value, dict | FramesEntry) else "(word)"),
 ]
 
 

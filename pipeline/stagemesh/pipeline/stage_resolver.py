@@ -120,21 +120,73 @@ def _external_stage(name: str, entry: ExternalStageEntry) -> Stage:
     return Stage.model_construct(**{**dict(entry), **resolved})
 
 
-def resolve_outputs(
-    file: PipelineFile, stages: Mapping[str, Stage], problems: Problems, *, store_uri: str
-) -> Mapping[str, PipelineOutput]:
-    """Checks all outputs. Returns the outputs for which both the stage and the tensor exist, by name.
+@dataclass(frozen=True)
+class OutputResolver:
+    """Converts the outputs of a pipeline file to checked outputs. Reports errors to `problems`."""
 
-    `store_uri` is the URI of the pipeline's object store, or empty if there is none. Reports errors to `problems`.
-    """
-    outputs: dict[str, PipelineOutput] = {}
-    for name, entry in file.outputs.items():
-        if entry.stage not in file.stages:
-            text = f"output {name!r} names an unknown stage {entry.stage!r}; {suggest(entry.stage, file.stages)}"
-            problems.add(("outputs", name), text)
-        elif stage := stages.get(entry.stage):
-            _add_output(outputs, name, stage, entry=entry, store_uri=store_uri, problems=problems)
-    return outputs
+    stages: Mapping[str, Stage]
+    problems: Problems
+    store_uri: str
+    """The URI of the pipeline's object store, or empty if there is none."""
+
+    def resolve(self, file: PipelineFile) -> Mapping[str, PipelineOutput]:
+        """Checks all outputs. Returns the outputs for which both the stage and the tensor exist, by name."""
+        outputs: dict[str, PipelineOutput] = {}
+        for name, entry in file.outputs.items():
+            if entry.stage not in file.stages:
+                text = f"output {name!r} names an unknown stage {entry.stage!r}; {suggest(entry.stage, file.stages)}"
+                self.problems.add(("outputs", name), text)
+            elif stage := self.stages.get(entry.stage):
+                self._add(outputs, name, entry, stage)
+        return outputs
+
+    def _add(self, outputs: dict[str, PipelineOutput], name: str, entry: OutputEntry, stage: Stage) -> None:
+        emits, tensor = stage.signature.emits, entry.tensor
+        chosen = tensor or (name if name in emits else next(iter(emits)) if len(emits) == 1 else "")
+        same = next((each for each in outputs.values() if (each.stage, each.tensor) == (stage.name, chosen)), None)
+        if not chosen:
+            text = f"stage {stage.name!r} emits {', '.join(emits) or 'nothing'}; choose one as {stage.name}.TENSOR"
+        elif chosen not in emits:
+            text = f"stage {stage.name!r} does not emit {chosen!r}; {suggest(chosen, emits)}"
+        elif emits[chosen].spec.ticket_kind:
+            text = f"{stage.name}.{chosen} is a ticket for another stage's engine, which no client can read; remove it"
+        elif same is not None:
+            text = f"{stage.name}.{chosen} is already the output {same.name!r}; keep one of them"
+        else:
+            emitted = emits[chosen]
+            self._check_file(("outputs", name), entry, emitted)
+            outputs[name] = PipelineOutput(
+                **{**dict(entry), "source": f"{stage.name}.{chosen}"},
+                name=name,
+                kind=emitted.kind,
+                sample_rate_hz=emitted.sample_rate_hz,
+                emitted_type=emitted.media_type,
+                folder_uri=f"{self.store_uri}/outputs" if entry.stored else "",
+            )
+            return
+        self.problems.add(("outputs", name), text)
+
+    def _check_file(self, path: KeyPath, entry: OutputEntry, emitted: Emitted) -> None:
+        """Reports an error for each key that does not fit to the tensor that the stage emits."""
+        encodings = encodings_of(emitted)
+        is_video = entry.media_type in VIDEO_ENCODINGS
+        if entry.media_type is not None and entry.media_type not in encodings:
+            listed = ", ".join(encodings)
+            remedy = f"use one of {listed}" if listed else "remove media_type, because the stage emits whole files"
+            text = f"{entry.source} ({emitted.kind}, {emitted.spec}) cannot be encoded as {entry.media_type!r}"
+            self.problems.add((*path, "media_type"), f"{text}; {remedy}")
+        elif is_video and entry.frame_rate is None:
+            self.problems.add(path, f"{dotted(path)} is a video without a frame rate; add `frame_rate: 24`")
+        elif entry.frame_rate is not None and not is_video:
+            text = f"frame_rate is given for {entry.media_type or emitted.kind}; remove it, or use a video's media_type"
+            self.problems.add((*path, "frame_rate"), text)
+        if entry.stored and not self.store_uri:
+            remedy = "add `media: {store: FOLDER OR URL}`"
+            text = f"the output is to be stored, but the pipeline has no object store; {remedy}"
+            self.problems.add((*path, "stored"), text)
+        if entry.stored and entry.media_type is None and encodings:
+            text = f"{dotted(path)} is stored without a media type; add `media_type: {encodings[0]}`"
+            self.problems.add(path, text)
 
 
 def check_all_used(file: PipelineFile, edges: Sequence[Edge], problems: Problems) -> None:
@@ -152,66 +204,6 @@ def check_all_used(file: PipelineFile, edges: Sequence[Edge], problems: Problems
         if name not in used:
             text = f"no output depends on stage {name!r}; name it in `outputs`, add an edge, or remove it"
             problems.add(("stages", name), text)
-
-
-def _add_output(
-    outputs: dict[str, PipelineOutput],
-    name: str,
-    stage: Stage,
-    *,
-    entry: OutputEntry,
-    store_uri: str,
-    problems: Problems,
-) -> None:
-    emits, tensor = stage.signature.emits, entry.tensor
-    chosen = tensor or (name if name in emits else next(iter(emits)) if len(emits) == 1 else "")
-    same = next((each for each in outputs.values() if (each.stage, each.tensor) == (stage.name, chosen)), None)
-    if not chosen:
-        text = f"stage {stage.name!r} emits {', '.join(emits) or 'nothing'}; choose one as {stage.name}.TENSOR"
-    elif chosen not in emits:
-        text = f"stage {stage.name!r} does not emit {chosen!r}; {suggest(chosen, emits)}"
-    elif emits[chosen].spec.ticket_kind:
-        text = f"{stage.name}.{chosen} is a ticket for another stage's engine, which no client can read; remove it"
-    elif same is not None:
-        text = f"{stage.name}.{chosen} is already the output {same.name!r}; keep one of them"
-    else:
-        emitted = emits[chosen]
-        _check_file(("outputs", name), entry, emitted, store_uri=store_uri, problems=problems)
-        outputs[name] = PipelineOutput(
-            name=name,
-            source=f"{stage.name}.{chosen}",
-            media_type=entry.media_type,
-            frame_rate=entry.frame_rate,
-            stored=entry.stored,
-            kind=emitted.kind,
-            sample_rate_hz=emitted.sample_rate_hz,
-            emitted_type=emitted.media_type,
-            folder_uri=f"{store_uri}/outputs" if entry.stored else "",
-        )
-        return
-    problems.add(("outputs", name), text)
-
-
-def _check_file(path: KeyPath, entry: OutputEntry, emitted: Emitted, *, store_uri: str, problems: Problems) -> None:
-    """Reports an error for each key that does not fit to the tensor that the stage emits."""
-    encodings = encodings_of(emitted)
-    is_video = entry.media_type in VIDEO_ENCODINGS
-    remedy = (
-        f"use one of {', '.join(encodings)}" if encodings else "remove media_type, because the stage emits whole files"
-    )
-    if entry.media_type is not None and entry.media_type not in encodings:
-        text = f"{entry.source} ({emitted.kind}, {emitted.spec}) cannot be encoded as {entry.media_type!r}; {remedy}"
-        problems.add((*path, "media_type"), text)
-    elif is_video and entry.frame_rate is None:
-        problems.add(path, f"{dotted(path)} is a video without a frame rate; add `frame_rate: 24`")
-    elif entry.frame_rate is not None and not is_video:
-        text = f"frame_rate is given for {entry.media_type or emitted.kind}; remove it, or use a video's media_type"
-        problems.add((*path, "frame_rate"), text)
-    if entry.stored and not store_uri:
-        text = "the output is to be stored, but the pipeline has no object store; add `media: {store: FOLDER OR URL}`"
-        problems.add((*path, "stored"), text)
-    if entry.stored and entry.media_type is None and encodings:
-        problems.add(path, f"{dotted(path)} is stored without a media type; add `media_type: {encodings[0]}`")
 
 
 _ENGINE, _FUNCTION, _TRANSFORM = ("start", "submit"), ("open", "__call__"), ("push", "finish")
