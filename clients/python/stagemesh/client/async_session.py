@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import grpc
 import grpc.aio
 
-from stagemesh.client.calls import BaseClient, CallSequence, Headers, request_span
+from stagemesh.client.calls import BaseClient, CallSequence, request_span
 from stagemesh.client.content import Message, Part
-from stagemesh.client.session_events import SessionEvent, SessionOpened, TurnEnded, TurnInterrupted, TurnTruncated
+from stagemesh.client.session_events import SessionEvent, TurnEnded, TurnInterrupted, TurnTruncated
 from stagemesh.client.session_state import Delivery, Restart, SessionState
-from stagemesh.client.session_steps import SessionSteps, Steps
+from stagemesh.client.session_steps import BaseSession, Steps
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.notification import Notifier
 from stagemesh.rpc.error_mapping import from_rpc_error
@@ -102,7 +102,7 @@ T = TypeVar("T")
 _Call = grpc.aio.StreamStreamCall[ConverseRequest, ConverseResponse]
 
 
-class AsyncSession:
+class AsyncSession(BaseSession):
     """A session: a conversation of numbered turns. Use it within `async with`, which opens it and closes it.
 
     A program appends the input of a turn, commits it, and iterates over the events of the session. It may append the
@@ -114,25 +114,10 @@ class AsyncSession:
     """
 
     def __init__(self, client: "AsyncClient", opening: SessionOpen) -> None:
+        super().__init__(opening, client.retry_policy)
         self._client = client
-        self._state = SessionState(opening, client.retry_policy)
-        self._steps = SessionSteps(self._state)
         self._changed = Notifier()
         self._task: asyncio.Task[None] | None = None
-        self._headers: Headers = ()
-        self.session_id = opening.session_id
-        """The id that identifies the session in every service and log."""
-
-    @property
-    def opened(self) -> SessionOpened:
-        """The first event of the session. Only within `async with`."""
-        assert self._state.opened is not None, "the session is opened by `async with`"
-        return self._state.opened
-
-    @property
-    def turn(self) -> int:
-        """The number of the open turn, to which input is appended. Turns are numbered from 1."""
-        return self._state.committed + 1
 
     async def append(self, *content: Part | Message) -> None:
         """Appends text, audio samples, media files or messages to the input of the open turn.

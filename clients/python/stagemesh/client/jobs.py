@@ -11,7 +11,8 @@ import grpc
 import grpc.aio
 
 from stagemesh.client.content import Content, MediaFile
-from stagemesh.client.media_transfer import stored_file
+from stagemesh.client.media_transfer import ServiceAddress, stored_file
+from stagemesh.client.received_events import to_usage
 from stagemesh.client.requests import GenerateArguments, build_request
 from stagemesh.client.responses import Progress, Usage
 from stagemesh.client.retries import RetryPolicy, is_broken
@@ -107,7 +108,7 @@ class AsyncJobs:
 
     def __init__(self, client: "AsyncClient") -> None:
         self._client = client
-        self._address: _Address | None = None
+        self._address: ServiceAddress | None = None
 
     async def submit(
         self,
@@ -179,12 +180,12 @@ class AsyncJobs:
             await self._client.download(file, path)
         return list(files)
 
-    async def _find(self) -> "_Address":
+    async def _find(self) -> ServiceAddress:
         if self._address is None:
             self._address = _address_of(await self._client.describe())
         return self._address
 
-    def _open(self, address: "_Address") -> grpc.aio.Channel:
+    def _open(self, address: ServiceAddress) -> grpc.aio.Channel:
         options = channels.named_options(channels.CHANNEL_OPTIONS, address.server_name)
         return channels.open_async(address.endpoint, self._client.credentials, options)
 
@@ -205,7 +206,7 @@ class Jobs:
 
     def __init__(self, client: "Client") -> None:
         self._client = client
-        self._address: _Address | None = None
+        self._address: ServiceAddress | None = None
 
     def submit(
         self,
@@ -268,12 +269,12 @@ class Jobs:
             self._client.download(file, path)
         return list(files)
 
-    def _find(self) -> "_Address":
+    def _find(self) -> ServiceAddress:
         if self._address is None:
             self._address = _address_of(self._client.describe())
         return self._address
 
-    def _open(self, address: "_Address") -> grpc.Channel:
+    def _open(self, address: ServiceAddress) -> grpc.Channel:
         options = channels.named_options(channels.CHANNEL_OPTIONS, address.server_name)
         return channels.open_sync(address.endpoint, self._client.credentials, options)
 
@@ -287,14 +288,6 @@ class Jobs:
             except grpc.RpcError as exc:
                 pause_s = retries.pause_s(exc, peer=address.endpoint)
             time.sleep(pause_s)
-
-
-@dataclass(frozen=True)
-class _Address:
-    """The address of a job server ("host:port"), and the name in its TLS certificate, or empty if it is the host."""
-
-    endpoint: str
-    server_name: str
 
 
 class _Retries:
@@ -335,10 +328,7 @@ def to_job(message: jobs_pb2.Job) -> Job:
         progress=tuple(map(_progress, message.progress)),
         error=error_from_wire(message.error) if message.HasField("error") else None,
         outputs=tuple(map(_output, message.outputs)),
-        usage={
-            name: Usage(**{field: getattr(usage, field) for field in Usage.__annotations__})
-            for name, usage in message.usage.items()
-        },
+        usage={name: to_usage(usage) for name, usage in message.usage.items()},
         seed=message.seed,
         labels=dict(message.labels),
     )
@@ -371,13 +361,13 @@ def _list_request(states: Sequence[JobState], caller: str) -> jobs_pb2.ListJobsR
     return jobs_pb2.ListJobsRequest(page_size=_PAGE, states=numbers, caller=caller)
 
 
-def _address_of(pipeline: orchestrator_pb2.DescribePipelineResponse) -> _Address:
+def _address_of(pipeline: orchestrator_pb2.DescribePipelineResponse) -> ServiceAddress:
     if not pipeline.jobs_endpoint:
         raise UnsupportedError(
             f"pipeline {pipeline.pipeline!r} has no job server; call `generate`, or ask the operator to start one "
             "(`stagemesh up --jobs`)"
         )
-    return _Address(pipeline.jobs_endpoint, pipeline.jobs_server_name)
+    return ServiceAddress(pipeline.jobs_endpoint, pipeline.jobs_server_name)
 
 
 def _progress(message: orchestrator_pb2.RequestProgress) -> Progress:

@@ -17,21 +17,21 @@ OnBytes: TypeAlias = Callable[[int], None]
 """A function that is called during a transfer with the number of bytes transferred so far."""
 
 
-class MediaAddress(NamedTuple):
-    """The address of a media service ("host:port"), and the name in its TLS certificate, or empty if it is the host."""
+class ServiceAddress(NamedTuple):
+    """The address of a service ("host:port"), and the name in its TLS certificate, or empty if it is the host."""
 
     endpoint: str
     server_name: str
 
 
-def media_address(pipeline: orchestrator_pb2.DescribePipelineResponse) -> MediaAddress:
+def media_address(pipeline: orchestrator_pb2.DescribePipelineResponse) -> ServiceAddress:
     """Returns the address of a pipeline's media service. Raises UnsupportedError if the pipeline has none."""
     if not pipeline.media_endpoint:
         raise UnsupportedError(
             f"pipeline {pipeline.pipeline!r} has no media service; send the file in the request, or ask the operator "
             "to add `media:` with a store to the pipeline file"
         )
-    return MediaAddress(pipeline.media_endpoint, pipeline.media_server_name)
+    return ServiceAddress(pipeline.media_endpoint, pipeline.media_server_name)
 
 
 class UploadMessages:

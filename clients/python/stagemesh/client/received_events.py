@@ -143,14 +143,18 @@ def _audio(message: request_pb2.Output) -> AudioChunk:
 
 
 def _report(message: stage_pb2.StepFinished) -> StageReport:
-    usage = Usage(**{name: getattr(message.usage, name) for name in Usage.__annotations__})
     edges = tuple(
         EdgeUsage(edge.edge, _connector_name(edge.connector), edge.chunks, edge.size_bytes, edge.handed_over_bytes)
         for edge in message.edges
     )
     reason = _reason_name(message.finish) if message.HasField("finish") else None
     warnings = tuple(StageWarning(each.reason, each.message, dict(each.metadata)) for each in message.warnings)
-    return StageReport(usage, _timings(message.timings), edges, reason, warnings)
+    return StageReport(to_usage(message.usage), _timings(message.timings), edges, reason, warnings)
+
+
+def to_usage(message: request_pb2.Usage) -> Usage:
+    """Returns the client's description of the work of a stage."""
+    return Usage(**{name: getattr(message, name) for name in Usage.__annotations__})
 
 
 def _connector_name(number: int) -> str:

@@ -8,15 +8,17 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from copy import copy
 from typing import TypeAlias, TypeVar
 
+from stagemesh.client.calls import Headers
 from stagemesh.client.content import AudioSamples, Message, Part, to_message, to_part
 from stagemesh.client.requests import check_size
-from stagemesh.client.session_events import TurnCommitted, TurnEnded, TurnInterrupted, TurnTruncated
+from stagemesh.client.retries import RetryPolicy
+from stagemesh.client.session_events import SessionOpened, TurnCommitted, TurnEnded, TurnInterrupted, TurnTruncated
 from stagemesh.client.session_log import Confirmation
 from stagemesh.client.session_state import Delivery, SessionState
 from stagemesh.client.session_turns import ReceivedTurn
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError
 from stagemesh.v1 import orchestrator_pb2
-from stagemesh.v1.orchestrator_pb2 import ConverseRequest, InputAppend
+from stagemesh.v1.orchestrator_pb2 import ConverseRequest, InputAppend, SessionOpen
 
 _PIECE_BYTES = 256 << 10
 _PIECE_CHARACTERS = _PIECE_BYTES // 4
@@ -24,6 +26,28 @@ _PIECE_CHARACTERS = _PIECE_BYTES // 4
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Callable[[], bool], None, T]
 """A method that waits: it yields the conditions on which it waits, and returns its result."""
+
+
+class BaseSession:
+    """Base class of the sessions. A subclass calls the orchestrators, and waits for the steps of its methods."""
+
+    def __init__(self, opening: SessionOpen, policy: RetryPolicy) -> None:
+        self._state = SessionState(opening, policy)
+        self._steps = SessionSteps(self._state)
+        self._headers: Headers = ()
+        self.session_id = opening.session_id
+        """The id that identifies the session in every service and log."""
+
+    @property
+    def opened(self) -> SessionOpened:
+        """The first event of the session. Only while the session is open."""
+        assert self._state.opened is not None, "the `with` or `async with` statement opens the session"
+        return self._state.opened
+
+    @property
+    def turn(self) -> int:
+        """The number of the open turn, to which input is appended. Turns are numbered from 1."""
+        return self._state.committed + 1
 
 
 class SessionSteps:

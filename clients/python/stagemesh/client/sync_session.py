@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import grpc
 
 from stagemesh.client.async_session import SessionCalls
-from stagemesh.client.calls import Headers, request_span
+from stagemesh.client.calls import request_span
 from stagemesh.client.content import Message, Part
-from stagemesh.client.session_events import SessionEvent, SessionOpened, TurnEnded, TurnInterrupted, TurnTruncated
-from stagemesh.client.session_state import SessionState
-from stagemesh.client.session_steps import SessionSteps, Steps
+from stagemesh.client.session_events import SessionEvent, TurnEnded, TurnInterrupted, TurnTruncated
+from stagemesh.client.session_steps import BaseSession, Steps
 from stagemesh.common.errors import StagemeshError
 from stagemesh.v1.orchestrator_pb2 import ConverseRequest, ConverseResponse, SessionOpen
 
@@ -27,7 +26,7 @@ _CLOSE_TIMEOUT_S = 1.0
 T = TypeVar("T")
 
 
-class Session:
+class Session(BaseSession):
     """A session: a conversation of numbered turns. Use it within `with`, which opens it and closes it.
 
     It is the counterpart of `AsyncSession` for programs without asyncio, and has the same methods. Several threads can
@@ -35,27 +34,12 @@ class Session:
     """
 
     def __init__(self, client: "Client", opening: SessionOpen) -> None:
+        super().__init__(opening, client.retry_policy)
         self._client = client
-        self._state = SessionState(opening, client.retry_policy)
-        self._steps = SessionSteps(self._state)
         self._changed = threading.Condition()
         """The lock of the state, which is notified of each change."""
         self._thread: threading.Thread | None = None
         self._call_now: grpc.Call | None = None
-        self._headers: Headers = ()
-        self.session_id = opening.session_id
-        """The id that identifies the session in every service and log."""
-
-    @property
-    def opened(self) -> SessionOpened:
-        """The first event of the session. Only within `with`."""
-        assert self._state.opened is not None, "the session is opened by `with`"
-        return self._state.opened
-
-    @property
-    def turn(self) -> int:
-        """The number of the open turn, to which input is appended. Turns are numbered from 1."""
-        return self._state.committed + 1
 
     def append(self, *content: Part | Message) -> None:
         """Appends content to the input of the open turn, in the same way as `AsyncSession.append`."""
