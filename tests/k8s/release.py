@@ -37,6 +37,10 @@ EXTERNAL = {
         "edges": [{"from": "thinker", "to": "acoustic"}, {"from": "acoustic", "to": "vocoder", "connector": "grpc"}],
     },
 }
+NIXL_EDGE = [
+    {"from": "thinker", "to": "acoustic", "connector": "nixl"},
+    {"from": "acoustic", "to": "vocoder", "connector": "shm"},
+]
 
 
 def merged(base: Mapping[str, Any], *changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,6 +62,34 @@ def at(path: str, value: Any) -> dict[str, Any]:
     for key in reversed(path.split(".")):
         value = {key: value}
     return dict(value)
+
+
+FOLDER = {
+    "volumes": [{"name": "media", "persistentVolumeClaim": {"claimName": "media"}}],
+    "volumeMounts": [{"name": "media", "mountPath": "/media"}],
+}
+KEDA = {
+    "enabled": True,
+    "minReplicas": 1,
+    "maxReplicas": 5,
+    "prometheus": {"address": "http://prometheus.monitoring:9090"},
+}
+SHARED: dict[str, dict[str, Any]] = {
+    "external": EXTERNAL,
+    "folder": {**at("pipeline.media.store", "/media"), **dict.fromkeys(("media", "stageDefaults", "jobs"), FOLDER)},
+    "fronts": {
+        **at("pipeline.media.store", "s3://bucket/media"),
+        **at("gateway.enabled", True),
+        **at("jobs", {"enabled": True, "databaseSecret": "database"}),
+    },
+    "gateway": at("gateway.enabled", True),
+    "issuer": at("tls", {"enabled": True, "issuer": {"name": "ca"}}),
+    "jobs": {**at("pipeline.media.store", "s3://bucket/media"), **at("jobs.enabled", True)},
+    "keda": at("stages.thinker.autoscaling", KEDA),
+    "media": at("pipeline.media.store", "s3://bucket/media"),
+    "nixl": at("pipeline.edges", NIXL_EDGE),
+}
+"""Changes that the cases in files of this folder name."""
 
 
 @functools.cache
@@ -125,6 +157,26 @@ class Release(Render):
         """Returns a volume of a pod without its name, or None if the pod does not have it."""
         found = [item for item in self.pod(name).spec["volumes"] if item["name"] == volume]
         return {key: value for key, value in found[0].items() if key != "name"} if found else None
+
+    def value(self, place: str) -> Any:
+        """Returns the value at `KIND NAME PATH`, or None if there is none.
+
+        KIND and NAME are those of an object, or a method of this class and its argument: "container thinker image".
+        """
+        kind, name, *path = place.split()
+        if kind == "volume":
+            return self.volume(name, *path)
+        if kind[0].isupper():
+            item: Any = next((each for each in self.of_kind(kind) if each["metadata"]["name"] == name), None)
+        else:
+            item = getattr(self, kind)(name)
+        return field(item._asdict() if isinstance(item, Pod) else item, "".join(path))
+
+
+def release_of(case: Mapping[str, Any]) -> Release:
+    """Returns the release of a case: `with` names changes of `SHARED`, and `values` has further ones by path."""
+    changes = [at(path, value) for path, value in case.get("values", {}).items()]
+    return Release(*(SHARED[name] for name in case.get("with", [])), *changes)
 
 
 def settings(item: Manifest, *paths: str) -> list[Any]:

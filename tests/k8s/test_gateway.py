@@ -3,9 +3,8 @@
 import pytest
 
 from tests.k8s.manifests import field
-from tests.k8s.network import is_allowed
 from tests.k8s.release import Release, at, settings
-from tests.k8s.test_security import CLIENTS, TLS_SECRETS, Network
+from tests.k8s.test_security import Network
 
 HTTP = 8000
 ON = at("gateway.enabled", True)
@@ -52,12 +51,6 @@ def test_a_gateway_stores_voices_in_the_given_claim() -> None:
     assert {"name": "voices", "mountPath": folder} in release.container("gateway")["volumeMounts"]
 
 
-def test_a_gateway_serves_https_with_the_given_secret() -> None:
-    release = Release(ON, at("gateway.httpsSecret", "public"))
-    assert release.secrets("gateway") == {"https/tls.crt": "public", "https/tls.key": "public"}
-    assert (release.config("gateway")["https"], "tls" in release.config("gateway")) == ("/etc/stagemesh/https", False)
-
-
 def test_a_gateway_has_the_certificate_of_a_client() -> None:
     release = Release(ON, ISSUER)
     spec = release["Certificate/release-gateway"]["spec"]
@@ -74,13 +67,6 @@ def test_a_gateway_that_forwards_tokens_has_no_rights_of_its_own() -> None:
     assert release.secrets("gateway") == {"tls/ca.crt": spec["secretName"]}
 
 
-def test_a_gateway_has_the_secret_that_the_values_name() -> None:
-    given = at("tls", {"enabled": True, "secrets": {**TLS_SECRETS, "gateway": "tls-g"}})
-    release = Release(ON, given, TOKENS, FORWARDING)
-    assert release.secrets("gateway") == {"tls/ca.crt": "tls-g"}
-    assert not release.of_kind("Certificate")
-
-
 def test_orchestrators_accept_the_tokens_that_gateways_forward() -> None:
     provider = {"keys": "https://id.example/keys", "issuer": "https://id.example", "audience": "mesh"}
     release = Release(ISSUER, TOKENS, at("tls.tokens", provider))
@@ -93,46 +79,12 @@ def test_orchestrators_accept_the_tokens_that_gateways_forward() -> None:
     assert "tokens" not in Release(ISSUER).config()
 
 
-def test_the_service_has_the_given_port() -> None:
-    spec = Release(ON, at("gateway.service.port", 443))["Service/release-gateway"]["spec"]
-    assert settings(spec, "ports.0.port", "ports.0.targetPort") == [443, "http"]
-
-
-def test_an_ingress_leads_to_the_service() -> None:
-    given = {"enabled": True, "className": "nginx", "host": "ai.example.com", "annotations": {"note": "x"}}
-    release = Release(ON, at("gateway.ingress", given))
-    ingress = release["Ingress/release-gateway"]
-    path = field(ingress, "spec.rules.0.http.paths.0")
-    ports = [port["name"] for port in release["Service/release-gateway"]["spec"]["ports"]]
-    assert settings(ingress, "spec.ingressClassName", "spec.rules.0.host", "metadata.annotations") == [
-        "nginx",
-        "ai.example.com",
-        {"note": "x"},
-    ]
-    assert path["backend"]["service"] == {"name": "release-gateway", "port": {"name": ports[0]}}
-    assert "tls" not in ingress["spec"]
-
-
-def test_an_ingress_has_the_certificate_of_its_host() -> None:
-    given = {"enabled": True, "host": "ai.example.com", "tlsSecret": "public"}
-    ingress = Release(ON, at("gateway.ingress", given))["Ingress/release-gateway"]
-    assert ingress["spec"]["tls"] == [{"hosts": ["ai.example.com"], "secretName": "public"}]
-    assert "ingressClassName" not in ingress["spec"]
-
-
 def test_gateways_reach_the_orchestrators_alone_even_if_clients_do_not() -> None:
     network = Network(Release(ON, at("networkPolicy.clients", [])))
     gateway = network.pods["gateway"]
-    assert network.sources("orchestrator", CLIENTS) == {"gateway", "test"}
-    assert not is_allowed(network.policies, gateway, network.pods["thinker"], port=50051)
-    assert is_allowed(network.policies, gateway, network.pods["dns"], port=53, protocol="UDP")
-
-
-def test_the_clients_that_the_values_select_reach_the_gateways() -> None:
-    default, none = Network(Release(ON)), Network(Release(ON, at("networkPolicy.gatewayClients", [])))
-    assert "client" in default.sources("gateway", HTTP)
-    assert not {"foreign client", "orchestrator", "thinker"} & default.sources("gateway", HTTP)
-    assert none.sources("gateway", HTTP) == set()
+    assert network.sources("orchestrator 7780") == {"gateway", "test"}
+    assert not network.allows(gateway, "thinker", port=50051)
+    assert network.allows(gateway, "dns", port=53, protocol="UDP")
 
 
 @pytest.mark.parametrize("monitor", ["serviceMonitor", "podMonitor"])
@@ -147,4 +99,4 @@ def test_prometheus_scrapes_the_gateways(monitor: str) -> None:
     endpoints = "endpoints" if kind == "ServiceMonitor" else "podMetricsEndpoints"
     (endpoint,) = release[f"{kind}/release-gateway"]["spec"][endpoints]
     assert settings(endpoint, "port", "path", "scheme") == ["http", "/metrics", "https"]
-    assert Network(release).sources("gateway", HTTP) == {"prometheus"}
+    assert Network(release).sources("gateway 8000") == {"prometheus"}

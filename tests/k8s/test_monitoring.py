@@ -48,10 +48,6 @@ def expressions(value: Any) -> list[str]:
     return [item for child in value for item in expressions(child)] if isinstance(value, list) else []
 
 
-def test_nothing_is_monitored_by_default() -> None:
-    assert not Release().of_kind("ServiceMonitor", "PodMonitor", "PrometheusRule", "ConfigMap")
-
-
 def test_prometheus_scrapes_the_orchestrators_and_learns_the_release(monitored: Release) -> None:
     endpoint = field(monitored["ServiceMonitor/release"], "spec.endpoints.0")
     relabelings = [(item["targetLabel"], item["replacement"]) for item in endpoint["relabelings"]]
@@ -85,10 +81,6 @@ def test_prometheus_scrapes_each_replica(kind: str) -> None:
 def test_monitors_and_rules_have_the_labels_by_which_prometheus_finds_them(monitored: Release) -> None:
     for ref in ("ServiceMonitor/release", "PrometheusRule/release"):
         assert monitored[ref]["metadata"]["labels"]["prometheus"] == "main"
-
-
-def test_metrics_are_served_on_the_port_that_is_scraped(monitored: Release) -> None:
-    assert monitored.config()["metrics_listen"] == "0.0.0.0:9464"
 
 
 def test_alerts_concern_this_release_alone(monitored: Release) -> None:
@@ -159,10 +151,6 @@ def test_the_test_of_the_release_sends_one_request_and_ends() -> None:
     assert pod["spec"]["activeDeadlineSeconds"] > 30
 
 
-def test_the_test_of_the_release_can_be_turned_off() -> None:
-    assert "Pod/release-test" not in Release(at("test.enabled", False))
-
-
 def read_notes(folder: Path, helm: str, *changes: Values) -> str:
     """Returns the text of NOTES.txt, which `helm template` does not print, by a copy of the chart that contains it."""
     chart = shutil.copytree(CHART, folder / "chart")
@@ -210,57 +198,59 @@ FORWARDING = [at("gateway.forwardTokens", True), at("tls.tokens.secret", "caller
 NO_EVICTION = "the PodDisruptionBudget of {} permits no eviction of its {} pods"
 
 
-@pytest.mark.parametrize(
-    ("changes", "warning"),
-    [
-        ([at("stages.thinker", INIT)], "networkPolicy.stageEgress is empty. The init container of thinker"),
-        ([EXTERNAL, REFERENCE], "the chart cannot read the variables in pipeline.stages.vocoder.addresses"),
-        ([at("stages.thinker.podDisruptionBudget.minAvailable", 1)], NO_EVICTION.format("thinker", 1)),
-        ([at("stages.thinker.podDisruptionBudget.minAvailable", "50%")], NO_EVICTION.format("thinker", 1)),
-        ([at("orchestrator.podDisruptionBudget.maxUnavailable", 0)], NO_EVICTION.format("orchestrator", 2)),
-        ([at("orchestrator.podDisruptionBudget.minAvailable", "51%")], NO_EVICTION.format("orchestrator", 2)),
-        ([GATEWAY, at("gateway.podDisruptionBudget.maxUnavailable", 0)], NO_EVICTION.format("gateway", 2)),
-        ([GATEWAY, ISSUER], "everyone who can reach the gateways has the rights of their certificate"),
-        ([GATEWAY, ISSUER, *FORWARDING], "tokens are sent to them without encryption. Set gateway.httpsSecret"),
-        ([GATEWAY, at("gateway.service.type", "LoadBalancer")], "networkPolicy.gatewayClients must also admit"),
-        ([JOBS, DATABASE], "networkPolicy.jobsEgress is empty, so that job servers cannot reach their database"),
-        ([JOBS, at("jobs.podDisruptionBudget.maxUnavailable", 0)], NO_EVICTION.format("jobs", 1)),
-        ([JOBS, GATEWAY, ISSUER, *FORWARDING], "gateways that forward them cannot send the content of videos"),
-    ],
-    ids=[
-        "download",
-        "variable",
-        "one pod",
-        "percentage of one pod",
-        "no pod",
-        "percentage of two pods",
-        "no gateway",
-        "certificate",
-        "plain tokens",
-        "load balancer",
-        "database",
-        "no job server",
-        "content of videos",
-    ],
-)
+WARNINGS: dict[str, tuple[list[Values], str]] = {
+    "download": ([at("stages.thinker", INIT)], "networkPolicy.stageEgress is empty. The init container of thinker"),
+    "variable": ([EXTERNAL, REFERENCE], "the chart cannot read the variables in pipeline.stages.vocoder.addresses"),
+    "one pod": ([at("stages.thinker.podDisruptionBudget.minAvailable", 1)], NO_EVICTION.format("thinker", 1)),
+    "percentage of one pod": (
+        [at("stages.thinker.podDisruptionBudget.minAvailable", "50%")],
+        NO_EVICTION.format("thinker", 1),
+    ),
+    "no pod": ([at("orchestrator.podDisruptionBudget.maxUnavailable", 0)], NO_EVICTION.format("orchestrator", 2)),
+    "percentage of two pods": (
+        [at("orchestrator.podDisruptionBudget.minAvailable", "51%")],
+        NO_EVICTION.format("orchestrator", 2),
+    ),
+    "no gateway": ([GATEWAY, at("gateway.podDisruptionBudget.maxUnavailable", 0)], NO_EVICTION.format("gateway", 2)),
+    "certificate": ([GATEWAY, ISSUER], "everyone who can reach the gateways has the rights of their certificate"),
+    "plain tokens": (
+        [GATEWAY, ISSUER, *FORWARDING],
+        "tokens are sent to them without encryption. Set gateway.httpsSecret",
+    ),
+    "load balancer": (
+        [GATEWAY, at("gateway.service.type", "LoadBalancer")],
+        "networkPolicy.gatewayClients must also admit",
+    ),
+    "database": (
+        [JOBS, DATABASE],
+        "networkPolicy.jobsEgress is empty, so that job servers cannot reach their database",
+    ),
+    "no job server": ([JOBS, at("jobs.podDisruptionBudget.maxUnavailable", 0)], NO_EVICTION.format("jobs", 1)),
+    "content of videos": (
+        [JOBS, GATEWAY, ISSUER, *FORWARDING],
+        "gateways that forward them cannot send the content of videos",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "warning"), WARNINGS.values(), ids=WARNINGS)
 def test_the_notes_warn_of_values_that_may_not_work(changes: list[Values], warning: str, tmp_path: Path) -> None:
     assert warning in read_notes(tmp_path, "helm4", *changes)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        [],
-        [at("stages.thinker", INIT), at("networkPolicy.stageEgress", [RULE])],
-        [at("stages.thinker", INIT), at("networkPolicy.enabled", False)],
-        [at("stages.thinker", {"replicas": 2, "podDisruptionBudget": {"minAvailable": 1}})],
-        [at("stages.thinker.podDisruptionBudget", {"enabled": False, "minAvailable": 1})],
-        [at("orchestrator.podDisruptionBudget.minAvailable", "50%")],
-        [JOBS],
-        [JOBS, DATABASE, at("networkPolicy.jobsEgress", [RULE])],
-    ],
-    ids=["defaults", "rule", "no policies", "two pods", "no budget", "half", "SQLite", "PostgreSQL"],
-)
+WITHOUT_WARNING: dict[str, list[Values]] = {
+    "defaults": [],
+    "rule": [at("stages.thinker", INIT), at("networkPolicy.stageEgress", [RULE])],
+    "no policies": [at("stages.thinker", INIT), at("networkPolicy.enabled", False)],
+    "two pods": [at("stages.thinker", {"replicas": 2, "podDisruptionBudget": {"minAvailable": 1}})],
+    "no budget": [at("stages.thinker.podDisruptionBudget", {"enabled": False, "minAvailable": 1})],
+    "half": [at("orchestrator.podDisruptionBudget.minAvailable", "50%")],
+    "SQLite": [JOBS],
+    "PostgreSQL": [JOBS, DATABASE, at("networkPolicy.jobsEgress", [RULE])],
+}
+
+
+@pytest.mark.parametrize("changes", WITHOUT_WARNING.values(), ids=WITHOUT_WARNING)
 def test_the_notes_do_not_warn_of_values_that_work(changes: list[Values], tmp_path: Path) -> None:
     notes = read_notes(tmp_path, "helm4", *changes)
     assert [part for part in ("stageEgress", "jobsEgress", "PodDisruptionBudget") if part in notes] == []

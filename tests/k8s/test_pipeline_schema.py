@@ -7,12 +7,11 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 from pydantic import TypeAdapter
 
 from stagemesh.pipeline import load_pipeline, schema
 from stagemesh.pipeline.signature_schema import AcceptedEntry, EmittedEntry, SignatureEntry, StageOptionEntry
-from tests.k8s.helm import CHART
+from tests.k8s.helm import CHART, read_values
 from tests.k8s.manifests import walk
 from tests.repository.commands import ROOT
 
@@ -97,35 +96,6 @@ def _enums(found: Any) -> list[str]:
     return [word for path, words in walk(found) if path.endswith("enum") for word in words]
 
 
-EVERY_FORM = """
-pipeline: forms
-main_stage: a
-options: {speed: {default: 1, minimum: 0, maximum: "${MOST:-2}", description: how fast}}
-stages:
-  a: {engine: fake, model: null, function: "${F:-source}", options: {x: [1, {y: null}]}, when: null, group: null,
-      stall_s: "${STALL:-5}", join: "${JOIN:-all}", data_plane: {arena_bytes: 1048576, shared_arena: false}}
-  b: {engine: custom, join: [one, two], when: [{option: speed, over: 0.5}, {input: text, given: false}]}
-  c:
-    engine: external
-    addresses: ["${C:-127.0.0.1:50051}", "[::1]:50051", "host:1"]
-    when: {output: audio, wanted: true}
-    signature:
-      accepts: {text: "uint8[bytes]", frames: {type: "float32[n]", optional: true}}
-      emits: {audio: {type: "float32[samples]", kind: audio, sample_rate_hz: 24000}}
-      options: {voice: {default: alto, allowed_texts: [alto, bass], minimum: null}, loud: {default: true}}
-      sampling: false
-edges:
-  - {from: a, to: b, chunk: "${CHUNK:-step}", tokens: last, name: one, connector: custom}
-  - {from: a, to: c, chunk: {frames: "${N:-3}", initial_frames: 1, left_context_frames: 0}, transform: null}
-  - {from: a, to: d, chunk: {frames: 3, initial_frames: 1, ramp: auto}}
-  - {from: a, to: e, chunk: {frames: 3, ramp: [1, "${N:-3}"]}}
-outputs: {text: a, video: {from: b.frames, media_type: video/mp4, frame_rate: 24.5, stored: "${STORED:-true}"}}
-limits: {max_in_flight: "${MAX:-64}", per_caller: {max_queued: 0}, max_choices: 4, max_session_bytes: 9}
-sessions: {park_s: "${PARK:-5}", turn_detection: ears}
-media: {store: "s3://bucket", allowed: ["file:///srv"], storage_options: {s3: {key: "${KEY}"}}, max_file_bytes: 5}
-"""
-
-
 def errors_of(pipeline: Any) -> list[str]:
     """Returns the errors of the value `pipeline`. Other values are not checked."""
     return [
@@ -136,7 +106,7 @@ def errors_of(pipeline: Any) -> list[str]:
 
 
 def test_every_form_of_a_value_is_accepted() -> None:
-    assert errors_of(yaml.safe_load(EVERY_FORM)) == []
+    assert errors_of(read_values(Path(__file__).with_name("every_form.yaml"))) == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,7 +1,6 @@
 """Autoscalers, their signals, and the warm tier."""
 
 import re
-from typing import Any
 
 import pytest
 
@@ -20,25 +19,6 @@ KEDA = {
     "prometheus": PROMETHEUS,
 }
 HPA = {**KEDA, "kind": "hpa"}
-
-
-def test_without_an_autoscaler_the_values_own_the_number_of_replicas() -> None:
-    release = Release()
-    assert release["Deployment/release-thinker"]["spec"]["replicas"] == 1
-    assert not release.of_kind("ScaledObject", "HorizontalPodAutoscaler")
-
-
-@pytest.mark.parametrize("autoscaling", [KEDA, HPA], ids=["keda", "hpa"])
-def test_replicas_is_left_out_if_an_autoscaler_owns_it(autoscaling: dict[str, Any]) -> None:
-    release = Release(at("stages.thinker.autoscaling", autoscaling))
-    assert "replicas" not in release["Deployment/release-thinker"]["spec"]
-    assert "replicas" in release["Deployment/release-voice"]["spec"]
-
-
-def test_keda_scales_the_deployment_between_the_bounds() -> None:
-    spec = Release(at("stages.thinker.autoscaling", KEDA))["ScaledObject/release-thinker"]["spec"]
-    assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "release-thinker"}
-    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (1, 5)
 
 
 def _targets(release: Release, name: str) -> dict[str, str]:
@@ -98,26 +78,6 @@ def test_each_stage_of_a_group_can_ask_for_replicas() -> None:
     assert _targets(release, "voice") == {'queued_seconds{"acoustic"}': "3", 'queued_seconds{"vocoder"}': "3"}
 
 
-def test_keda_removes_replicas_slowly_and_one_by_one() -> None:
-    release = Release(at("stages.thinker.autoscaling", {**KEDA, "cooldownSeconds": 77}))
-    spec = release["ScaledObject/release-thinker"]["spec"]
-    down = field(spec, "advanced.horizontalPodAutoscalerConfig.behavior.scaleDown")
-    assert (spec["cooldownPeriod"], down["stabilizationWindowSeconds"]) == (77, 77)
-    assert [policy["value"] for policy in down["policies"]] == [1]
-
-
-def test_keda_falls_back_to_the_given_number_of_replicas() -> None:
-    plain = Release(at("stages.thinker.autoscaling", KEDA))["ScaledObject/release-thinker"]["spec"]
-    release = Release(at("stages.thinker.autoscaling", {**KEDA, "fallbackReplicas": 4}))
-    assert "fallback" not in plain
-    assert field(release["ScaledObject/release-thinker"], "spec.fallback.replicas") == 4
-
-
-def test_keda_asks_at_the_given_interval() -> None:
-    release = Release(at("stages.thinker.autoscaling", {**KEDA, "pollingSeconds": 9}))
-    assert field(release["ScaledObject/release-thinker"], "spec.pollingInterval") == 9
-
-
 def test_an_hpa_scales_by_the_metrics_of_this_release_and_stage() -> None:
     spec = Release(at("stages.thinker.autoscaling", HPA))["HorizontalPodAutoscaler/release-thinker"]["spec"]
     external = [metric["external"] for metric in spec["metrics"]]
@@ -131,13 +91,6 @@ def test_an_hpa_scales_by_the_metrics_of_this_release_and_stage() -> None:
 def test_a_signal_without_a_target_is_left_out_of_an_hpa() -> None:
     release = Release(at("stages.thinker.autoscaling", {**HPA, "playoutAtRisk": 0}))
     assert "stagemesh_stage_playout_at_risk" not in str(release["HorizontalPodAutoscaler/release-thinker"])
-
-
-def test_a_stage_that_spans_nodes_can_be_scaled() -> None:
-    release = Release(at("stages.thinker", {"autoscaling": KEDA, "multiNode": {"nodes": 2}}))
-    target = field(release["ScaledObject/release-thinker"], "spec.scaleTargetRef")
-    assert (target["kind"], target["name"]) == ("LeaderWorkerSet", "release-thinker")
-    assert "replicas" not in release["LeaderWorkerSet/release-thinker"]["spec"]
 
 
 def test_a_warm_tier_is_a_deployment_of_its_own() -> None:
@@ -164,15 +117,3 @@ def test_neither_tier_owns_pods_of_the_other_but_the_service_finds_both() -> Non
         assert [other for other, labels in tiers.items() if matches(selector, labels)] == [name]
     service = {"matchLabels": release["Service/release-thinker"]["spec"]["selector"]}
     assert all(matches(service, labels) for labels in tiers.values())
-
-
-def test_orchestrators_wake_the_warm_tier_at_the_given_backlog() -> None:
-    assert "warm" not in Release().config()
-    release = Release(at("stages.thinker.warm", {"replicas": 1, "wakeAboveSeconds": 7}))
-    assert release.config()["warm"] == {"thinker": 7}
-
-
-def test_an_autoscaler_does_not_scale_the_warm_tier() -> None:
-    release = Release(at("stages.thinker", {"autoscaling": KEDA, "warm": {"replicas": 2}}))
-    assert [item["spec"]["scaleTargetRef"]["name"] for item in release.of_kind("ScaledObject")] == ["release-thinker"]
-    assert release["Deployment/release-thinker-warm"]["spec"]["replicas"] == 2

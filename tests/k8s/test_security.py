@@ -1,16 +1,15 @@
 """Connections between pods, and the rights of a pod."""
 
+from pathlib import Path
+
 import pytest
 
+from tests.k8s.helm import read_values
 from tests.k8s.manifests import all_pods, pods_of
 from tests.k8s.network import Endpoint, is_allowed
-from tests.k8s.release import EXTERNAL, Release, at
-from tests.k8s.test_stage_settings import NIXL_EDGE
+from tests.k8s.release import EXTERNAL, Release, at, release_of
 
-ADMIN, CLIENTS, METRICS = 7781, 7780, 9464
-UCX = 18_620
-PORTS = [at("stages", {"thinker": {"port": 40_000}, "acoustic": {"port": 40_001}, "vocoder": {"port": 40_003}})]
-TLS_SECRETS = {"orchestrator": "tls-o", "stages": "tls-s", "media": "tls-m", "test": "tls-t"}
+CONNECTIONS = read_values(Path(__file__).with_name("connections.yaml"))
 
 
 class Network:
@@ -31,9 +30,15 @@ class Network:
             },
         }
 
-    def sources(self, target: str, port: int) -> set[str]:
-        """Returns the pods that may connect to a port of `target`."""
-        return {name for name, pod in self.pods.items() if is_allowed(self.policies, pod, self.pods[target], port=port)}
+    def allows(self, source: str | Endpoint, target: str | Endpoint, *, port: int, protocol: str = "TCP") -> bool:
+        """Returns whether one pod, or host outside the cluster, may connect to another one."""
+        ends = [self.pods[each] if isinstance(each, str) else each for each in (source, target)]
+        return is_allowed(self.policies, *ends, port=port, protocol=protocol)
+
+    def sources(self, place: str) -> set[str]:
+        """Returns the pods that may connect to a pod and port, for example "orchestrator 7780"."""
+        target, port = place.split()
+        return {name for name in self.pods if self.allows(name, target, port=int(port))}
 
 
 @pytest.fixture(scope="module")
@@ -41,72 +46,27 @@ def network() -> Network:
     return Network(Release())
 
 
-def test_clients_of_the_namespace_reach_the_orchestrators_at_one_port(network: Network) -> None:
-    assert {"client", "test", "other release"} <= network.sources("orchestrator", CLIENTS)
-    assert "foreign client" not in network.sources("orchestrator", CLIENTS)
-
-
-def test_the_ports_of_operators_and_of_metrics_are_closed_by_default(network: Network) -> None:
-    assert network.sources("orchestrator", ADMIN) == network.sources("orchestrator", METRICS) == set()
-
-
-def test_orchestrators_and_stages_alone_reach_the_ports_of_stages(network: Network) -> None:
-    for target, port in (("thinker", 50051), ("voice", 50131), ("voice", 50150)):
-        assert network.sources(target, port) == {"orchestrator", "thinker", "voice"}
-
-
-def test_stages_have_no_other_port_open(network: Network) -> None:
-    assert network.sources("thinker", 8000) == set()
-
-
-def test_a_client_that_the_values_select_reaches_the_orchestrators() -> None:
-    peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "other"}}}]
-    network = Network(Release(at("networkPolicy.clients", peers)))
-    assert network.sources("orchestrator", CLIENTS) == {"foreign client", "test"}
-
-
-def test_operators_that_the_values_select_reach_the_admin_port() -> None:
-    network = Network(Release(at("networkPolicy.operators", [{"podSelector": {"matchLabels": {"app": "client"}}}])))
-    assert network.sources("orchestrator", ADMIN) == {"client"}
-
-
-@pytest.mark.parametrize("monitor", ["serviceMonitor", "podMonitor"])
-def test_prometheus_reaches_the_metrics_if_a_monitor_exists(monitor: str) -> None:
-    network = Network(Release(at(f"monitoring.{monitor}.enabled", True)))
-    assert network.sources("orchestrator", METRICS) == {"prometheus"}
-
-
-def test_edges_over_nixl_open_the_ports_of_ucx_between_stages_alone() -> None:
-    network = Network(Release(at("pipeline.edges", NIXL_EDGE)))
-    assert network.sources("voice", UCX) == {"thinker", "voice"}
-
-
-def test_pods_of_the_former_release_reach_each_other_while_an_upgrade_changes_ports_and_connectors() -> None:
-    upgrade = Release(
-        at("pipeline.edges", [{**edge, "connector": "grpc"} for edge in NIXL_EDGE]),
-        at("pipeline.stages.bell", {"engine": "fake", "group": "voice"}),
-        at("stages.thinker.port", 50_100),
-    )
-    network = Network(upgrade)
-    assert network.sources("voice", UCX) == {"thinker", "voice"}
-    assert network.sources("thinker", 50_051) == {"orchestrator", "thinker", "voice"}
-
-
-def test_the_ports_of_stages_can_be_in_another_range() -> None:
-    network = Network(Release(at("networkPolicy.stagePortRange", "40000-40003"), *PORTS))
-    assert network.sources("voice", 40_003) == {"orchestrator", "thinker", "voice"}
-    assert network.sources("voice", 50_051) == set()
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_pods_reach_a_port_if_the_policies_allow_it(name: str) -> None:
+    case = CONNECTIONS[name]
+    network = Network(release_of(case))
+    for place, names in case.get("exactly", {}).items():
+        assert network.sources(place) == set(names), place
+    for place, names in case.get("among", {}).items():
+        sources = network.sources(place)
+        assert set(names) <= sources, place
+        assert not set(case["never"]) & sources, place
 
 
 def test_pods_resolve_names(network: Network) -> None:
     for name in ("orchestrator", "thinker", "voice"):
-        assert is_allowed(network.policies, network.pods[name], network.pods["dns"], port=53, protocol="UDP")
+        assert network.allows(name, "dns", port=53, protocol="UDP")
 
 
 def test_pods_connect_to_nothing_else(network: Network) -> None:
     anywhere = Endpoint({}, "other")
     for name in ("orchestrator", "thinker", "voice"):
-        assert not is_allowed(network.policies, network.pods[name], anywhere, port=443)
+        assert not network.allows(name, anywhere, port=443)
 
 
 def test_an_external_stage_exchanges_data_with_stages_and_orchestrators() -> None:
@@ -117,10 +77,8 @@ def test_an_external_stage_exchanges_data_with_stages_and_orchestrators() -> Non
     )
     network = Network(release)
     client = network.pods["client"]
-    assert all(
-        is_allowed(network.policies, network.pods[name], client, port=6000) for name in ("orchestrator", "voice")
-    )
-    assert is_allowed(network.policies, client, network.pods["voice"], port=50051)
+    assert all(network.allows(name, client, port=6000) for name in ("orchestrator", "voice"))
+    assert network.allows(client, "voice", port=50051)
 
 
 @pytest.mark.parametrize("address", ["10.9.8.7", "2001:db8::7"])
@@ -129,10 +87,10 @@ def test_an_external_stage_at_an_address_of_the_pipeline_exchanges_data_with_sta
     network = Network(Release(EXTERNAL, at("pipeline.stages.vocoder.addresses", [f"{host}:6000"])))
     outside = Endpoint({}, address=address)
     for name in ("orchestrator", "voice"):
-        assert is_allowed(network.policies, network.pods[name], outside, port=6000)
-        assert not is_allowed(network.policies, network.pods[name], outside, port=6001)
-        assert not is_allowed(network.policies, network.pods[name], network.pods["client"], port=6000)
-    assert is_allowed(network.policies, outside, network.pods["voice"], port=50_051)
+        assert network.allows(name, outside, port=6000)
+        assert not network.allows(name, outside, port=6001)
+        assert not network.allows(name, "client", port=6000)
+    assert network.allows(outside, "voice", port=50_051)
 
 
 def test_an_external_stage_at_a_name_of_the_pipeline_is_a_peer_that_the_values_select() -> None:
@@ -145,8 +103,8 @@ def test_an_external_stage_at_a_name_of_the_pipeline_is_a_peer_that_the_values_s
     network = Network(release)
     outside = Endpoint({}, address="10.9.8.7")
     for name in ("orchestrator", "voice"):
-        assert is_allowed(network.policies, network.pods[name], outside, port=6000)
-    assert is_allowed(network.policies, outside, network.pods["voice"], port=50_051)
+        assert network.allows(name, outside, port=6000)
+    assert network.allows(outside, "voice", port=50_051)
 
 
 def test_an_empty_list_of_peers_permits_none() -> None:
@@ -157,18 +115,11 @@ def test_an_empty_list_of_peers_permits_none() -> None:
         at("networkPolicy", {"clients": [], "dns": [], "externalStages": [], "operators": []}),
     )
     network = Network(release)
-    assert network.sources("orchestrator", CLIENTS) == network.sources("media", 7790) == {"test"}
-    assert network.sources("voice", 50_051) == {"orchestrator", "thinker", "voice"}
+    assert network.sources("orchestrator 7780") == network.sources("media 7790") == {"test"}
+    assert network.sources("voice 50051") == {"orchestrator", "thinker", "voice"}
     for name in ("orchestrator", "voice", "media"):
-        assert not is_allowed(network.policies, network.pods[name], network.pods["dns"], port=53, protocol="UDP")
-        assert not is_allowed(network.policies, network.pods[name], network.pods["client"], port=6000)
-
-
-def test_clients_reach_the_media_service_and_stages_do_not() -> None:
-    release = Release(at("pipeline.media.store", "s3://bucket/media"))
-    sources = Network(release).sources("media", 7790)
-    assert {"client", "test"} <= sources
-    assert not {"foreign client", "orchestrator", "thinker"} & sources
+        assert not network.allows(name, "dns", port=53, protocol="UDP")
+        assert not network.allows(name, "client", port=6000)
 
 
 def test_policies_can_be_turned_off() -> None:
@@ -229,13 +180,6 @@ def test_a_release_with_tls_has_another_topology() -> None:
     with_tls = Release(at("tls", {"enabled": True, "issuer": {"name": "ca"}}))
     topologies = {release.generation().partition("-")[0] for release in (Release(), with_tls)}
     assert len(topologies) == 2
-
-
-def test_given_certificates_are_mounted_by_reference() -> None:
-    release = Release(at("tls", {"enabled": True, "secrets": TLS_SECRETS}))
-    assert set(release.secrets("orchestrator").values()) == {"tls-o"}
-    assert set(release.secrets("voice").values()) == {"tls-s"}
-    assert not release.of_kind("Certificate")
 
 
 def test_without_tls_no_certificate_is_mounted() -> None:

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from tests.k8s.helm import CHART, HELMS, HelmError, read_values, render_text, run_helm
-from tests.k8s.release import EXTERNAL, SPEECH, Release, at, merged
+from tests.k8s.release import SHARED, SPEECH, at, merged
 
 FOLDER = Path(__file__).parent
 RULES = read_values(FOLDER / "refused_by_rules.yaml")
 TYPES = read_values(FOLDER / "refused_by_schema.yaml")
-NAMED = {"external": EXTERNAL, "jobs": {**at("pipeline.media.store", "s3://bucket/media"), **at("jobs.enabled", True)}}
 
 
 def cases(names: list[str]) -> list[tuple[str, str]]:
@@ -22,7 +21,7 @@ def cases(names: list[str]) -> list[tuple[str, str]]:
 
 def refusal(helm: str, case: dict[str, Any]) -> str:
     """Returns the message with which helm refuses the values of a case."""
-    base = NAMED[case["with"]] if "with" in case else {}
+    base = SHARED[case["with"]] if "with" in case else {}
     values = merged(SPEECH, base, *(at(path, value) for path, value in case.get("values", {}).items()))
     with pytest.raises(HelmError) as refused:
         render_text(values, helm=helm)
@@ -40,22 +39,6 @@ def test_values_that_the_schema_forbids_are_refused_with_their_path(name: str, h
     message = refusal(helm, TYPES[name])
     assert "values don't meet the specifications of the schema" in message
     assert [part for part in TYPES[name]["names"] if part not in message] == [], message
-
-
-def test_the_values_that_the_wrong_ones_start_from_are_right() -> None:
-    assert Release().objects
-    assert Release(EXTERNAL, at("stages.vocoder.external", {"service": "sampler", "port": 6000})).objects
-    assert Release(at("pipeline.stages.thinker.options.tensor_parallel_size", 4), at("stages.thinker.gpus", 4)).objects
-    assert Release(at("stages.thinker", {"drainSeconds": 300, "terminationGracePeriodSeconds": 330})).objects
-    scaled = {"enabled": True, "minReplicas": 4, "maxReplicas": 4, "prometheus": {"address": "http://prometheus:9090"}}
-    assert Release(at("stages.thinker.autoscaling", scaled)).objects
-    # 64 MiB of arena and 256 MiB of shared memory.
-    assert Release(at("stages.thinker.resources", {"limits": {"memory": "320Mi"}})).objects
-    assert Release(at("stages.acoustic.resources.limits", {"memory": "300Mi"})).objects
-    diffusion = {"engine": "diffusion", "options": {"parallel": {"cfg": 2, "ulysses": 2, "hsdp": 2}}}
-    assert Release(at("pipeline.stages.thinker", diffusion), at("stages.thinker.gpus", 4)).objects
-    assert Release(at("stages.thinker.resources", {"requests": {"cpu": "1000m"}, "limits": {"cpu": 1}})).objects
-    assert Release(EXTERNAL, at("pipeline.stages.vocoder.addresses", ["sampler.models.svc:6000"])).objects
 
 
 @pytest.mark.parametrize("helm", HELMS)
