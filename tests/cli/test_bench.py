@@ -250,4 +250,4 @@ def test_a_plot_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 def test_a_wrong_command_line_is_explained(arguments: list[str], message: str) -> None:
     ran = invoke("bench", *arguments)
     assert ran.exit_code == ExitCode.USAGE
-    assert message in " ".join(ran.stderr.replace("│", " ").split())
+    assert message in ran.error_text

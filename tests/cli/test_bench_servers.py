@@ -1,17 +1,16 @@
 import asyncio
 import base64
-import io
 import json
 import signal
 import subprocess
 import threading
-import wave
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stagemesh.common.errors import ExitCode, InternalError, OverloadedError
@@ -20,6 +19,7 @@ from tests.cli.commands import COMMAND, stagemesh
 from tests.client.scripted import Pause, Script, ScriptedOrchestrator, admitted, audio, finished, text
 from tests.deployment import Deployment, deployed
 from tests.gateway.making import gateway, making
+from tests.gateway.sounds import wav
 
 PIPELINE = """
 pipeline: spoken
@@ -229,19 +229,9 @@ def http_server(answer: bytes, *, status: int = 200, key: str = "") -> Iterator[
             thread.join()
 
 
-def wav(seconds: float) -> str:
-    """Returns a WAV file with 8,000 samples per second in base64."""
-    buffer = io.BytesIO()
-    with wave.open(buffer, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(8_000)
-        file.writeframes(bytes(int(2 * 8_000 * seconds)))
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
 async def test_audio_of_vllm_omni_is_measured() -> None:
-    spoken = {**delta(content=wav(0.5)), "modality": "audio"}
+    half_a_second = base64.b64encode(wav(np.zeros(4_000, np.float32), rate_hz=8_000)).decode()
+    spoken = {**delta(content=half_a_second), "modality": "audio"}
     usage = {"choices": [], "usage": {"completion_tokens": 7}}
     with http_server(sse(delta(role="assistant", content=""), delta(content="Hi"), spoken, spoken, usage) + DONE) as (
         url,

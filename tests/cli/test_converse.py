@@ -151,7 +151,7 @@ async def test_wrong_options_are_rejected(
 ) -> None:
     ran = await run_process("converse", "--server", orchestrator.endpoint, *arguments)
     assert ran.exit_code == ExitCode.USAGE
-    assert message in " ".join(ran.stderr.replace("│", " ").split())
+    assert message in ran.error_text
     assert orchestrator.events == []
 
 

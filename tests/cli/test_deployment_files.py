@@ -44,7 +44,7 @@ def test_listed_replicas_belong_to_the_stages_of_their_names(tmp_path: Path) -> 
     }
     ran = invoke("config", "orchestrator", str(relays(tmp_path)), "--replica", "talker-0=127.0.0.1:1")
     assert ran.exit_code == ExitCode.USAGE
-    assert "does not begin with a stage's name" in " ".join(ran.stderr.split())
+    assert "does not begin with a stage's name" in ran.error_text
 
 
 def test_the_config_of_a_replica_is_that_of_the_launcher(tmp_path: Path) -> None:

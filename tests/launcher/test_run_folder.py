@@ -1,7 +1,5 @@
 import os
-import resource
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import pytest
 from stagemesh.cli.launcher import run_folder
 from stagemesh.cli.launcher.run_folder import KEPT_S, RunFolder, find_run, past_runs, read_tail
 from stagemesh.common.errors import InvalidRequestError, NotFoundError
+from tests.limits import files_of_at_most
 
 
 def _abandoned(runs_dir: Path, *, name: str, age_s: float = 0) -> Path:
@@ -87,19 +86,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         _run(tmp_path / "file")
 
 
-@pytest.fixture
-def full_disk() -> Iterator[None]:
-    """Limits the size of files, as a stand-in for a disk without space."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_a_config_that_cannot_be_written_is_an_error(tmp_path: Path, full_disk: None) -> None:
-    folder = _run(tmp_path)
-    with pytest.raises(InvalidRequestError, match="File too large"):
-        folder.write_config("a", b"{}")
+def test_a_config_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with files_of_at_most(1):
+        folder = _run(tmp_path)
+        with pytest.raises(InvalidRequestError, match="File too large"):
+            folder.write_config("a", b"{}")
     folder.close()
 
 

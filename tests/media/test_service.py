@@ -1,10 +1,9 @@
 import asyncio
 import hashlib
 import os
-import resource
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from stagemesh.client import AsyncClient, Client
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.media import stored_file
 from stagemesh.common.media.store import MediaStore
+from stagemesh.conformance.replicas import until
 from stagemesh.orchestrator import service as orchestrator
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.pipeline import load_pipeline
@@ -24,6 +24,7 @@ from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.server import Server
 from stagemesh.services.media.service import MediaServicer
 from stagemesh.v1 import media_pb2, media_pb2_grpc, request_pb2
+from tests.limits import files_of_at_most
 from tests.media.locations import make_store, placed, web_server
 
 CONTENT = os.urandom(2_500_000)
@@ -117,29 +118,13 @@ async def test_an_upload_that_is_cut_off_leaves_nothing(tmp_path: Path) -> None:
     async with served(make_store(tmp_path)) as stub:
         call = stub.UploadMedia()
         await call.write(messages()[0])
-        await _until(lambda: bool(files_in(tmp_path)))
+        await until(lambda: bool(files_in(tmp_path)), timeout_s=5)
         call.cancel()
-        await _until(lambda: not files_in(tmp_path))
-
-
-async def _until(condition: Any) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-@contextmanager
-def file_size_limit(size_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        await until(lambda: not files_in(tmp_path), timeout_s=5)
 
 
 async def test_a_full_store_is_reported_and_nothing_remains(tmp_path: Path) -> None:
-    with file_size_limit(2_000_000):
+    with files_of_at_most(2_000_000):
         error = await failure(make_store(tmp_path), messages())
     assert error.reason == "STORAGE_FULL"
     assert files_in(tmp_path) == []
@@ -191,7 +176,7 @@ async def test_an_upload_whose_store_never_answers_ends_at_its_deadline_and_dela
         assert not slow.done()
         assert (await slow).reason == "DEADLINE_EXCEEDED"
         may_write.set()
-        await _until(lambda: len(files_in(tmp_path)) == 1)
+        await until(lambda: len(files_in(tmp_path)) == 1, timeout_s=5)
     assert [path.read_bytes() for path in files_in(tmp_path)] == [CONTENT]
 
 
