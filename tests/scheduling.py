@@ -20,8 +20,12 @@ GROUPS = {
     "packaging": tuple(
         f"tests/repository/test_{name}.py" for name in ("images", "installations", "light_client", "release", "wheel")
     ),
+    "relays": (
+        *("tests/cli/test_doctor.py", "tests/cli/test_trace.py"),
+        *("tests/go/test_client.py", "tests/typescript/test_client.py"),
+    ),
     "split": ("tests/system/test_split.py", "tests/system/test_forked_stages.py"),
-    "vllm-text": tuple(f"tests/engines/vllm/test_{name}.py" for name in ("conversations", "engine", "resume")),
+    "vllm-text": ("tests/engines/vllm/test_engine.py", "tests/engines/vllm/test_resume.py"),
     "speech": ("tests/speech/test_speech.py", "tests/system/test_spoken_input.py"),
 }
 """The files of each group that is more than one file."""

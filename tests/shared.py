@@ -15,6 +15,7 @@ import yaml
 
 from tests.deployment import Deployment, deployed, eventually
 from tests.scheduling import group_of
+from tests.system.pipelines import relays
 from tests.traces import TRACE_VARIABLES, TraceReceiver, receiving_traces
 
 _TINY_OMNI = Path(__file__).parents[1] / "examples/qwen3-omni/tiny.yaml"
@@ -78,6 +79,16 @@ def omni_up(tiny_qwen3_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
     with with_torchvision():
         yield from _released(_SHARED.enter("omni", start))
+
+
+@pytest.fixture(scope="module")
+def relays_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A deployment of source → relay → frames. Each request lasts for 30 steps of 30 ms."""
+
+    def start() -> AbstractContextManager[Deployment]:
+        return deployed(relays(tmp_path_factory.mktemp("relays"), steps=30, step_s=0.03, size_bytes=0))
+
+    yield from _released(_SHARED.enter("relays", start))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,6 @@ from stagemesh.v1 import admin_pb2, chunk_pb2, control_pb2, orchestrator_pb2
 from tests.cli.commands import Ran, invoke
 from tests.credentials import issue, process_credentials
 from tests.deployment import Deployment as Running
-from tests.deployment import deployed
-from tests.system.pipelines import relays
 
 _GIB = 1 << 30
 _NOW_S = 1_800_000_000.0
@@ -182,34 +180,28 @@ def test_the_report_of_a_process_with_a_certificate(tmp_path: Path) -> None:
     assert report.packages["grpcio"]
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with deployed(relays(tmp_path_factory.mktemp("doctor"))) as running:
-        yield running
+def _doctor(relays_up: Running, *arguments: str) -> Ran:
+    return invoke("doctor", "--server", relays_up.admin_endpoint, *arguments)
 
 
-def _doctor(running: Running, *arguments: str) -> Ran:
-    return invoke("doctor", "--server", running.admin_endpoint, *arguments)
-
-
-def test_a_running_deployment(running: Running) -> None:
-    ran = _doctor(running, "--json")
+def test_a_running_deployment(relays_up: Running) -> None:
+    ran = _doctor(relays_up, "--json")
     assert ran.exit_code == 0, ran.stdout
     document = json.loads(ran.stdout)
     assert (document["processes"], len(document["hosts"])) == (4, 1)
-    assert "processes: 4, hosts: 1, problems: " in _doctor(running).stdout
+    assert "processes: 4, hosts: 1, problems: " in _doctor(relays_up).stdout
 
 
-def test_a_stage_without_replicas_is_an_error(running: Running) -> None:
-    assert invoke("admin", "drain", "frames", "--force", "--server", running.admin_endpoint).exit_code == 0
+def test_a_stage_without_replicas_is_an_error(relays_up: Running) -> None:
+    assert invoke("admin", "drain", "frames", "--force", "--server", relays_up.admin_endpoint).exit_code == 0
     try:
-        ran = _doctor(running, "--json")
+        ran = _doctor(relays_up, "--json")
         assert ran.exit_code == ExitCode.FAILED
         first = json.loads(ran.stdout)["findings"][0]
         assert Finding(**{**first, "severity": ERROR}).where == "frames"
         assert first["severity"] == "error"
-        text = _doctor(running).stdout
+        text = _doctor(relays_up).stdout
         assert "none of its 1 replicas accepts requests" in text
         assert "stagemesh admin replicas" in text
     finally:
-        invoke("admin", "resume", "frames", "--server", running.admin_endpoint)
+        invoke("admin", "resume", "frames", "--server", relays_up.admin_endpoint)

@@ -146,12 +146,20 @@ def _replaced_by(container: "subprocess.Popen[bytes]", module: str) -> psutil.Pr
     raise AssertionError(f"the process was not replaced by {module}")
 
 
+def _options(pipeline: Path, endpoint: str, *, stage: str = "second") -> list[str]:
+    """Returns the options for a stage of a pipeline file."""
+    return ["--pipeline", str(pipeline), "--stage", stage, "--replica", "pod-7", "--listen", endpoint]
+
+
+def _described(endpoint: str) -> stage_pb2.DescribeResponse:
+    with grpc.insecure_channel(endpoint) as channel:
+        return stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest(), timeout=LIMIT_S)
+
+
 def test_a_stage_is_served_as_the_pipeline_file_describes_it(tiny: Path, endpoint: str) -> None:
-    options = ["--pipeline", str(tiny), "--stage", "second", "--replica", "pod-7", "--listen", endpoint]
-    with _serving("stage", *options, "--generation", "3fa19c-b70e11"):
+    with _serving("stage", *_options(tiny, endpoint), "--generation", "3fa19c-b70e11"):
         _await_health(endpoint, "stagemesh.v1.StageService")
-        with grpc.insecure_channel(endpoint) as channel:
-            found = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest(), timeout=LIMIT_S)
+        found = _described(endpoint)
     assert (found.pipeline, found.stage, found.replica) == ("tiny", "second", "pod-7")
     assert (found.generation, found.engine) == ("3fa19c-b70e11", "fake")
 
@@ -159,9 +167,9 @@ def test_a_stage_is_served_as_the_pipeline_file_describes_it(tiny: Path, endpoin
 def test_a_stage_with_certificates_serves_health_checks_without_tls(
     tiny: Path, tmp_path: Path, endpoint: str, health_endpoint: str
 ) -> None:
-    options = ["--pipeline", str(tiny), "--stage", "second", "--replica", "pod-7", "--listen", endpoint]
     stage, orchestrator = issue(tmp_path, "stage/pod-7"), issue(tmp_path, "orchestrator/main")
-    with _serving("stage", *options, "--tls", str(stage), "--health-listen", health_endpoint):
+    tls = ("--tls", str(stage), "--health-listen", health_endpoint)
+    with _serving("stage", *_options(tiny, endpoint), *tls):
         _await_health(health_endpoint, "stagemesh.v1.StageService")
         with open_sync(endpoint, Credentials(orchestrator), CHANNEL_OPTIONS) as channel:
             found = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest(), timeout=LIMIT_S)
@@ -169,11 +177,9 @@ def test_a_stage_with_certificates_serves_health_checks_without_tls(
 
 
 def test_a_stage_that_sleeps_when_it_is_idle_begins_asleep(tiny: Path, endpoint: str) -> None:
-    options = ["--pipeline", str(tiny), "--stage", "second", "--replica", "pod-7", "--listen", endpoint]
-    with _serving("stage", *options, "--sleep-when-idle-s", "5"):
+    with _serving("stage", *_options(tiny, endpoint), "--sleep-when-idle-s", "5"):
         _await_health(endpoint, "stagemesh.v1.StageControlService")
-        with grpc.insecure_channel(endpoint) as channel:
-            found = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest(), timeout=LIMIT_S)
+        found = _described(endpoint)
     assert (found.state, found.detail) == (stage_pb2.REPLICA_STATE_ASLEEP, "standing by")
 
 
@@ -184,12 +190,11 @@ def test_only_the_model_of_the_served_stage_must_exist(tmp_path: Path, endpoint:
         "  second: {engine: fake, function: relay, model: ${WEIGHTS}}\nedges: [{from: first, to: second}]\n"
         "outputs: {out: second}\n"
     )
-    options = ["--pipeline", str(path), "--replica", "r", "--listen", endpoint]
     environment = {**os.environ, "WEIGHTS": "/nowhere"}
-    missing = _run([*COMMAND, "serve", "stage", *options, "--stage", "second"], environment)
+    missing = _run([*COMMAND, "serve", "stage", *_options(path, endpoint)], environment)
     assert missing.returncode == ExitCode.USAGE
     assert "model '/nowhere' is missing" in " ".join(missing.stderr.split())
-    with _serving("stage", *options, "--stage", "first", environment=environment):
+    with _serving("stage", *_options(path, endpoint, stage="first"), environment=environment):
         _await_health(endpoint, "stagemesh.v1.StageService")
 
 
@@ -224,8 +229,7 @@ def test_a_stage_is_configured_in_exactly_one_way(arguments: list[str], message:
 
 
 def test_an_unknown_stage_is_named_with_those_of_the_file(tiny: Path, endpoint: str) -> None:
-    options = ["--pipeline", str(tiny), "--stage", "third", "--replica", "r", "--listen", endpoint]
-    ran = _run([*COMMAND, "serve", "stage", *options])
+    ran = _run([*COMMAND, "serve", "stage", *_options(tiny, endpoint, stage="third")])
     assert ran.returncode == ExitCode.USAGE
     assert "has no stage 'third'; its stages are first, second" in ran.stderr.replace("\n", " ")
 

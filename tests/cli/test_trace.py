@@ -1,33 +1,23 @@
 """`stagemesh trace` for requests of a running pipeline."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from stagemesh.client import Text
 from stagemesh.common.errors import ExitCode
 from tests.cli.commands import Ran, invoke
-from tests.deployment import Deployment, deployed
-from tests.system.pipelines import relays
+from tests.deployment import Deployment
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(relays(tmp_path_factory.mktemp("trace"), steps=20, step_s=0.05)) as running:
-        yield running
+def _trace(relays_up: Deployment, *arguments: str) -> Ran:
+    return invoke("trace", "--server", relays_up.admin_endpoint, *arguments)
 
 
-def _trace(running: Deployment, *arguments: str) -> Ran:
-    return invoke("trace", "--server", running.admin_endpoint, *arguments)
-
-
-def test_the_timeline_of_a_request_that_has_ended(running: Deployment, tmp_path: Path) -> None:
-    with running.client() as client:
+def test_the_timeline_of_a_request_that_has_ended(relays_up: Deployment, tmp_path: Path) -> None:
+    with relays_up.client() as client:
         client.generate("hello", request_id="ended").result()
     file = tmp_path / "trace.json"
-    ran = _trace(running, "ended", "-o", str(file))
+    ran = _trace(relays_up, "ended", "-o", str(file))
     assert ran.exit_code == 0, ran.stderr
     lines = ran.stdout.splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["request", "queue"]
@@ -38,27 +28,27 @@ def test_the_timeline_of_a_request_that_has_ended(running: Deployment, tmp_path:
     spans = [each for each in events if each["ph"] == "X"]
     whole = next(each for each in spans if each["name"] == "request")
     assert all(0 <= each["ts"] <= each["ts"] + each["dur"] <= whole["dur"] + 1 for each in spans)
-    assert next(each for each in spans if each["name"] == "relay")["args"]["relay->frames.chunks"] == 20
+    assert next(each for each in spans if each["name"] == "relay")["args"]["relay->frames.chunks"] == 30
 
 
-def test_the_recovery_of_a_killed_stage_is_an_attempt(running: Deployment) -> None:
-    with running.client() as client:
+def test_the_recovery_of_a_killed_stage_is_an_attempt(relays_up: Deployment) -> None:
+    with relays_up.client() as client:
         events = iter(client.generate("hello", request_id="killed"))
         assert any(isinstance(event, Text) for event in events)
-        running.kill("relay-0")
+        relays_up.kill("relay-0")
         assert list(events)
-    spans = json.loads(_trace(running, "killed", "--json").stdout)
+    spans = json.loads(_trace(relays_up, "killed", "--json").stdout)
     attempts = [span for span in spans if span["attributes"].get("stage") == "relay"]
     assert [span["name"] for span in attempts] == ["relay", "recovery of relay", "relay, attempt 2"]
     assert attempts[0]["error"]
     assert not attempts[2]["error"]
-    assert "relay, attempt 2" in _trace(running, "killed").stdout
+    assert "relay, attempt 2" in _trace(relays_up, "killed").stdout
 
 
-def test_an_unknown_request_and_an_unwritable_file(running: Deployment, tmp_path: Path) -> None:
-    assert _trace(running, "nobody").exit_code == ExitCode.NOT_FOUND
-    with running.client() as client:
+def test_an_unknown_request_and_an_unwritable_file(relays_up: Deployment, tmp_path: Path) -> None:
+    assert _trace(relays_up, "nobody").exit_code == ExitCode.NOT_FOUND
+    with relays_up.client() as client:
         client.generate("hello", request_id="known").result()
-    ran = _trace(running, "known", "-o", str(tmp_path / "missing" / "trace.json"))
+    ran = _trace(relays_up, "known", "-o", str(tmp_path / "missing" / "trace.json"))
     assert ran.exit_code == ExitCode.USAGE
     assert "cannot be written" in ran.stderr

@@ -5,17 +5,16 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from stagemesh.common.errors import InternalError
 from tests.client.scripted import Pause, admitted, ended, finished, served, text
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment
 from tests.repository.code_blocks import read_blocks
 from tests.system.breakable_relay import breakable_relay
-from tests.system.pipelines import relays
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "go"
 PROGRAM = (str(EXAMPLE / "bin" / "reattach"),)
@@ -33,13 +32,6 @@ def _built() -> None:
     assert is_built, "examples/go is not built: run `make go`"
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = tmp_path_factory.mktemp("relays")
-    with deployed(relays(folder, steps=STEPS, step_s=0.03, size_bytes=0)) as up:
-        yield up
-
-
 def steps_of(text: str) -> list[int]:
     """Returns the steps of which the text of the fake engine consists."""
     assert re.fullmatch(r"(Step \d+ is [0-9a-f]{8}\. )+", text)
@@ -51,10 +43,10 @@ def go_environment() -> Mapping[str, str]:
     return {**os.environ, "GO111MODULE": "off", "GOPATH": f"{EXAMPLE / 'gen'}:/usr/share/gocode"}
 
 
-def test_the_example_of_the_documents_prints_the_answer(up: Deployment, tmp_path: Path) -> None:
+def test_the_example_of_the_documents_prints_the_answer(relays_up: Deployment, tmp_path: Path) -> None:
     (block,) = [block for block in read_blocks("docs/clients.md") if block.language == "go"]
     assert block.code == (EXAMPLE / "hello" / "main.go").read_text()
-    (tmp_path / "main.go").write_text(block.code.replace("127.0.0.1:7780", up.endpoint))
+    (tmp_path / "main.go").write_text(block.code.replace("127.0.0.1:7780", relays_up.endpoint))
     subprocess.run([GO, "build", "-o", "hello", "main.go"], cwd=tmp_path, env=go_environment(), check=True)
     printed = subprocess.run([tmp_path / "hello"], capture_output=True, text=True, check=True, timeout=30).stdout
     assert steps_of(printed) == list(range(STEPS))
@@ -65,9 +57,9 @@ def test_the_programs_are_formatted() -> None:
 
 
 @pytest.mark.parametrize("loss", ["broken connection", "killed orchestrator"])
-def test_a_lost_answer_continues(up: Deployment, loss: str) -> None:
-    with breakable_relay(up.endpoint) as way:
-        lose: Callable[[], None] = way.cut if loss == "broken connection" else lambda: up.kill("orchestrator")
+def test_a_lost_answer_continues(relays_up: Deployment, loss: str) -> None:
+    with breakable_relay(relays_up.endpoint) as way:
+        lose: Callable[[], None] = way.cut if loss == "broken connection" else lambda: relays_up.kill("orchestrator")
         with subprocess.Popen([*PROGRAM, way.endpoint, "hello"], stdout=subprocess.PIPE, text=True) as client:
             try:
                 assert client.stdout is not None
