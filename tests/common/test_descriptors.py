@@ -6,6 +6,7 @@ import pytest
 
 from stagemesh.common.errors import NotFoundError, NotReadyError
 from stagemesh.common.plugins.entry_points import factory_problem, load_function_descriptor
+from tests.rpc.call_errors import raises
 
 GOOD = """\
 from stagemesh.common.plugins.descriptors import FunctionDescriptor, Signature
@@ -60,9 +61,8 @@ def test_a_descriptor_is_found_by_its_name(packages: Path) -> None:
 )
 def test_a_broken_descriptor_names_its_package(packages: Path, entry: str, source: str, cause: str) -> None:
     _install(packages, "pack", entry=entry, source=source)
-    with pytest.raises(NotReadyError, match=f"function 'tested' of package pack 1.0: .*{cause}") as caught:
+    with raises(NotReadyError, reason="INVALID_DESCRIPTOR", match=f"function 'tested' of package pack 1.0: .*{cause}"):
         load_function_descriptor("tested")
-    assert caught.value.reason == "INVALID_DESCRIPTOR"
 
 
 def test_a_name_that_two_packages_register_is_an_error(packages: Path) -> None:

@@ -43,41 +43,35 @@ def test_a_host_without_groups_gives_its_available_memory(root: Path) -> None:
     assert available_bytes(root) == 1000 * MIB
 
 
-def test_the_limit_of_a_container_counts(root: Path) -> None:
-    write(root / "proc/self/cgroup", "0::/\n")
-    add_v2_group(root / "sys/fs/cgroup", limit=str(100 * MIB))
+@pytest.mark.parametrize(
+    ("cgroup", "groups", "available_mib"),
+    [
+        ("0::/", {"": 100}, 80),
+        ("0::/outer/inner", {"outer": 100, "outer/inner": None}, 80),
+        ("0::/", {"": 5000}, 1000),
+        ("0::/", {"": 5}, 0),
+    ],
+    ids=["container", "parent group", "above the available memory", "exceeded"],
+)
+def test_the_limits_of_groups_count(root: Path, cgroup: str, groups: dict[str, int | None], available_mib: int) -> None:
+    write(root / "proc/self/cgroup", f"{cgroup}\n")
+    for name, limit_mib in groups.items():
+        add_v2_group(root / "sys/fs/cgroup" / name, limit="max" if limit_mib is None else str(limit_mib * MIB))
+    assert available_bytes(root) == available_mib * MIB
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "group"),
+    [
+        ("5:cpu,cpuacct:/box\n4:memory:/box\n1:name=systemd:/box\n", "memory/box"),
+        # A path of the host is not visible in the container. The limit is at the mount.
+        ("4:memory:/docker/0123\n", "memory"),
+    ],
+)
+def test_the_limit_of_a_version_1_group_counts(root: Path, cgroup: str, group: str) -> None:
+    write(root / "proc/self/cgroup", cgroup)
+    add_v1_group(root / "sys/fs/cgroup" / group, limit=100 * MIB)
     assert available_bytes(root) == 80 * MIB
-
-
-def test_the_limit_of_a_parent_group_counts(root: Path) -> None:
-    write(root / "proc/self/cgroup", "0::/outer/inner\n")
-    add_v2_group(root / "sys/fs/cgroup/outer", limit=str(100 * MIB))
-    add_v2_group(root / "sys/fs/cgroup/outer/inner", limit="max")
-    assert available_bytes(root) == 80 * MIB
-
-
-def test_a_limit_above_the_available_memory_changes_nothing(root: Path) -> None:
-    write(root / "proc/self/cgroup", "0::/\n")
-    add_v2_group(root / "sys/fs/cgroup", limit=str(5000 * MIB))
-    assert available_bytes(root) == 1000 * MIB
-
-
-def test_the_limit_of_a_version_1_group_counts(root: Path) -> None:
-    write(root / "proc/self/cgroup", "5:cpu,cpuacct:/box\n4:memory:/box\n1:name=systemd:/box\n")
-    add_v1_group(root / "sys/fs/cgroup/memory/box", limit=100 * MIB)
-    assert available_bytes(root) == 80 * MIB
-
-
-def test_a_version_1_path_of_the_host_falls_back_to_the_mount(root: Path) -> None:
-    write(root / "proc/self/cgroup", "4:memory:/docker/0123\n")
-    add_v1_group(root / "sys/fs/cgroup/memory", limit=100 * MIB)
-    assert available_bytes(root) == 80 * MIB
-
-
-def test_a_group_over_its_limit_leaves_nothing(root: Path) -> None:
-    write(root / "proc/self/cgroup", "0::/\n")
-    add_v2_group(root / "sys/fs/cgroup", limit=str(5 * MIB))
-    assert available_bytes(root) == 0
 
 
 def test_a_system_without_this_information_gives_none(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from stagemesh.common.errors import NotFoundError
 from stagemesh.common.process import logs
 from stagemesh.common.process.logs import LogContextFilter, bind_log_context, bind_process_log_context, set_level
+from tests.rpc.call_errors import raises
 
 _PROGRAM = """
 import logging
@@ -112,11 +113,10 @@ def test_a_level_is_set_for_a_logger_and_those_below_it(logger: logging.Logger) 
 
 
 def test_an_unknown_logger_is_an_error() -> None:
-    with pytest.raises(
-        NotFoundError, match=r"no logger 'stagemesh.nobody'; it has loggers below .*stagemesh"
-    ) as caught:
+    with raises(
+        NotFoundError, reason="UNKNOWN_LOGGER", match=r"no logger 'stagemesh.nobody'; it has loggers below .*stagemesh"
+    ):
         set_level(logging.DEBUG, logger="stagemesh.nobody")
-    assert caught.value.reason == "UNKNOWN_LOGGER"
 
 
 def _seen() -> tuple[str, ...]:

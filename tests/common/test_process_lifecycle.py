@@ -11,7 +11,7 @@ import pytest
 
 SERVICE = """
 import asyncio, sys
-from stagemesh.common.errors import NotReadyError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
 import time
 from stagemesh.common.process.lifecycle import end_within, ended_when_stuck, run_service
 
@@ -24,6 +24,8 @@ async def main(stopping):
             raise NotReadyError("port 1 is in use", reason="PORT_IN_USE")
         case "model":
             raise NotReadyError("no model")
+        case "config":
+            raise InvalidRequestError("no such stage")
         case "stuck":
             async with ended_when_stuck(3):
                 await asyncio.sleep(1.0)
@@ -61,7 +63,12 @@ time.sleep(60)
 
 @pytest.mark.parametrize(
     ("what", "status", "line"),
-    [("port", 6, "port 1 is in use"), ("model", 6, "no model"), ("bug", 1, "ValueError: a bug")],
+    [
+        ("port", 6, "port 1 is in use"),
+        ("model", 6, "no model"),
+        ("config", 2, "no such stage"),
+        ("bug", 1, "ValueError: a bug"),
+    ],
 )
 def test_exit_status_shows_the_cause(what: str, status: int, line: str) -> None:
     result = _run(SERVICE, what)

@@ -5,15 +5,17 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.process.settings import exports_traces, home, library_variable, set_library_variables, zone
+from tests.rpc.call_errors import raises
 
 
 def test_home_that_is_a_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("STAGEMESH_HOME", str(file))
-    with pytest.raises(InvalidRequestError, match=r"STAGEMESH_HOME is '.*file'; it must be a folder") as caught:
+    with raises(
+        InvalidRequestError, reason="INVALID_SETTING", match=r"STAGEMESH_HOME is '.*file'; it must be a folder"
+    ):
         home()
-    assert caught.value.reason == "INVALID_SETTING"
 
 
 def test_home_may_be_created_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +62,5 @@ def test_a_collector_makes_traces_exported(
 def test_other_protocols_of_traces_are_rejected(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4317")
     monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidRequestError, match=f"{name} is '{value}'; it must be") as caught:
+    with raises(InvalidRequestError, reason="INVALID_SETTING", match=f"{name} is '{value}'; it must be"):
         exports_traces()
-    assert caught.value.reason == "INVALID_SETTING"

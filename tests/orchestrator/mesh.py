@@ -16,11 +16,11 @@ from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.orchestrator.service import serving
 from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
-from stagemesh.v1 import control_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, request_pb2, stage_pb2
+from stagemesh.v1 import control_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, stage_pb2
 from tests.orchestrator.scripted_stage import Probed, Script, ScriptedStage, say_hello
+from tests.rpc.call_errors import error_of
 from tests.rpc.health_calls import Request as HealthRequest
 from tests.rpc.health_calls import Response as HealthResponse
 from tests.rpc.health_calls import watch
@@ -66,20 +66,13 @@ class Mesh:
     """A channel to the admin port."""
     admin_endpoint: str = field(kw_only=True)
 
-    async def generate(
-        self, **fields: "str | list[str] | request_pb2.Parameters"
-    ) -> list[orchestrator_pb2.GenerateResponse]:
+    async def generate(self, **fields: Any) -> list[orchestrator_pb2.GenerateResponse]:
         """Runs a request and returns its events."""
-        call = self.stub.Generate(ask(**fields), timeout=20)
-        return [event async for event in call]
+        return [event async for event in self.stub.Generate(ask(**fields), timeout=20)]
 
-    async def failure(self, **fields: "str | list[str] | request_pb2.Parameters") -> StagemeshError:
+    async def failure(self, **fields: Any) -> StagemeshError:
         """Runs a request and returns the error with which it ends."""
-        try:
-            await self.generate(**fields)
-        except grpc.aio.AioRpcError as exc:
-            return from_rpc_error(exc, peer="the orchestrator")
-        raise AssertionError("the request succeeded")
+        return await error_of(self.stub.Generate(ask(**fields), timeout=20))
 
     async def cancel(self, request_id: str, *, when_left: bool = False) -> None:
         """Calls CancelRequest."""
@@ -90,9 +83,18 @@ class Mesh:
         """Calls DescribePipeline."""
         return await self.stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest(), timeout=10)
 
-    async def until_idle(self) -> None:
+    def run(self, script: Script) -> None:
+        """Makes all stages run this script for later steps."""
+        for stage in self.stages.values():
+            stage.script = script
+
+    async def until_started(self) -> None:
+        """Waits until each stage has sent an event of a step."""
+        await asyncio.gather(*(stage.started.wait() for stage in self.stages.values()))
+
+    async def until_idle(self, *, within_s: float = 5) -> None:
         """Waits until no stage runs a step."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(within_s):
             for stage in self.stages.values():
                 while stage.running:
                     await stage.idle.wait()
@@ -105,11 +107,9 @@ class Mesh:
         return [len(stage.cancels) for stage in self.stages.values()]
 
 
-def ask(**fields: "str | list[str] | request_pb2.Parameters") -> orchestrator_pb2.GenerateRequest:
+def ask(**fields: Any) -> orchestrator_pb2.GenerateRequest:
     """Returns a request with a prompt."""
-    request = orchestrator_pb2.GenerateRequest(**fields)  # type: ignore[arg-type]
-    request.input.text = "hello"
-    return request
+    return orchestrator_pb2.GenerateRequest(**{"input": {"text": "hello"}, **fields})
 
 
 def texts(events: list[orchestrator_pb2.GenerateResponse], name: str) -> str:

@@ -57,6 +57,17 @@ async def hang(stage: "ScriptedStage", request: stage_pb2.ExecuteStepRequest) ->
     await asyncio.Event().wait()
 
 
+def failing(error: StagemeshError) -> Script:
+    """Returns a script that accepts, and fails once the producers have started."""
+
+    async def fail(stage: "ScriptedStage", request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        yield ACCEPTED
+        await stage.until_fed(request)
+        raise error
+
+    return fail
+
+
 class ScriptedControls(control_pb2_grpc.StageControlServiceServicer):
     """Some of a replica's controls. A drain changes the description."""
 
@@ -74,7 +85,7 @@ class ScriptedControls(control_pb2_grpc.StageControlServiceServicer):
     ) -> control_pb2.LoadAdapterResponse:
         async with answering(context):
             if self.adapter_error is not None:
-                raise self.adapter_error
+                raise copy(self.adapter_error)
             adapter = control_pb2.Adapter(name=request.name, path=request.path, rank=8)
             self.adapters[request.name] = adapter
             return control_pb2.LoadAdapterResponse(adapter=adapter)
@@ -87,7 +98,7 @@ class ScriptedControls(control_pb2_grpc.StageControlServiceServicer):
             if request.name not in self.adapters:
                 raise NotFoundError("no such adapter", reason="UNKNOWN_ADAPTER")
             if self.adapter_error is not None:
-                raise self.adapter_error
+                raise copy(self.adapter_error)
             del self.adapters[request.name]
         return control_pb2.UnloadAdapterResponse()
 

@@ -14,13 +14,13 @@ from google.protobuf.message import Message
 from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.plugins.connectors import ConnectorName
-from stagemesh.common.wire.versions import own_protocol
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe
 from stagemesh.orchestrator.fleet.membership import Member, MembershipListener
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient, Verdict
 from stagemesh.orchestrator.fleet.replica_loss import REPLICA_LOST
 from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import request_pb2, stage_pb2
+from tests.orchestrator.replicas import ready_description
 from tests.orchestrator.scripted_stage import tensors_of
 
 ROW_S = 0.1
@@ -51,9 +51,10 @@ class World:
         """The total number of rows made, by stage."""
 
     def connect(self, member: Member) -> ReplicaClient:
-        """Starts the process of a member and returns its client."""
-        replica = self.replicas[member.name] = SimulatedReplica(member, self)
-        return cast("ReplicaClient", replica)
+        """Starts the process of a member, if it does not run, and returns its client."""
+        if member.name not in self.replicas:
+            self.replicas[member.name] = SimulatedReplica(member, self)
+        return cast("ReplicaClient", self.replicas[member.name])
 
 
 @dataclass
@@ -92,9 +93,11 @@ class SimulatedReplica:
 
     def __init__(self, member: Member, world: World) -> None:
         self.member, self.world = member, world
+        generation = world.generations.get(member.name, "")
+        self.description = ready_description(member.stage, pipeline=world.pipeline, generation=generation)
+        self.description.replica, self.description.incarnation = member.name, "life 0"
         self.deaths = 0
-        self.dead = self.cut = self.fails = False
-        self.doubts = 0
+        self.dead = self.cut = self.fails = self.is_doubted = False
         self.steps: dict[str, Step] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.calls: list[stage_pb2.ExecuteStepRequest] = []
@@ -145,6 +148,7 @@ class SimulatedReplica:
 
     def _restart(self) -> None:
         self.dead = self.fails = False
+        self.description.incarnation = f"life {self.deaths}"
 
     def _check(self) -> None:
         if self.dead or self.cut:
@@ -154,26 +158,20 @@ class SimulatedReplica:
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
         self._check()
-        return stage_pb2.DescribeResponse(
-            pipeline=self.world.pipeline.name,
-            generation=self.world.generations.get(self.member.name, self.world.pipeline.generation),
-            stage=self.member.stage,
-            replica=self.member.name,
-            incarnation=f"life {self.deaths}",
-            state=stage_pb2.REPLICA_STATE_READY,
-            protocol=own_protocol(),
-        )
+        description = stage_pb2.DescribeResponse()
+        description.CopyFrom(self.description)
+        return description
 
     async def wait_while_serving(self) -> None:
-        doubts = self.doubts
-        while True:
+        incarnation, self.is_doubted = self.description.incarnation, False
+        while self.description.state == stage_pb2.REPLICA_STATE_READY:
             self._check()
-            if self.doubts > doubts:
+            if self.is_doubted or self.description.incarnation != incarnation:
                 raise UnavailableError("the watch was ended", reason=REPLICA_LOST)
             await self.world.changed.wait()
 
     def end_health_watch(self) -> None:
-        self.doubts += 1
+        self.is_doubted = True
         self.world.changed.fire()
 
     async def watch_load(self, verdict: Verdict) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:

@@ -1,9 +1,8 @@
 """The caller of a request: from a certificate, from a token, and without credentials."""
 
 import json
-import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -241,43 +240,46 @@ def _provider(keys: Path) -> TokenConfig:
     return TokenConfig(keys=str(keys), issuer=ISSUER, audience=AUDIENCE)
 
 
-def _claims(**changes: Any) -> dict[str, Any]:
-    return {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": time.time() + 600} | changes
+@pytest.fixture
+def checker(tmp_path: Path, key: rsa.RSAPrivateKey, monkeypatch: pytest.MonkeyPatch) -> TokenChecker:
+    """Checks tokens of a provider whose keys are in the file `keys`."""
+    monkeypatch.setattr(authentication, "_FETCH_PAUSE_S", 0.0)
+    return TokenChecker(_provider(_keys(tmp_path / "keys", key)))
+
+
+def _signed(key: Any, *, algorithm: str = "RS256", name: str = "1", **changes: Any) -> str:
+    """Returns a token. A claim that is None is left out."""
+    claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": time.time() + 600} | changes
+    given = {claim: value for claim, value in claims.items() if value is not None}
+    return jwt.encode(given, key, algorithm, {"kid": name})
 
 
 async def test_a_token_of_the_provider_names_the_caller(
     tmp_path: Path, key: rsa.RSAPrivateKey, callers: Callers
 ) -> None:
     config = _provider(_keys(tmp_path / "keys", key))
-    async with _by_token(tmp_path, jwt.encode(_claims(), key, "RS256", {"kid": "1"}), config, callers) as stub:
+    async with _by_token(tmp_path, _signed(key), config, callers) as stub:
         await _generate(stub)
     assert callers.seen == ["alice"]
 
 
-async def test_a_new_key_of_the_provider_is_found(
-    tmp_path: Path, key: rsa.RSAPrivateKey, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(authentication, "_FETCH_PAUSE_S", 0.0)
-    file, new = _keys(tmp_path / "keys", key), rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    checker = TokenChecker(_provider(file))
-    token = jwt.encode(_claims(), new, "RS256", {"kid": "2"})
+async def test_a_new_key_of_the_provider_is_found(tmp_path: Path, checker: TokenChecker) -> None:
+    new = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    token = _signed(new, name="2")
     with pytest.raises(UnauthenticatedError, match="its key is not one of the provider's"):
         await checker.find_caller(token)
-    _keys(file, new, name="2")
+    _keys(tmp_path / "keys", new, name="2")
     assert await checker.find_caller(token) == "alice"
 
 
 async def test_the_keys_remain_valid_while_the_provider_cannot_be_read(
-    tmp_path: Path, key: rsa.RSAPrivateKey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, key: rsa.RSAPrivateKey, checker: TokenChecker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(authentication, "_FETCH_PAUSE_S", 0.0)
-    file = _keys(tmp_path / "keys", key)
-    checker = TokenChecker(_provider(file))
-    file.write_text("damaged")
+    (tmp_path / "keys").write_text("damaged")
     with pytest.raises(UnauthenticatedError):
-        await checker.find_caller(jwt.encode(_claims(), key, "RS256", {"kid": "2"}))
+        await checker.find_caller(_signed(key, name="2"))
     assert "the previous keys remain valid" in caplog.text
-    assert await checker.find_caller(jwt.encode(_claims(), key, "RS256", {"kid": "1"})) == "alice"
+    assert await checker.find_caller(_signed(key)) == "alice"
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"keys": []}', '{"keys": [{"kty": "RSA"}]}'])
@@ -296,58 +298,37 @@ def test_a_damaged_file_of_tokens_is_an_error_at_the_start(tmp_path: Path, conte
         TokenChecker(TokenConfig(file=str(tmp_path / "tokens")))
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"exp": 1_700_000_000}, "expired"),
-        ({"exp": None}, "exp"),
-        ({"aud": "another service"}, "[Aa]udience"),
-        ({"iss": "https://other.example"}, "issuer"),
-        ({"sub": ""}, "no claim 'sub'"),
-        ({"nbf": 4_000_000_000}, "not yet valid"),
-    ],
-    ids=[
-        "replayed after its expiry",
-        "without expiry",
-        "for another service",
-        "other issuer",
-        "no caller",
-        "too early",
-    ],
-)
+_OTHER_CLAIMS = {
+    "replayed after its expiry": ({"exp": 1_700_000_000}, "expired"),
+    "without expiry": ({"exp": None}, "exp"),
+    "for another service": ({"aud": "another service"}, "[Aa]udience"),
+    "other issuer": ({"iss": "https://other.example"}, "issuer"),
+    "no caller": ({"sub": ""}, "no claim 'sub'"),
+    "too early": ({"nbf": 4_000_000_000}, "not yet valid"),
+}
+
+
+@pytest.mark.parametrize(("claims", "problem"), _OTHER_CLAIMS.values(), ids=_OTHER_CLAIMS)
 async def test_other_tokens_of_the_provider_are_refused(
-    tmp_path: Path, key: rsa.RSAPrivateKey, changes: dict[str, Any], problem: str, callers: Callers
+    checker: TokenChecker, key: rsa.RSAPrivateKey, claims: dict[str, Any], problem: str
 ) -> None:
-    config = _provider(_keys(tmp_path / "keys", key))
-    claims = {name: value for name, value in _claims(**changes).items() if value is not None}
-    async with _by_token(tmp_path, jwt.encode(claims, key, "RS256", {"kid": "1"}), config, callers) as stub:
-        error = await _refusal(stub)
-    assert (type(error), error.reason) == (UnauthenticatedError, "INVALID_TOKEN")
-    assert re.search(problem, error.message), error.message
-    assert callers.seen == []
+    with raises(UnauthenticatedError, reason="INVALID_TOKEN", match=problem):
+        await checker.find_caller(_signed(key, **claims))
 
 
-@pytest.mark.parametrize("forgery", ["other key", "unknown key", "no signature", "shared secret", "no token"])
-async def test_forged_tokens_are_refused(
-    tmp_path: Path, key: rsa.RSAPrivateKey, forgery: str, callers: Callers
-) -> None:
-    config = _provider(_keys(tmp_path / "keys", key))
-    other = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    signed: dict[str, tuple[Any, str, str]] = {
-        "other key": (other, "RS256", "1"),
-        "unknown key": (ec.generate_private_key(ec.SECP256R1()), "ES256", "2"),
-        "no signature": (None, "none", "1"),
-        "shared secret": ("x" * 64, "HS256", "1"),
-    }
-    if forgery in signed:
-        secret, algorithm, name = signed[forgery]
-        token = jwt.encode(_claims(), secret, algorithm, {"kid": name})
-    else:
-        token = "not.a.token"  # noqa: S105
-    async with _by_token(tmp_path, token, config, callers) as stub:
-        error = await _refusal(stub)
-    assert (type(error), error.reason) == (UnauthenticatedError, "INVALID_TOKEN")
-    assert callers.seen == []
+_FORGERIES = {
+    "other key": lambda: _signed(rsa.generate_private_key(public_exponent=65537, key_size=2048)),
+    "unknown key": lambda: _signed(ec.generate_private_key(ec.SECP256R1()), algorithm="ES256", name="2"),
+    "no signature": lambda: _signed(None, algorithm="none"),
+    "shared secret": lambda: _signed("x" * 64, algorithm="HS256"),
+    "no token": lambda: "not.a.token",
+}
+
+
+@pytest.mark.parametrize("forged", _FORGERIES.values(), ids=_FORGERIES)
+async def test_forged_tokens_are_refused(checker: TokenChecker, forged: Callable[[], str]) -> None:
+    with raises(UnauthenticatedError, reason="INVALID_TOKEN"):
+        await checker.find_caller(forged())
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""The metrics of an orchestrator, compared with what clients have received."""
+"""The metrics of an orchestrator, compared with what clients have received, and its signals for autoscalers."""
 
 import asyncio
 import math
 import re
 import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,11 @@ from stagemesh.client import AsyncGeneration, AudioChunk, EdgeUsage
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.metrics.prometheus import OrchestratorMetrics
+from stagemesh.orchestrator.metrics.scaling import Metric as Signal
 from stagemesh.orchestrator.orchestrator import Orchestrator as Core
 from stagemesh.orchestrator.request.timeline import Timeline
-from stagemesh.pipeline import load_pipeline
 from stagemesh.v1 import request_pb2, stage_pb2
+from tests.orchestrator.mesh import load
 from tests.orchestrator.running_pipeline import Orchestrator, running_pipeline
 
 PIPELINE = """\
@@ -143,8 +144,7 @@ async def test_recoveries_and_errors_have_their_causes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("audio_s", [-1.0, math.nan, math.inf])
 async def test_a_number_that_a_stage_invents_is_not_counted(tmp_path: Path, audio_s: float) -> None:
-    (tmp_path / "p.yaml").write_text(PIPELINE.format(connector="grpc", replicas=""))
-    pipeline = load_pipeline(str(tmp_path / "p.yaml"))
+    pipeline = load(tmp_path, PIPELINE.format(connector="grpc", replicas=""))
     observed = Core(pipeline, Fleet(pipeline, ()), max_request_s=60, drain_s=0)
     metrics, timeline = OrchestratorMetrics(observed), Timeline("r")
     step = timeline.begin("source", replica="source-0", attempt=1)
@@ -183,3 +183,62 @@ async def _working_replica(orchestrator: Orchestrator) -> str:
             if name.startswith("relay") and value:
                 return name
         await asyncio.sleep(0.02)
+
+
+# A request takes 100 s, and runs alone. Two requests are admitted at the same time.
+SLOW = """
+pipeline: slow
+stages: {say: {engine: fake, function: source, options: {steps: 100, step_s: 1, max_running: 1}}}
+outputs: {text: say}
+limits: {max_in_flight: 2}
+"""
+QUEUED = "stagemesh_stage_queued_seconds"
+
+
+@pytest.fixture
+async def slow(tmp_path: Path) -> AsyncGenerator[Orchestrator]:
+    async with running_pipeline(tmp_path, SLOW) as (orchestrator,):
+        yield orchestrator
+
+
+async def _signals(orchestrator: Orchestrator) -> dict[str, float]:
+    """Returns the signals that autoscalers read from Prometheus."""
+    metrics = await _scrape(orchestrator)
+    samples = [sample for signal in Signal for sample in metrics[signal.value].samples]
+    return {sample.name: sample.value for sample in samples if sample.labels["stage"] == "say"}
+
+
+async def test_the_waiting_work_grows_with_the_backlog_and_is_zero_without_one(slow: Orchestrator) -> None:
+    async with slow.requests(1):
+        assert (await slow.until_stage("say", lambda stage: stage.running == 1)).queued_s == 0
+        async with slow.requests(1):
+            first = await slow.until_stage("say", lambda stage: stage.queued == 1)
+            # These requests wait for admission.
+            async with slow.requests(3):
+                more = await slow.until_stage("say", lambda stage: stage.queued_s > 2 * first.queued_s)
+                read = (await _signals(slow))[QUEUED]
+    assert [first.queued_s, more.queued_s] == pytest.approx([100, 400], rel=0.1)
+    assert read == pytest.approx(more.queued_s, rel=0.1)
+    assert (await slow.until_stage("say", lambda stage: stage.running == 0)).queued_s == 0
+
+
+async def test_prometheus_reads_the_signals_of_operators(slow: Orchestrator) -> None:
+    async with slow.requests(5):
+        stage = await slow.until_stage("say", lambda stage: stage.queued == 1)
+        gauges = await _signals(slow)
+    assert gauges == {
+        QUEUED: pytest.approx(stage.queued_s, rel=0.1),
+        "stagemesh_stage_playout_at_risk": 0,
+        "stagemesh_stage_in_flight": 2,
+    }
+    await slow.until_stage("say", lambda stage: stage.running == 0)
+    assert set((await _signals(slow)).values()) == {0}
+
+
+async def test_the_metrics_of_several_orchestrators_add_up(tmp_path: Path) -> None:
+    async with running_pipeline(tmp_path, SLOW, orchestrators=2) as (one, other), one.requests(2), other.requests(1):
+        for each in (one, other):
+            await each.until_stage("say", lambda stage: stage.queued == 2)
+        gauges = [await _signals(each) for each in (one, other)]
+    assert [each[QUEUED] for each in gauges] == pytest.approx([133, 67], rel=0.1)
+    assert [each["stagemesh_stage_in_flight"] for each in gauges] == [2, 1]

@@ -1,7 +1,7 @@
-"""Compares the checks of a pipeline's flows with routes of all possible requests."""
+"""The graphs of pipelines, and their flows, whose checks are compared with routes of all possible requests."""
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 from hypothesis import assume, given, settings
@@ -13,7 +13,9 @@ from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.pipeline import Catalog, Edge, Limits, Pipeline, PipelineOutput, Stage
 from stagemesh.pipeline.conditions import Comparison, Condition, Fact, Facts, Term, find_facts, holds
 from stagemesh.pipeline.document import Origin, Problems
+from stagemesh.pipeline.edge_resolver import find_cycle, topological_order
 from stagemesh.pipeline.flows import check_flows
+from stagemesh.pipeline.graph import Arc, ancestors
 
 NUMBERS = TensorSpec.parse("float32[n]")
 BOUNDS = OptionSpec(default=1.0, minimum=0.0, maximum=4.0)
@@ -188,3 +190,57 @@ def test_facts_are_found_if_and_only_if_some_exist(given_: Condition, unless: li
     found = find_facts(given_, unless=unless)
     assert (found is not None) == bool(fitting)
     assert found is None or (holds(given_, found) and not any(holds(each, found) for each in unless))
+
+
+_NAMES = [f"s{i}" for i in range(9)]
+
+
+@st.composite
+def _dags(draw: st.DrawFn) -> tuple[list[str], set[Arc]]:
+    """Nodes in any order, with arcs that all follow one hidden order."""
+    hidden = draw(st.permutations(_NAMES))
+    pairs = [Arc(a, b) for i, a in enumerate(hidden) for b in hidden[i + 1 :]]
+    return draw(st.permutations(_NAMES)), draw(st.sets(st.sampled_from(pairs)))
+
+
+_ARCS = st.sets(st.builds(Arc, st.sampled_from(_NAMES), st.sampled_from(_NAMES)), max_size=14)
+
+
+@given(_dags())
+def test_producers_come_before_consumers(dag: tuple[list[str], set[Arc]]) -> None:
+    nodes, arcs = dag
+    order = topological_order(nodes, arcs)
+    assert sorted(order) == sorted(nodes)
+    assert all(order.index(arc.producer) < order.index(arc.consumer) for arc in arcs)
+
+
+@given(_dags())
+def test_a_dag_has_no_cycle(dag: tuple[list[str], set[Arc]]) -> None:
+    assert find_cycle(*dag) == ()
+
+
+@given(_ARCS)
+def test_a_cycle_is_found_if_and_only_if_there_is_no_order(arcs: set[Arc]) -> None:
+    cycle = find_cycle(_NAMES, arcs)
+    assert bool(cycle) == (len(topological_order(_NAMES, arcs)) < len(_NAMES))
+    assert all(Arc(*pair) in arcs for pair in pairwise(cycle))
+    assert not cycle or cycle[0] == cycle[-1]
+
+
+@given(_dags(), st.sets(st.sampled_from(_NAMES), min_size=1))
+def test_ancestors_are_exactly_the_nodes_upstream(dag: tuple[list[str], set[Arc]], targets: set[str]) -> None:
+    _, arcs = dag
+    needed = ancestors(targets, arcs)
+    assert targets <= needed
+    assert all(arc.producer in needed for arc in arcs if arc.consumer in needed)
+    assert all(
+        any(arc in arcs and arc.consumer in needed for arc in arcs if arc.producer == node) for node in needed - targets
+    )
+
+
+def test_independent_stages_keep_the_files_order() -> None:
+    assert topological_order(["c", "a", "b"], {Arc("a", "b")}) == ("c", "a", "b")
+
+
+def test_a_loop_to_itself_is_a_cycle() -> None:
+    assert find_cycle(["a"], {Arc("a", "a")}) == ("a", "a")

@@ -10,6 +10,7 @@ from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM
 from stagemesh.common.wire.chunk_sizes import FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.pipeline import Bounds, Limits, built_in_pipelines, load_pipeline
 from tests.pipeline.files import errors, load, mistakes
+from tests.rpc.call_errors import raises
 
 GOOD = """\
 pipeline: song
@@ -186,15 +187,12 @@ def test_a_missing_model_names_the_searched_paths(tmp_path: Path, monkeypatch: p
     assert error.endswith("; run `stagemesh models fetch`, or give the path of a folder or file")
 
 
-def test_an_unknown_pipeline_names_a_similar_built_in_pipeline() -> None:
-    with pytest.raises(NotFoundError, match="did you mean 'speech'") as caught:
-        load_pipeline("speach")
-    assert caught.value.reason == "UNKNOWN_PIPELINE"
-
-
-def test_an_unknown_pipeline_lists_all_built_in_pipelines() -> None:
-    with pytest.raises(NotFoundError, match="built-in: speech"):
-        load_pipeline("nowhere/pipeline.yaml")
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("speach", "did you mean 'speech'"), ("nowhere/pipeline.yaml", "built-in: speech")]
+)
+def test_the_error_for_an_unknown_pipeline_names_built_in_pipelines(name: str, remedy: str) -> None:
+    with raises(NotFoundError, reason="UNKNOWN_PIPELINE", match=remedy):
+        load_pipeline(name)
 
 
 def test_stages_come_producers_first(tmp_path: Path) -> None:

@@ -9,14 +9,13 @@ import grpc
 import pytest
 
 from benchmarks.flood_attacks import http2
-from stagemesh.common.errors import StagemeshError
 from stagemesh.rpc.channels import MAX_CALLS_PER_CONNECTION, MAX_HEADER_BYTES, open_channel
-from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.handlers import streaming
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
 from stagemesh.v1.request_pb2 import Output
+from tests.rpc.call_errors import error_of
 
 MOST = 3
 
@@ -53,24 +52,16 @@ async def served(calls_per_caller: int | None) -> AsyncGenerator[tuple[str, Wait
         await server.stop(grace_s=0)
 
 
-async def _error_of(call: Any) -> StagemeshError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in call:
-            pass
-    return from_rpc_error(caught.value, peer="server")
-
-
 async def test_a_caller_has_limited_calls_until_one_ends() -> None:
     async with served(MOST) as (endpoint, service), open_channel(endpoint) as channel:
         stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
         calls: list[Any] = [stub.Generate(GenerateRequest(request_id=f"r{n}")) for n in range(MOST)]
         assert [(await call.read()).output.name for call in calls] == ["r0", "r1", "r2"]
-        error = await _error_of(stub.Generate(GenerateRequest()))
+        error = await error_of(stub.Generate(GenerateRequest()))
         assert (error.reason, error.code.name) == ("CALL_LIMIT", "RESOURCE_EXHAUSTED")
         assert error.retry_after_s == 1
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest())
-        assert from_rpc_error(caught.value, peer="server").reason == "CALL_LIMIT"
+        other = stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest())
+        assert (await error_of(other)).reason == "CALL_LIMIT"
         service.end.set()
         for call in calls:
             assert await call.read() is grpc.aio.EOF
@@ -114,9 +105,7 @@ async def test_large_headers_are_rejected_without_acknowledged_settings(most: in
 async def test_a_call_without_a_message_is_rejected() -> None:
     async with served(MOST) as (endpoint, service), open_channel(endpoint) as channel:
         no_message: Any = channel.stream_unary(http2.GENERATE)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await no_message(iter(()))
-        assert from_rpc_error(caught.value, peer="server").reason == "MALFORMED_MESSAGE"
+        assert (await error_of(no_message(iter(())))).reason == "MALFORMED_MESSAGE"
         assert service.running == 0
 
 

@@ -9,6 +9,7 @@ from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.credentials import CA, CERTIFICATE, KEY, Credentials, TlsFolder
 from stagemesh.rpc.server import Server
 from tests.credentials import issue, process_credentials
+from tests.rpc.call_errors import raises
 from tests.rpc.health_calls import Request, check
 
 
@@ -17,9 +18,8 @@ from tests.rpc.health_calls import Request, check
 def test_half_a_folder_is_an_error(tmp_path: Path, missing: str, needs_certificate: bool) -> None:
     folder = issue(tmp_path, "stage/a-0")
     (folder / missing).unlink()
-    with pytest.raises(InvalidRequestError, match=f"{missing} cannot be read: No such file") as caught:
+    with raises(InvalidRequestError, reason="INVALID_TLS", match=f"{missing} cannot be read: No such file"):
         TlsFolder(folder, needs_certificate=needs_certificate)
-    assert caught.value.reason == "INVALID_TLS"
 
 
 def test_the_certificate_of_the_authority_is_enough_for_a_client_with_a_token(tmp_path: Path) -> None:
@@ -34,9 +34,8 @@ def test_the_certificate_of_the_authority_is_enough_for_a_client_with_a_token(tm
 def test_a_file_without_one_token_is_refused(tmp_path: Path, content: str) -> None:
     folder, token = issue(tmp_path, "client/a"), tmp_path / "token"
     token.write_text(content)
-    with pytest.raises(InvalidRequestError) as caught:
+    with raises(InvalidRequestError, reason="INVALID_TOKENS"):
         Credentials(folder, token_file=token)
-    assert caught.value.reason == "INVALID_TOKENS"
 
 
 def test_a_token_is_not_sent_without_tls(tmp_path: Path) -> None:
@@ -49,9 +48,8 @@ def test_a_token_is_not_sent_without_tls(tmp_path: Path) -> None:
 def test_damaged_files_are_refused(tmp_path: Path, damaged: str) -> None:
     folder = issue(tmp_path, "stage/a-0")
     (folder / damaged).write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
-    with pytest.raises(InvalidRequestError) as caught:
+    with raises(InvalidRequestError, reason="INVALID_TLS"):
         TlsFolder(folder)
-    assert caught.value.reason == "INVALID_TLS"
 
 
 def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:

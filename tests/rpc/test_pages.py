@@ -1,12 +1,12 @@
 """The pages of a list that changes while it is paged."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.rpc.pages import Key, page_of
 from stagemesh.v1 import admin_pb2, orchestrator_pb2
+from tests.rpc.call_errors import raises
 
 _KEYS = st.frozensets(st.tuples(st.integers(0, 3), st.text("ab/é", max_size=2)), max_size=12)
 
@@ -45,6 +45,5 @@ def test_items_with_the_same_key_share_a_page() -> None:
 
 def test_the_token_of_another_list_is_rejected() -> None:
     _, token = _page([("a",), ("b",)], size=1)
-    with pytest.raises(InvalidRequestError) as caught:
+    with raises(InvalidRequestError, reason="INVALID_PAGE_TOKEN"):
         _page([(0,), (1,)], token=token)
-    assert caught.value.reason == "INVALID_PAGE_TOKEN"

@@ -1,5 +1,6 @@
-"""The gRPC server of every service."""
+"""The gRPC server of every service: its health, its reflection, its addresses, and the roles of its callers."""
 
+import asyncio
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,16 +8,17 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
 
 from stagemesh.cli.launcher.ports import PortPicker
-from stagemesh.common.errors import NotReadyError
+from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError, UnsupportedError
+from stagemesh.rpc.callers import CLIENT, OPERATOR, STAGE, Role, roles_of
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.server import Server
-from stagemesh.v1 import stage_pb2
+from stagemesh.v1 import membership_pb2, membership_pb2_grpc, stage_pb2
 from stagemesh.v1.stage_pb2_grpc import StageServiceStub
 from tests.credentials import issue, process_credentials
-from tests.rpc.health_calls import check, watch
+from tests.rpc.call_errors import error_of, raises
+from tests.rpc.health_calls import Request, check, watch
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -31,9 +33,7 @@ async def test_health_has_a_name_for_each_facet() -> None:
         whole = await health(health_pb2.HealthCheckRequest())
         facet = await health(health_pb2.HealthCheckRequest(service="liveness"))
         assert (whole.status, facet.status) == (NOT_SERVING, SERVING)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await health(health_pb2.HealthCheckRequest(service="nobody"))
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert isinstance(await error_of(health(health_pb2.HealthCheckRequest(service="nobody"))), NotFoundError)
     await server.stop(grace_s=0)
 
 
@@ -58,13 +58,11 @@ async def test_health_is_served_without_tls_and_nothing_else(tmp_path: Path) -> 
     liveness = health_pb2.HealthCheckRequest(service="liveness")
     async with open_channel(f"{host}:{health_port}") as channel:
         assert (await check(channel)(liveness)).status == SERVING
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await StageServiceStub(channel).Describe(stage_pb2.DescribeRequest())
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert isinstance(
+            await error_of(StageServiceStub(channel).Describe(stage_pb2.DescribeRequest())), UnsupportedError
+        )
     async with open_channel(f"{host}:{port}") as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await check(channel)(liveness)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert isinstance(await error_of(check(channel)(liveness)), UnavailableError)
     await server.stop(grace_s=0)
 
 
@@ -80,46 +78,52 @@ async def test_a_channel_has_the_name_in_the_servers_certificate(monkeypatch: py
     assert [each.get("grpc.ssl_target_name_override") for each in opened] == ["vocoder.example", None]
 
 
-async def test_reflection_lists_services() -> None:
-    server = Server("127.0.0.1:0")
-    server.reflect("stagemesh.v1.StageService")
-    async with open_channel(f"127.0.0.1:{await server.start()}") as channel:
-        ask = reflection_pb2.ServerReflectionRequest(list_services="")
-        list_services = channel.stream_stream(
-            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
-            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-        )
-        answer = await anext(aiter(list_services(iter([ask]))))
-        names = {service.name for service in answer.list_services_response.service}
-    assert {"grpc.health.v1.Health", "stagemesh.v1.StageService"} <= names
-    await server.stop(grace_s=0)
-
-
-async def test_port_in_use_is_named() -> None:
+@pytest.mark.parametrize("address", ["listen", "health_listen"])
+async def test_port_in_use_is_named(address: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(NotReadyError, match=f"port {port} of 127.0.0.1: it is in use") as caught:
-            await Server(f"127.0.0.1:{port}").start()
-    assert caught.value.reason == "PORT_IN_USE"
+        with raises(NotReadyError, reason="PORT_IN_USE", match=f"port {port} of 127.0.0.1: it is in use"):
+            await Server(**{"listen": "127.0.0.1:0", address: f"127.0.0.1:{port}"}).start()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1", ":50051", "127.0.0.1:99999", "127.0.0.1:x", "192.0.2.1:50051"])
 async def test_impossible_address_is_named(listen: str) -> None:
-    with pytest.raises(NotReadyError, match="cannot listen on") as caught:
+    with raises(NotReadyError, reason="CANNOT_LISTEN", match="cannot listen on"):
         await Server(listen).start()
-    assert caught.value.reason == "CANNOT_LISTEN"
-
-
-async def test_a_health_port_in_use_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(NotReadyError, match=f"port {port} of 127.0.0.1: it is in use"):
-            await Server("127.0.0.1:0", health_listen=f"127.0.0.1:{port}").start()
 
 
 async def test_stopping_twice_is_harmless() -> None:
     server = Server("127.0.0.1:0")
     await server.start()
     await server.stop(grace_s=0)
+    await server.stop(grace_s=0)
+
+
+class Members(membership_pb2_grpc.MembershipServiceServicer):
+    """Accepts every replica."""
+
+    async def Register(self, request_iterator: object, context: object) -> None:  # type: ignore[override]
+        await context.write(membership_pb2.RegisterResponse(lease_s=1))  # type: ignore[attr-defined]
+
+
+def test_the_roles_of_an_rpc_are_those_in_the_proto() -> None:
+    assert roles_of("/stagemesh.v1.MembershipService/Register") == {STAGE}
+    assert roles_of("/stagemesh.v1.OrchestratorService/Generate") == {CLIENT}
+    assert roles_of("/grpc.health.v1.Health/Check") == frozenset()
+
+
+@pytest.mark.parametrize(("roles", "served"), [({CLIENT, OPERATOR}, False), ({CLIENT, STAGE}, True)])
+async def test_a_port_serves_the_rpcs_of_its_roles_alone(roles: set[Role], served: bool) -> None:
+    server = Server("127.0.0.1:0", roles=roles)
+    membership_pb2_grpc.add_MembershipServiceServicer_to_server(Members(), server.grpc)
+    async with open_channel(f"127.0.0.1:{await server.start()}") as channel, asyncio.timeout(10):
+        await check(channel)(Request())
+        register = membership_pb2_grpc.MembershipServiceStub(channel).Register(iter(()))
+        answer = register.read()
+        if served:
+            assert await answer == membership_pb2.RegisterResponse(lease_s=1)
+        else:
+            error = await error_of(answer)
+            assert isinstance(error, UnsupportedError)
+            assert "this port serves clients and operators, and Register is for stages; call the" in error.message
     await server.stop(grace_s=0)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError, StagemeshError
-from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, orchestrator_pb2, request_pb2
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, orchestrator_pb2
 from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
 from tests.cli.commands import stagemesh
-from tests.orchestrator.admin.calls import error_of
 from tests.orchestrator.mesh import Mesh, mesh
+from tests.rpc.call_errors import error_of
 
 _PIPELINE = """
 pipeline: adapted
@@ -28,6 +28,15 @@ async def adapted(tmp_path: Path) -> AsyncIterator[Mesh]:
     """Yields a pipeline with two replicas of each stage. Stage a accepts adapters."""
     async with mesh(tmp_path, _PIPELINE.format(model=tmp_path), replicas=2) as adapted:
         yield adapted
+
+
+INVALID = InvalidRequestError("no such folder", reason="INVALID_ADAPTER")
+
+
+def _fail(mesh: Mesh, error: StagemeshError | None, *replicas: str) -> None:
+    """Makes later calls for adapters of these replicas fail, or succeed."""
+    for name in replicas:
+        mesh.stages[name].controls.adapter_error = error
 
 
 async def _load(mesh: Mesh, name: str = "x", path: str = "/x") -> dict[str, str]:
@@ -52,7 +61,7 @@ async def _list(mesh: Mesh) -> dict[str, tuple[bool, list[str]]]:
 
 async def _generate(mesh: Mesh, adapter: str = "x") -> str:
     """Runs a request with an adapter, and returns the replica of stage a."""
-    events = await mesh.generate(parameters=request_pb2.Parameters(adapter=adapter))
+    events = await mesh.generate(parameters={"adapter": adapter})
     (admitted,) = (event.admitted for event in events if event.HasField("admitted"))
     return admitted.choices[0].replicas["a"]
 
@@ -101,17 +110,16 @@ async def test_an_adapter_is_loaded_on_all_replicas_of_a_stage(adapted: Mesh) ->
 
 
 async def test_a_replica_that_fails_is_named_and_gets_no_requests_with_the_adapter(adapted: Mesh) -> None:
-    adapted.stages["a-1"].controls.adapter_error = InvalidRequestError("no such folder", reason="INVALID_ADAPTER")
+    _fail(adapted, INVALID, "a-1")
     assert await _load(adapted) == {"a-0": "", "a-1": "INVALID_ADAPTER"}
     assert await _list(adapted) == {"x": (True, ["a-0"])}
     assert {await _generate(adapted) for _ in range(10)} == {"a-0"}
-    adapted.stages["a-1"].controls.adapter_error = None
+    _fail(adapted, None, "a-1")
     assert await _load(adapted) == {"a-0": "", "a-1": ""}, "a repeated call loads the rest"
 
 
 async def test_an_adapter_that_no_replica_loads_is_not_remembered(adapted: Mesh) -> None:
-    for name in ("a", "a-1"):
-        adapted.stages[name].controls.adapter_error = InvalidRequestError("no such folder", reason="INVALID_ADAPTER")
+    _fail(adapted, INVALID, "a", "a-1")
     assert (await error_of(_load(adapted))).reason == "INVALID_ADAPTER"
     assert await _list(adapted) == {}
 
@@ -120,14 +128,14 @@ async def test_a_request_with_an_unknown_adapter_fails_before_a_step_is_sent(ada
     await _load(adapted, "known")
     for replica in ("a-0", "a-1"):
         await _until_reported(adapted, replica, "known")
-    error = await adapted.failure(parameters=request_pb2.Parameters(adapter="x"))
+    error = await adapted.failure(parameters={"adapter": "x"})
     assert (type(error), error.reason) == (NotFoundError, "UNKNOWN_ADAPTER")
     assert "loaded: known" in error.message
     assert not any(stage.requests for stage in adapted.stages.values())
 
 
 async def test_an_adapter_returns_after_a_restart_before_requests_that_need_it(adapted: Mesh) -> None:
-    adapted.stages["a-1"].controls.adapter_error = InvalidRequestError("no such folder", reason="INVALID_ADAPTER")
+    _fail(adapted, INVALID, "a-1")
     await _load(adapted)
     await _until_reported(adapted, "a-0", "x")
     await _restart(adapted, "a")
@@ -168,10 +176,9 @@ async def test_an_adapter_that_another_orchestrator_unloaded_does_not_return(ada
 
 async def test_an_adapter_in_use_stays_loaded_and_remembered(adapted: Mesh) -> None:
     await _load(adapted)
-    for name in ("a", "a-1"):
-        adapted.stages[name].controls.adapter_error = NotReadyError("requests use it", reason="ADAPTER_IN_USE")
+    _fail(adapted, NotReadyError("requests use it", reason="ADAPTER_IN_USE"), "a", "a-1")
     assert (await error_of(_unload(adapted))).reason == "ADAPTER_IN_USE"
-    adapted.stages["a"].controls.adapter_error = None
+    _fail(adapted, None, "a")
     assert await _unload(adapted) == {"a-0": "", "a-1": "ADAPTER_IN_USE"}
     assert await _list(adapted) == {"x": (False, ["a-1"])}
 
@@ -188,7 +195,7 @@ async def test_a_call_that_contradicts_the_loaded_adapters_fails(
 
 
 async def test_the_command_line_prints_the_outcome_for_each_replica(adapted: Mesh) -> None:
-    adapted.stages["a-1"].controls.adapter_error = InvalidRequestError("no such folder", reason="INVALID_ADAPTER")
+    _fail(adapted, INVALID, "a-1")
     server = ("--server", adapted.admin_endpoint)
     loaded = await stagemesh("admin", "lora", "load", "a", "x", "/x", *server)
     assert (loaded.exit_code, loaded.stdout) == (
@@ -205,5 +212,5 @@ async def test_adapters_are_not_loaded_on_a_single_replica(adapted: Mesh) -> Non
     call = StageControlServiceStub(adapted.admin).LoadAdapter(
         control_pb2.LoadAdapterRequest(name="x", path="/x"), timeout=10, metadata=(("stagemesh-replica", "a-0"),)
     )
-    error: StagemeshError = await error_of(call)
+    error = await error_of(call)
     assert "call AdminService.LoadAdapter" in error.message

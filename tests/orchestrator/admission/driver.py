@@ -10,15 +10,7 @@ from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.admission.admission import Admission
 from stagemesh.orchestrator.admission.queue import AdmissionRequest, Ticket
 from stagemesh.pipeline import Bounds, Limits
-
-
-class Clock:
-    """A clock that tests set."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.orchestrator.replicas import Clock
 
 
 @dataclass

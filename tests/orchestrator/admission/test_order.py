@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,31 +17,28 @@ def _fill(driver: AdmissionDriver, *asks: dict[str, object]) -> list[str]:
     return driver.serve([driver.ask(**ask) for ask in asks], first=first)  # type: ignore[arg-type]
 
 
-def test_equal_requests_are_admitted_in_order_of_arrival() -> None:
-    assert _fill(AdmissionDriver(), {"name": "a"}, {"name": "b"}, {"name": "c"}) == ["a", "b", "c"]
+ASKS: dict[str, tuple[dict[str, dict[str, object]], str]] = {
+    "equal requests in order of arrival": ({"a": {}, "b": {}, "c": {}}, "a b c"),
+    "higher priorities first": ({"low": {"priority": -1}, "usual": {}, "high": {"priority": 3}}, "high usual low"),
+    "the earliest deadline first within a priority": (
+        {
+            "late": {"within_s": 90.0},
+            "never": {},
+            "soon": {"within_s": 9.0},
+            "high": {"priority": 1, "within_s": 500.0},
+        },
+        "high soon late never",
+    ),
+    "priorities beyond the range as its ends": (
+        {"ten": {"priority": 10}, "million": {"priority": 1_000_000}},
+        "ten million",
+    ),
+}
 
 
-def test_higher_priorities_are_admitted_first() -> None:
-    order = _fill(
-        AdmissionDriver(), {"name": "low", "priority": -1}, {"name": "usual"}, {"name": "high", "priority": 3}
-    )
-    assert order == ["high", "usual", "low"]
-
-
-def test_the_earliest_deadline_is_first_within_a_priority() -> None:
-    order = _fill(
-        AdmissionDriver(),
-        {"name": "late", "within_s": 90.0},
-        {"name": "never"},
-        {"name": "soon", "within_s": 9.0},
-        {"name": "high", "priority": 1, "within_s": 500.0},
-    )
-    assert order == ["high", "soon", "late", "never"]
-
-
-def test_priorities_beyond_the_range_count_as_its_ends() -> None:
-    order = _fill(AdmissionDriver(), {"name": "ten", "priority": 10}, {"name": "million", "priority": 1_000_000})
-    assert order == ["ten", "million"]
+@pytest.mark.parametrize(("asks", "order"), ASKS.values(), ids=ASKS)
+def test_waiting_requests_are_admitted_in_order(asks: dict[str, dict[str, object]], order: str) -> None:
+    assert _fill(AdmissionDriver(), *({"name": name, **ask} for name, ask in asks.items())) == order.split()
 
 
 def test_a_caller_with_many_waiting_alternates_with_a_later_caller() -> None:

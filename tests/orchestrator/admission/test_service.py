@@ -11,15 +11,14 @@ import pytest
 from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,
-    InvalidRequestError,
     OverloadedError,
     UnavailableError,
 )
 from stagemesh.orchestrator.request import lifecycle
-from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import orchestrator_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh, texts
 from tests.orchestrator.scripted_stage import Response, Script, ScriptedStage, hang, say_hello
+from tests.rpc.call_errors import error_of
 
 if TYPE_CHECKING:
     Call = grpc.aio.UnaryStreamCall[orchestrator_pb2.GenerateRequest, orchestrator_pb2.GenerateResponse]
@@ -55,12 +54,6 @@ async def _running(chain: Mesh) -> "Call":
     return call
 
 
-async def _error(call: "Call") -> Exception:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        _ = [event async for event in call]
-    return from_rpc_error(caught.value, peer="the orchestrator")
-
-
 async def _until_queued(chain: Mesh, count: int) -> None:
     async with asyncio.timeout(2):
         while (await chain.describe()).queued != count:
@@ -73,18 +66,8 @@ async def test_a_request_beyond_the_limits_receives_a_retry_delay(tmp_path: Path
         error = await chain.failure()
         assert len(chain.stages["c"].requests) == 1
         call.cancel()
-    assert isinstance(error, OverloadedError)
-    assert error.reason == "ADMISSION_LIMIT"
-    assert error.retry_after_s is not None
-    assert error.retry_after_s >= 0.1
-
-
-async def test_a_finished_request_frees_its_slot(tmp_path: Path) -> None:
-    async with mesh(tmp_path, ONE_WITHOUT_QUEUE) as chain:
-        for _ in range(5):
-            events = await chain.generate()
-            assert events[-1].WhichOneof("event") == "finished"
-        assert (await chain.describe()).in_flight == 0
+    assert (type(error), error.reason) == (OverloadedError, "ADMISSION_LIMIT")
+    assert (error.retry_after_s or 0) >= 0.1
 
 
 async def test_a_request_that_cannot_be_planned_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +76,7 @@ async def test_a_request_that_cannot_be_planned_holds_nothing(tmp_path: Path, mo
         await chain.servers["b"].stop(grace_s=0)
         first, second = await chain.failure(request_id="r1"), await chain.failure(request_id="r1")
         described = await chain.describe()
-    assert isinstance(first, UnavailableError)
-    assert isinstance(second, UnavailableError)
+    assert [type(error) for error in (first, second)] == [UnavailableError] * 2
     assert described.in_flight == 0
     assert [replica.planned for stage in described.stages for replica in stage.replicas] == [0, 0, 0]
 
@@ -129,7 +111,7 @@ async def test_a_waiting_request_can_be_cancelled(tmp_path: Path) -> None:
         running, waiting = await _running(chain), await _queued(chain, request_id="r1")
         await chain.cancel("r1")
         assert (await chain.describe()).queued == 0
-        assert isinstance(await _error(waiting), CancelledRequestError)
+        assert isinstance(await error_of(waiting), CancelledRequestError)
         running.cancel()
 
 
@@ -151,12 +133,11 @@ async def test_stopping_rejects_waiting_requests_with_a_retryable_error(tmp_path
     async with mesh(tmp_path, ONE, scripts={"c": hang}, drain_s=20) as chain:
         running, waiting = await _running(chain), await _queued(chain)
         stopping = asyncio.ensure_future(chain.stop())
-        error = await _error(waiting)
+        error = await error_of(waiting)
         assert not running.done()
         running.cancel()
         await stopping
-    assert isinstance(error, UnavailableError)
-    assert (error.reason, error.retry_after_s) == ("NOT_RUNNING", 1.0)
+    assert (type(error), error.reason, error.retry_after_s) == (UnavailableError, "NOT_RUNNING", 1.0)
 
 
 async def test_a_request_rejected_from_the_queue_may_use_its_id_again(tmp_path: Path) -> None:
@@ -164,10 +145,8 @@ async def test_a_request_rejected_from_the_queue_may_use_its_id_again(tmp_path: 
     limited = CHAIN + "limits: {max_in_flight: 1, max_queued: 1}\n"
     async with mesh(tmp_path, limited, scripts={"c": _once(gate)}) as chain:
         running, pushed_out = await _running(chain), await _queued(chain, request_id="r1")
-        urgent = ask()
-        urgent.priority = 1
-        other = chain.stub.Generate(urgent, timeout=20)
-        assert isinstance(await _error(pushed_out), OverloadedError)
+        other = chain.stub.Generate(ask(priority=1), timeout=20)
+        assert isinstance(await error_of(pushed_out), OverloadedError)
         gate.set()
         for call in (running, other):
             _ = [event async for event in call]
@@ -180,16 +159,8 @@ async def test_a_request_whose_deadline_passes_in_the_queue_ends(tmp_path: Path)
         await chain.stages["c"].started.wait()
         waiting = await _queued(chain)
         await asyncio.wait([running])
-        error = await _error(waiting)
+        error = await error_of(waiting)
     assert isinstance(error, DeadlineError)
-
-
-@pytest.mark.parametrize("caller", ["a b", "x" * 129, "é"])
-async def test_an_invalid_caller_name_is_rejected(tmp_path: Path, caller: str) -> None:
-    async with mesh(tmp_path) as chain:
-        error = await chain.failure(caller=caller)
-    assert isinstance(error, InvalidRequestError)
-    assert error.reason == "INVALID_CALLER"
 
 
 async def test_limits_per_caller_apply_to_each_caller_separately(tmp_path: Path) -> None:
@@ -204,4 +175,4 @@ async def test_limits_per_caller_apply_to_each_caller_separately(tmp_path: Path)
             break
         for call in calls:
             call.cancel()
-    assert (isinstance(error, OverloadedError), getattr(error, "reason", "")) == (True, "CALLER_LIMIT")
+    assert (type(error), error.reason) == (OverloadedError, "CALLER_LIMIT")

@@ -21,7 +21,6 @@ from stagemesh.pipeline import Edge
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, mesh, texts, until_health
-from tests.orchestrator.scripted_stage import Probed
 
 FIXED = CHAIN.replace("{from: a, to: b}", "{from: a, to: b, connector: nixl}")
 BROKEN = NotReadyError(
@@ -86,9 +85,8 @@ async def _until(changed: Notifier, condition: Callable[[], bool]) -> None:
         await changed.wait()
 
 
-async def test_each_edge_is_described_with_what_it_uses(tmp_path: Path) -> None:
-    async with mesh(tmp_path) as chain:
-        edges = (await chain.describe()).edges
+async def test_each_edge_is_described_with_what_it_uses(chain: Mesh) -> None:
+    edges = (await chain.describe()).edges
     links = [(link.producer, link.consumer, link.connector) for edge in edges for link in edge.links]
     assert links == [("a-0", "b-0", chunk_pb2.CONNECTOR_SHM), ("b-0", "c-0", chunk_pb2.CONNECTOR_SHM)]
 
@@ -99,21 +97,16 @@ async def test_refused_connectors_are_described_with_the_reason(tmp_path: Path) 
     async with mesh(tmp_path, probed={"a": [found]}) as chain:
         link = await _link(chain)
     assert link.connector == chunk_pb2.CONNECTOR_GRPC
-    assert [(each.connector, each.error.message) for each in link.refusals] == [
-        (chunk_pb2.CONNECTOR_SHM, BROKEN.message)
-    ]
+    (refused,) = link.refusals
+    assert (refused.connector, refused.error.message) == (chunk_pb2.CONNECTOR_SHM, BROKEN.message)
 
 
 async def test_the_probe_names_edge_consumer_and_connector(tmp_path: Path) -> None:
     async with mesh(tmp_path, FIXED) as chain:
         probe = chain.stages["a"].probes[0]
         endpoint = (await chain.describe()).stages[1].replicas[0].endpoint
-    assert (probe.edge, probe.consumer, probe.endpoint, probe.connector) == (
-        "a->b",
-        "b-0",
-        endpoint,
-        chunk_pb2.CONNECTOR_NIXL,
-    )
+    assert (probe.edge, probe.consumer, probe.endpoint) == ("a->b", "b-0", endpoint)
+    assert probe.connector == chunk_pb2.CONNECTOR_NIXL
 
 
 async def test_fixed_connector_that_cannot_work_keeps_the_pipeline_from_serving(tmp_path: Path) -> None:
@@ -133,17 +126,13 @@ async def test_requests_that_do_not_need_the_edge_run(tmp_path: Path) -> None:
         assert texts(await chain.generate(outputs=["first"]), "first") == "a done"
 
 
-async def test_fixed_connector_that_works_later_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [BROKEN, GONE], ids=["it did not work", "the consumer was unreachable"])
+async def test_fixed_connector_that_works_later_is_found(tmp_path: Path, first: StagemeshError) -> None:
     works = stage_pb2.ProbeEdgeResponse(connector=chunk_pb2.CONNECTOR_NIXL)
-    async with mesh(tmp_path, FIXED, probed={"a": [BROKEN, works]}) as chain:
+    async with mesh(tmp_path, FIXED, probed={"a": [first, works]}) as chain:
+        assert len(chain.stages["a"].probes) == 2
         assert (await _link(chain)).connector == chunk_pb2.CONNECTOR_NIXL
         assert texts(await chain.generate(), "last") == "c done"
-
-
-async def test_fixed_connector_is_probed_until_the_consumer_is_reachable(tmp_path: Path) -> None:
-    answers: list[Probed] = [GONE, stage_pb2.ProbeEdgeResponse()]
-    async with mesh(tmp_path, FIXED, probed={"a": answers}) as chain:
-        assert len(chain.stages["a"].probes) == 2
 
 
 async def test_auto_serves_even_if_the_probe_failed(tmp_path: Path) -> None:
@@ -156,16 +145,19 @@ async def test_auto_serves_even_if_the_probe_failed(tmp_path: Path) -> None:
     ]
 
 
-async def test_replica_that_was_unreachable_is_probed_again(tmp_path: Path) -> None:
-    async with mesh(tmp_path) as chain:
-        chain.stages["b"].description.state = stage_pb2.REPLICA_STATE_LOADING
-        chain.servers["b"].set_health("", serving=False)
-        await until_health(chain.channel, serving=False)
-        assert not (await chain.describe()).edges[0].links
-        chain.stages["b"].description.state = stage_pb2.REPLICA_STATE_READY
-        chain.servers["b"].set_health("", serving=True)
-        await until_health(chain.channel, serving=True)
-        assert [len(chain.stages[name].probes) for name in "ab"] == [2, 2]
+async def test_replica_that_was_unreachable_is_probed_again(chain: Mesh) -> None:
+    chain.stages["b"].description.state = stage_pb2.REPLICA_STATE_LOADING
+    chain.stages["b"].description.detail = "reading weights"
+    chain.servers["b"].set_health("", serving=False)
+    await until_health(chain.channel, serving=False)
+    described = await chain.describe()
+    (replica,) = described.stages[1].replicas
+    assert (replica.name, replica.state) == ("b-0", stage_pb2.REPLICA_STATE_LOADING)
+    assert (replica.detail, list(described.edges[0].links)) == ("reading weights", [])
+    chain.stages["b"].description.state = stage_pb2.REPLICA_STATE_READY
+    chain.servers["b"].set_health("", serving=True)
+    await until_health(chain.channel, serving=True)
+    assert [len(chain.stages[name].probes) for name in "ab"] == [2, 2]
 
 
 async def test_a_replica_that_joins_does_not_stop_the_others() -> None:

@@ -1,112 +1,81 @@
 """Replicas join, restart and leave while the fleet is watched, in virtual time and without gRPC."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import wraps
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
-from stagemesh.common.notification import Notifier
 from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.membership import Member, MembershipListener
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient, Verdict
 from stagemesh.orchestrator.planning.planner import Planner
-from stagemesh.pipeline import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import stage_pb2
-from tests.orchestrator.mesh import CHAIN
-from tests.orchestrator.replicas import ready_description
+from tests.orchestrator.mesh import CHAIN, load
+from tests.orchestrator.simulated_replicas import SimulatedReplica, World
+from tests.orchestrator.virtual_time import in_virtual_time
 
 _NONE = stage_pb2.ROLLOUT_VERDICT_UNSPECIFIED
 _RELEASED, _WITHHELD = stage_pb2.ROLLOUT_VERDICT_RELEASED, stage_pb2.ROLLOUT_VERDICT_WITHHELD
 
 
-class _Stage:
-    """The client of a simulated process at an address."""
+class _Stage(SimulatedReplica):
+    """The client of a simulated process at an address, which the test ends and restarts."""
 
-    def __init__(self, member: Member, pipeline: Pipeline) -> None:
-        self.description = ready_description(member.stage, pipeline=pipeline)
-        self.description.incarnation = "one"
-        self.description.replica = member.name
-        self.reachable, self.listening, self.closed = True, True, False
-        self.is_doubted = False
-        self.work_s = 0.0
+    work_s, closed = 0.0, False
+
+    def __init__(self, member: Member, world: World) -> None:
+        super().__init__(member, world)
         self.refused_consumers: set[str] = set()
         self.verdicts: list[Verdict] = []
         """The verdict of each call for load reports."""
-        self.changed = Notifier()
 
     async def probe_edge(self, edge: str, *, consumer: str, **_: object) -> EdgeProbe:
         if consumer in self.refused_consumers:
             raise NotReadyError(f"connector nixl cannot be used with replica {consumer}")
         return EdgeProbe("shm", {})
 
-    async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
-        self._check()
-        description = stage_pb2.DescribeResponse()
-        description.CopyFrom(self.description)
-        return description
-
-    async def wait_while_serving(self) -> None:
-        incarnation, self.is_doubted = self.description.incarnation, False
-        while self.description.state == stage_pb2.REPLICA_STATE_READY:
-            self._check()
-            if self.is_doubted:
-                raise UnavailableError("its calls were ended")
-            if self.description.incarnation != incarnation:
-                raise UnavailableError("connection reset")
-            await self.changed.wait()
-
-    def end_health_watch(self) -> None:
-        self.is_doubted = True
-        self.changed.fire()
-
     async def watch_load(self, verdict: Verdict) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         self.verdicts.append(verdict)
         while True:
             yield stage_pb2.WatchLoadResponse(work_s=self.work_s, running=1)
-            await self.changed.wait()
-
-    async def is_port_closed(self) -> bool:
-        return not self.listening
+            await self.world.changed.wait()
 
     async def close(self) -> None:
         self.closed = True
 
-    def _check(self) -> None:
-        if not self.reachable:
-            raise UnavailableError("out of reach")
-
     def vanish(self, *, listening: bool) -> None:
         """Makes the process unreachable. It has died unless it is still `listening`."""
-        self.reachable, self.listening = False, listening
-        self.changed.fire()
+        self.dead, self.cut = not listening, True
+        self.world.changed.fire()
 
     def restart(self, incarnation: str) -> None:
         """Starts another process at the address."""
-        self.reachable = self.listening = True
+        self.dead = self.cut = False
         self.description.incarnation = incarnation
-        self.changed.fire()
+        self.world.changed.fire()
 
 
-class _World:
+class _World(World):
     """A fleet over simulated processes, at first one for each stage, and the source of its members."""
 
     def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__(pipeline)
         self.fleet = Fleet(
             pipeline,
             [self],
             generations=["new-*"],
-            connect=self._connect,
+            connect=self.connect,
             clock=lambda: asyncio.get_running_loop().time(),
         )
         self.stages: dict[str, _Stage] = {}
         self.members = {stage: Member(stage, f"h:{stage}", f"{stage}-0") for stage in pipeline.stages}
-        self._pipeline = pipeline
 
     async def follow(self, listener: MembershipListener) -> None:
         for member in self.members.values():
@@ -124,277 +93,259 @@ class _World:
         """Returns the verdicts that the replicas of a generation received."""
         return [stage.verdicts for name, stage in self.stages.items() if name.startswith(generation)]
 
-    def _connect(self, member: Member) -> ReplicaClient:
-        self.stages[member.endpoint] = _Stage(member, self._pipeline)
+    def connect(self, member: Member) -> ReplicaClient:
+        self.stages[member.endpoint] = _Stage(member, self)
         return cast("ReplicaClient", self.stages[member.endpoint])
 
 
-def _play(pipeline: Pipeline, scene: Callable[[_World], Awaitable[None]]) -> None:
-    async def play() -> None:
-        world = _World(pipeline)
+@pytest.fixture
+def text() -> str:
+    """The text of the pipeline file."""
+    return CHAIN
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, text: str) -> Pipeline:
+    return load(tmp_path, text)
+
+
+@pytest.fixture
+def world(pipeline: Pipeline) -> _World:
+    return _World(pipeline)
+
+
+def _played(scene: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Decorates a test that begins when its world is ready. When it ends, the fleet closes everything."""
+
+    @wraps(scene)
+    async def play(world: _World, **fixtures: object) -> None:
         async with world.fleet.watched():
             await asyncio.sleep(0.1)
             assert world.fleet.ready
-            await scene(world)
+            await scene(world=world, **fixtures)
         await asyncio.sleep(0)
         assert all(stage.closed for stage in world.stages.values())
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    virtual_time.run(play())
+    return in_virtual_time(play)
 
 
-def test_a_replica_joins_and_leaves_while_it_runs(pipeline: Pipeline) -> None:
-    async def scene(world: _World) -> None:
-        before = len(asyncio.all_tasks())
-        late = Member("b", "h:late", "b-1")
-        for _ in range(3):
-            world.fleet.join(late)
-            await asyncio.sleep(0.1)
-            assert [replica.state for replica in world.fleet.replicas["b"]] == [ReplicaState.READY] * 2
-            assert len(world.fleet.edge_connectors.links_of(pipeline.edges[0])) == 2
-            world.fleet.leave(late, "it left")
-            await asyncio.sleep(0.1)
-            assert [replica.name for replica in world.fleet.replicas["b"]] == ["b-0"]
-            assert len(world.fleet.edge_connectors.links_of(pipeline.edges[0])) == 1
-            assert world.stages["h:late"].closed
-        assert len(asyncio.all_tasks()) == before
-
-    _play(pipeline, scene)
-
-
-def test_a_member_of_two_sources_leaves_with_the_last(pipeline: Pipeline) -> None:
-    async def scene(world: _World) -> None:
-        member = world.members["b"]
-        world.fleet.join(Member("b", member.endpoint))
-        assert len(world.fleet.replicas["b"]) == 1
-        world.fleet.leave(member, "one")
+@_played
+async def test_a_replica_joins_and_leaves_while_it_runs(world: _World, pipeline: Pipeline) -> None:
+    before = len(asyncio.all_tasks())
+    late = Member("b", "h:late", "b-1")
+    for _ in range(3):
+        world.fleet.join(late)
         await asyncio.sleep(0.1)
-        assert world.fleet.ready
-        world.fleet.leave(member, "two")
+        assert [replica.state for replica in world.fleet.replicas["b"]] == [ReplicaState.READY] * 2
+        assert len(world.fleet.edge_connectors.links_of(pipeline.edges[0])) == 2
+        world.fleet.leave(late, "it left")
         await asyncio.sleep(0.1)
-        assert not world.fleet.ready
-
-    _play(pipeline, scene)
-
-
-def test_a_leaving_replica_is_closed_once_its_requests_have_ended(pipeline: Pipeline) -> None:
-    async def scene(world: _World) -> None:
-        plan = Planner(pipeline, world.fleet.registry).plan(pipeline.route(["last"]))
-        world.fleet.leave(world.members["b"], "it left")
-        await asyncio.sleep(60)
-        (replica,) = world.fleet.replicas["b"]
-        assert (replica.state, replica.end_cause) == (ReplicaState.DRAINING, None)
-        assert not world.stages["h:b"].closed
-        plan.release()
-        await asyncio.sleep(0.1)
-        assert world.stages["h:b"].closed
-        assert not world.fleet.replicas["b"]
-
-    _play(pipeline, scene)
+        assert [replica.name for replica in world.fleet.replicas["b"]] == ["b-0"]
+        assert len(world.fleet.edge_connectors.links_of(pipeline.edges[0])) == 1
+        assert world.stages["h:late"].closed
+    assert len(asyncio.all_tasks()) == before
 
 
-def test_a_restarted_process_is_another_replica(pipeline: Pipeline) -> None:
-    async def scene(world: _World) -> None:
-        plan = Planner(pipeline, world.fleet.registry).plan(pipeline.route(["last"]))
-        world.stages["h:b"].work_s = 9.0
-        world.stages["h:b"].changed.fire()
-        await asyncio.sleep(0.1)
-        (former,) = world.fleet.replicas["b"]
-        world.stages["h:b"].work_s = 0.0
-        world.stages["h:b"].restart("two")
-        await asyncio.sleep(1)
-        (now,) = world.fleet.replicas["b"]
-        assert former.end_cause is not None
-        assert former.end_cause.reason == "REPLICA_RESTARTED"
-        assert (now.name, now.incarnation, now.state) == ("b-0", "two", ReplicaState.READY)
-        assert (now.running, now.end_cause) == (0, None)
-        assert (former.load.work_s > 5, now.load.work_s) == (True, 0)
-        plan.release()
-        assert (former.running, now.running) == (0, 0)
+@_played
+async def test_a_member_of_two_sources_leaves_with_the_last(world: _World) -> None:
+    member = world.members["b"]
+    world.fleet.join(Member("b", member.endpoint))
+    assert len(world.fleet.replicas["b"]) == 1
+    world.fleet.leave(member, "one")
+    await asyncio.sleep(0.1)
+    assert world.fleet.ready
+    world.fleet.leave(member, "two")
+    await asyncio.sleep(0.1)
+    assert not world.fleet.ready
 
-    _play(pipeline, scene)
+
+@_played
+async def test_a_leaving_replica_is_closed_once_its_requests_have_ended(world: _World, pipeline: Pipeline) -> None:
+    plan = Planner(pipeline, world.fleet.registry).plan(pipeline.route(["last"]))
+    world.fleet.leave(world.members["b"], "it left")
+    await asyncio.sleep(60)
+    (replica,) = world.fleet.replicas["b"]
+    assert (replica.state, replica.end_cause) == (ReplicaState.DRAINING, None)
+    assert not world.stages["h:b"].closed
+    plan.release()
+    await asyncio.sleep(0.1)
+    assert world.stages["h:b"].closed
+    assert not world.fleet.replicas["b"]
+
+
+@_played
+async def test_a_restarted_process_is_another_replica(world: _World, pipeline: Pipeline) -> None:
+    plan = Planner(pipeline, world.fleet.registry).plan(pipeline.route(["last"]))
+    world.stages["h:b"].work_s = 9.0
+    world.changed.fire()
+    await asyncio.sleep(0.1)
+    (former,) = world.fleet.replicas["b"]
+    world.stages["h:b"].work_s = 0.0
+    world.stages["h:b"].restart("two")
+    await asyncio.sleep(1)
+    (now,) = world.fleet.replicas["b"]
+    assert former.end_cause is not None
+    assert former.end_cause.reason == "REPLICA_RESTARTED"
+    assert (now.name, now.incarnation, now.state) == ("b-0", "two", ReplicaState.READY)
+    assert (now.running, now.end_cause) == (0, None)
+    assert (former.load.work_s > 5, now.load.work_s) == (True, 0)
+    plan.release()
+    assert (former.running, now.running) == (0, 0)
 
 
 @pytest.mark.parametrize(("listening", "at_least_s", "at_most_s"), [(False, 0.0, 1.0), (True, 15.0, 20.0)])
-def test_a_dead_replica_ends_at_once_and_an_unreachable_one_after_a_while(
-    pipeline: Pipeline, listening: bool, at_least_s: float, at_most_s: float
+@_played
+async def test_a_dead_replica_ends_at_once_and_an_unreachable_one_after_a_while(
+    world: _World, listening: bool, at_least_s: float, at_most_s: float
 ) -> None:
-    async def scene(world: _World) -> None:
-        loop = asyncio.get_running_loop()
-        (replica,) = world.fleet.replicas["b"]
-        gone: asyncio.Future[StagemeshError] = loop.create_future()
-        replica.on_end(gone.set_result)
-        began_s = loop.time()
-        world.stages["h:b"].vanish(listening=listening)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0.01)
-        assert replica.state is ReplicaState.UNREACHABLE
-        cause = await asyncio.wait_for(gone, 60)
-        assert cause.reason == "REPLICA_LOST"
-        assert at_least_s <= loop.time() - began_s <= at_most_s
-
-    _play(pipeline, scene)
+    loop = asyncio.get_running_loop()
+    (replica,) = world.fleet.replicas["b"]
+    gone: asyncio.Future[StagemeshError] = loop.create_future()
+    replica.on_end(gone.set_result)
+    began_s = loop.time()
+    world.stages["h:b"].vanish(listening=listening)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+    assert replica.state is ReplicaState.UNREACHABLE
+    cause = await asyncio.wait_for(gone, 60)
+    assert cause.reason == "REPLICA_LOST"
+    assert at_least_s <= loop.time() - began_s <= at_most_s
 
 
-def test_a_replica_that_was_briefly_unreachable_is_the_same(pipeline: Pipeline) -> None:
-    async def scene(world: _World) -> None:
-        (before,) = world.fleet.replicas["b"]
-        world.stages["h:b"].vanish(listening=True)
-        await asyncio.sleep(5)
-        assert not world.fleet.ready
-        world.stages["h:b"].restart("one")
-        await asyncio.sleep(3)
-        assert world.fleet.replicas["b"] == (before,)
-        assert (before.state, before.end_cause) == (ReplicaState.READY, None)
-
-    _play(pipeline, scene)
+@_played
+async def test_a_replica_that_was_briefly_unreachable_is_the_same(world: _World) -> None:
+    (before,) = world.fleet.replicas["b"]
+    world.stages["h:b"].vanish(listening=True)
+    await asyncio.sleep(5)
+    assert not world.fleet.ready
+    world.stages["h:b"].restart("life 0")
+    await asyncio.sleep(3)
+    assert world.fleet.replicas["b"] == (before,)
+    assert (before.state, before.end_cause) == (ReplicaState.READY, None)
 
 
-def test_a_replica_that_lost_a_step_is_asked_for_its_state(pipeline: Pipeline) -> None:
-    async def scene(world: _World) -> None:
-        (replica,) = world.fleet.replicas["b"]
-        replica.doubt(UnavailableError("it does not answer"))
-        assert (replica.state, world.fleet.ready) == (ReplicaState.UNREACHABLE, False)
-        await asyncio.sleep(1)
-        assert (replica.state, replica.end_cause, world.fleet.ready) == (ReplicaState.READY, None, True)
-
-    _play(pipeline, scene)
+@_played
+async def test_a_replica_that_lost_a_step_is_asked_for_its_state(world: _World) -> None:
+    (replica,) = world.fleet.replicas["b"]
+    replica.doubt(UnavailableError("it does not answer"))
+    assert (replica.state, world.fleet.ready) == (ReplicaState.UNREACHABLE, False)
+    await asyncio.sleep(1)
+    assert (replica.state, replica.end_cause, world.fleet.ready) == (ReplicaState.READY, None, True)
 
 
-def test_an_engine_that_failed_ends_its_replica(pipeline: Pipeline) -> None:
-    async def scene(world: _World) -> None:
-        (replica,) = world.fleet.replicas["b"]
-        world.stages["h:b"].description.state = stage_pb2.REPLICA_STATE_FAILED
-        world.stages["h:b"].description.detail = "out of memory"
-        world.stages["h:b"].changed.fire()
-        await asyncio.sleep(5)
-        assert replica.end_cause is not None
-        assert "failed (out of memory)" in replica.end_cause.message
-        assert world.fleet.replicas["b"] == (replica,)
-
-    _play(pipeline, scene)
+@_played
+async def test_an_engine_that_failed_ends_its_replica(world: _World) -> None:
+    (replica,) = world.fleet.replicas["b"]
+    world.stages["h:b"].description.state = stage_pb2.REPLICA_STATE_FAILED
+    world.stages["h:b"].description.detail = "out of memory"
+    world.changed.fire()
+    await asyncio.sleep(5)
+    assert replica.end_cause is not None
+    assert "failed (out of memory)" in replica.end_cause.message
+    assert world.fleet.replicas["b"] == (replica,)
 
 
 @pytest.mark.parametrize("known_as", ["", "b-6"], ids=["by its address", "where another one was"])
-def test_a_replica_takes_the_name_that_it_reports(pipeline: Pipeline, known_as: str) -> None:
-    async def scene(world: _World) -> None:
-        world.fleet.join(Member("b", "10.0.0.1:7", known_as))
-        world.stages["10.0.0.1:7"].description.replica = "b-7"
-        await asyncio.sleep(0.1)
-        assert [replica.name for replica in world.fleet.replicas["b"]] == ["b-0", "b-7"]
-
-    _play(pipeline, scene)
+@_played
+async def test_a_replica_takes_the_name_that_it_reports(world: _World, known_as: str) -> None:
+    world.fleet.join(Member("b", "10.0.0.1:7", known_as))
+    world.stages["10.0.0.1:7"].description.replica = "b-7"
+    await asyncio.sleep(0.1)
+    assert [replica.name for replica in world.fleet.replicas["b"]] == ["b-0", "b-7"]
 
 
-def test_a_second_replica_of_a_name_is_rejected(pipeline: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
-    async def scene(world: _World) -> None:
-        world.fleet.join(Member("b", "10.0.0.1:7"))
-        world.stages["10.0.0.1:7"].description.replica = "b-0"
-        await asyncio.sleep(0.1)
-        second = world.fleet.replicas["b"][1]
-        assert second.state is ReplicaState.FAILED
-        assert second.detail == "refused: the replica at h:b is also named b-0; rename one of them"
-        await asyncio.sleep(5)
-
-    _play(pipeline, scene)
+@_played
+async def test_a_second_replica_of_a_name_is_rejected(world: _World, caplog: pytest.LogCaptureFixture) -> None:
+    world.fleet.join(Member("b", "10.0.0.1:7"))
+    world.stages["10.0.0.1:7"].description.replica = "b-0"
+    await asyncio.sleep(0.1)
+    second = world.fleet.replicas["b"][1]
+    assert second.state is ReplicaState.FAILED
+    assert second.detail == "refused: the replica at h:b is also named b-0; rename one of them"
+    await asyncio.sleep(5)
     assert [record.levelname for record in caplog.records if "is also named" in record.getMessage()] == ["WARNING"]
 
 
-def test_a_joining_replica_whose_fixed_connector_cannot_work_is_never_planned(tmp_path: Path) -> None:
-    (tmp_path / "fixed.yaml").write_text(CHAIN.replace("{from: a, to: b}", "{from: a, to: b, connector: nixl}"))
-    pipeline = load_pipeline(str(tmp_path / "fixed.yaml"))
-
-    async def scene(world: _World) -> None:
-        world.stages["h:a"].refused_consumers.add("b-1")
-        world.fleet.join(Member("b", "h:late", "b-1"))
-        await asyncio.sleep(0.1)
-        good, broken = world.fleet.replicas["b"]
-        assert world.fleet.ready
-        assert (broken.name, broken.state) == ("b-1", ReplicaState.FAILED)
-        assert broken.detail.endswith("from a-0 to b-1: connector nixl cannot be used with replica b-1")
-        route = pipeline.route(["last"])
-        world.fleet.edge_connectors.check(route.edges)
-        plans = [Planner(pipeline, world.fleet.registry).plan(route) for _ in range(20)]
-        assert {plan.replicas["b"] for plan in plans} == {good.name}
-        for plan in plans:
-            plan.release()
-        world.stages["h:a"].refused_consumers.clear()
-        await asyncio.sleep(30)
-        assert broken.state is ReplicaState.READY
-
-    _play(pipeline, scene)
+@pytest.mark.parametrize("text", [CHAIN.replace("{from: a, to: b}", "{from: a, to: b, connector: nixl}")], ids=["nixl"])
+@_played
+async def test_a_joining_replica_whose_fixed_connector_cannot_work_is_never_planned(
+    world: _World, pipeline: Pipeline
+) -> None:
+    world.stages["h:a"].refused_consumers.add("b-1")
+    world.fleet.join(Member("b", "h:late", "b-1"))
+    await asyncio.sleep(0.1)
+    good, broken = world.fleet.replicas["b"]
+    assert world.fleet.ready
+    assert (broken.name, broken.state) == ("b-1", ReplicaState.FAILED)
+    assert broken.detail.endswith("from a-0 to b-1: connector nixl cannot be used with replica b-1")
+    route = pipeline.route(["last"])
+    world.fleet.edge_connectors.check(route.edges)
+    plans = [Planner(pipeline, world.fleet.registry).plan(route) for _ in range(20)]
+    assert {plan.replicas["b"] for plan in plans} == {good.name}
+    for plan in plans:
+        plan.release()
+    world.stages["h:a"].refused_consumers.clear()
+    await asyncio.sleep(30)
+    assert broken.state is ReplicaState.READY
 
 
-def test_no_generation_is_judged_before_one_has_a_ready_replica_of_every_stage(pipeline: Pipeline) -> None:
-    async def play() -> None:
-        world = _World(pipeline)
-        late = world.members.pop("c")
-        async with world.fleet.watched():
-            await asyncio.sleep(1)
-            assert world.verdicts("h") == [[_NONE], [_NONE]]
-            world.fleet.join(late)
-            await asyncio.sleep(0.1)
-            assert [verdicts[-1] for verdicts in world.verdicts("h")] == [_RELEASED] * 3
-
-    virtual_time.run(play())
-
-
-def test_a_generation_is_withheld_until_every_stage_has_a_ready_replica_of_it(pipeline: Pipeline) -> None:
-    async def scene(world: _World) -> None:
-        await world.upgrade("ab", generation="new-1")
-        assert world.verdicts("new-1") == [[_WITHHELD], [_WITHHELD]]
-        await world.upgrade("c", generation="new-1")
-        assert [verdicts[-1] for verdicts in world.verdicts("new-1")] == [_RELEASED] * 3
-        assert [verdicts[-1] for verdicts in world.verdicts("h")] == [_RELEASED] * 3
-
-    _play(pipeline, scene)
-
-
-def test_a_refused_generation_is_withheld_even_if_it_is_complete(pipeline: Pipeline) -> None:
-    async def scene(world: _World) -> None:
-        await world.upgrade("abc", generation="other")
-        assert world.verdicts("other") == [[_WITHHELD]] * 3
-        assert [verdicts[-1] for verdicts in world.verdicts("h")] == [_RELEASED] * 3
-        replica = world.fleet.replicas["a"][1]
-        assert (replica.state, replica.last_report) == (ReplicaState.FAILED, None)
-
-    _play(pipeline, scene)
-
-
-def test_a_new_generation_stays_withheld_while_the_former_one_recovers(pipeline: Pipeline) -> None:
-    async def scene(world: _World) -> None:
-        await world.upgrade("ab", generation="new-1")
-        world.stages["h:c"].vanish(listening=False)
-        await asyncio.sleep(60)
-        assert not world.fleet.ready
-        assert world.verdicts("new-1") == [[_WITHHELD], [_WITHHELD]]
-        assert [verdicts[-1] for verdicts in world.verdicts("h")] == [_RELEASED] * 3
-
-    _play(pipeline, scene)
-
-
-def test_a_replica_that_answers_for_another_stage_is_not_used(pipeline: Pipeline) -> None:
-    """After an upgrade that moves ports, a stage may listen at the port at which another one listened before."""
-
-    async def scene(world: _World) -> None:
-        world.fleet.join(Member("b", "h:moved", "c-1"))
-        world.stages["h:moved"].description.stage = "c"
+@in_virtual_time
+async def test_no_generation_is_judged_before_one_has_a_ready_replica_of_every_stage(world: _World) -> None:
+    late = world.members.pop("c")
+    async with world.fleet.watched():
         await asyncio.sleep(1)
-        moved = world.fleet.replicas["b"][1]
-        assert (moved.state, moved.detail) == (ReplicaState.FAILED, "refused: its stage is c, expected b")
-        assert world.stages["h:moved"].verdicts == []
-        planner = Planner(pipeline, world.fleet.registry)
-        assert {planner.plan(pipeline.route(["last"])).replicas["b"] for _ in range(8)} == {"b-0"}
-
-    _play(pipeline, scene)
-
-
-def test_a_replica_of_another_pipeline_receives_no_verdict(pipeline: Pipeline) -> None:
-    async def scene(world: _World) -> None:
-        world.fleet.join(Member("b", "h:other", "other"))
-        world.stages["h:other"].description.pipeline = "another"
+        assert world.verdicts("h") == [[_NONE], [_NONE]]
+        world.fleet.join(late)
         await asyncio.sleep(0.1)
-        assert world.fleet.replicas["b"][1].is_refused
-        assert world.stages["h:other"].verdicts == []
+        assert [verdicts[-1] for verdicts in world.verdicts("h")] == [_RELEASED] * 3
 
-    _play(pipeline, scene)
+
+@_played
+async def test_a_generation_is_withheld_until_every_stage_has_a_ready_replica_of_it(world: _World) -> None:
+    await world.upgrade("ab", generation="new-1")
+    assert world.verdicts("new-1") == [[_WITHHELD], [_WITHHELD]]
+    await world.upgrade("c", generation="new-1")
+    assert [verdicts[-1] for verdicts in world.verdicts("new-1")] == [_RELEASED] * 3
+    assert [verdicts[-1] for verdicts in world.verdicts("h")] == [_RELEASED] * 3
+
+
+@_played
+async def test_a_refused_generation_is_withheld_even_if_it_is_complete(world: _World) -> None:
+    await world.upgrade("abc", generation="other")
+    assert world.verdicts("other") == [[_WITHHELD]] * 3
+    assert [verdicts[-1] for verdicts in world.verdicts("h")] == [_RELEASED] * 3
+    replica = world.fleet.replicas["a"][1]
+    assert (replica.state, replica.last_report) == (ReplicaState.FAILED, None)
+
+
+@_played
+async def test_a_new_generation_stays_withheld_while_the_former_one_recovers(world: _World) -> None:
+    await world.upgrade("ab", generation="new-1")
+    world.stages["h:c"].vanish(listening=False)
+    await asyncio.sleep(60)
+    assert not world.fleet.ready
+    assert world.verdicts("new-1") == [[_WITHHELD], [_WITHHELD]]
+    assert [verdicts[-1] for verdicts in world.verdicts("h")] == [_RELEASED] * 3
+
+
+@_played
+async def test_a_replica_that_answers_for_another_stage_is_not_used(world: _World, pipeline: Pipeline) -> None:
+    """After an upgrade that moves ports, a stage may listen at the port at which another one listened before."""
+    world.fleet.join(Member("b", "h:moved", "c-1"))
+    world.stages["h:moved"].description.stage = "c"
+    await asyncio.sleep(1)
+    moved = world.fleet.replicas["b"][1]
+    assert (moved.state, moved.detail) == (ReplicaState.FAILED, "refused: its stage is c, expected b")
+    assert world.stages["h:moved"].verdicts == []
+    planner = Planner(pipeline, world.fleet.registry)
+    assert {planner.plan(pipeline.route(["last"])).replicas["b"] for _ in range(8)} == {"b-0"}
+
+
+@_played
+async def test_a_replica_of_another_pipeline_receives_no_verdict(world: _World) -> None:
+    world.fleet.join(Member("b", "h:other", "other"))
+    world.stages["h:other"].description.pipeline = "another"
+    await asyncio.sleep(0.1)
+    assert world.fleet.replicas["b"][1].is_refused
+    assert world.stages["h:other"].verdicts == []

@@ -24,6 +24,7 @@ from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import membership_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
 from tests.orchestrator.virtual_time import in_virtual_time
+from tests.rpc.call_errors import raises
 
 
 class _Listener:
@@ -262,20 +263,22 @@ async def test_a_replica_of_another_pipeline_is_rejected(
     pipeline: Pipeline, field: str, value: str, complaint: str
 ) -> None:
     async with _registering(pipeline) as (source, listener):
-        with pytest.raises(NotReadyError, match=f"b-0 at h:1 is refused: {complaint}.*start it from") as caught:
+        with raises(
+            NotReadyError, reason="REPLICA_REFUSED", match=f"b-0 at h:1 is refused: {complaint}.*start it from"
+        ):
             source.register(_identity(pipeline, **{field: value}))
         assert listener.members == []
-    assert caught.value.reason == "REPLICA_REFUSED"
 
 
 @pytest.mark.parametrize("protocol", [Protocol(lowest_version=2, highest_version=3), Protocol()], ids=["newer", "none"])
 async def test_a_replica_without_a_common_version_is_rejected(pipeline: Pipeline, protocol: Protocol) -> None:
     async with _registering(pipeline) as (source, _):
-        with pytest.raises(
-            NotReadyError, match=r"b-0 at h:1 speaks .*, but this orchestrator speaks .*; upgrade"
-        ) as caught:
+        with raises(
+            NotReadyError,
+            reason="NO_COMMON_VERSION",
+            match=r"b-0 at h:1 speaks .*, but this orchestrator speaks .*; upgrade",
+        ):
             source.register(_identity(pipeline, protocol=protocol))
-    assert caught.value.reason == "NO_COMMON_VERSION"
 
 
 async def test_another_generation_may_be_accepted(pipeline: Pipeline) -> None:

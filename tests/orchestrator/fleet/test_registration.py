@@ -18,25 +18,14 @@ from stagemesh.common.process.stage_process import OrchestratorAddress, StageCon
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
 from stagemesh.orchestrator.service import serving
-from stagemesh.pipeline import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.handlers import answering
 from stagemesh.rpc.server import Server
 from stagemesh.services.stage.registration import registered
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
-from tests.orchestrator.mesh import CHAIN, ask, serve, texts, until_health
+from tests.orchestrator.mesh import ask, serve, texts, until_health
 from tests.orchestrator.scripted_stage import ScriptedStage
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    (tmp_path / "chain.yaml").write_text(CHAIN)
-    return tmp_path / "chain.yaml"
-
-
-@pytest.fixture
-def pipeline(path: Path) -> Pipeline:
-    return load_pipeline(str(path))
 
 
 @dataclass
@@ -45,38 +34,40 @@ class _Orchestrator:
 
     endpoint: str
     channel: grpc.aio.Channel
+    stub: "orchestrator_pb2_grpc.OrchestratorServiceAsyncStub"
 
-    async def replicas(self, stage: str) -> list[str]:
-        """Returns the names of a stage's replicas."""
-        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self.channel)
-        described = await stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest(), timeout=10)
-        return [replica.name for each in described.stages if each.name == stage for replica in each.replicas]
+    async def replicas(self) -> dict[str, str]:
+        """Returns the names of the replicas of stage b, each with the name in its certificate."""
+        described = await self.stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest(), timeout=10)
+        return {
+            each.name: each.server_name for stage in described.stages if stage.name == "b" for each in stage.replicas
+        }
 
-    async def until(self, stage: str, names: list[str]) -> None:
-        """Waits until the stage has exactly these replicas."""
+    async def until(self, *names: str) -> None:
+        """Waits until stage b has exactly these replicas."""
         async with asyncio.timeout(20):
-            while await self.replicas(stage) != names:
+            while [*await self.replicas()] != [*names]:
                 await asyncio.sleep(0.02)
-
-    async def answer(self) -> str:
-        """Returns the output of a request through all stages."""
-        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self.channel)
-        return texts([event async for event in stub.Generate(ask(), timeout=20)], "last")
 
 
 @asynccontextmanager
 async def _orchestrator(
-    path: Path, *, port: int | None = None, open_to_all: bool = True
+    pipeline: Pipeline, *, port: int | None = None, open_to_all: bool = True
 ) -> AsyncGenerator[_Orchestrator]:
-    pipeline = load_pipeline(str(path))
     replicas = {} if open_to_all else {stage: (ReplicaAddress(f"{stage}-0", "h:1"),) for stage in pipeline.stages}
     registration = Registration(lease_s=3600) if open_to_all else None
     endpoint = f"127.0.0.1:{port or PortPicker().pick()}"
     config = OrchestratorConfig(
-        str(path), replicas, "127.0.0.1:0", admin_listen=endpoint, registration=registration, drain_s=0.1
+        str(pipeline.source), replicas, "127.0.0.1:0", admin_listen=endpoint, registration=registration, drain_s=0.1
     )
     async with serving(config, pipeline) as bound, open_channel(f"127.0.0.1:{bound}") as channel:
-        yield _Orchestrator(endpoint, channel)
+        yield _Orchestrator(endpoint, channel, orchestrator_pb2_grpc.OrchestratorServiceStub(channel))
+
+
+@pytest.fixture
+async def orchestrator(pipeline: Pipeline) -> AsyncGenerator[_Orchestrator]:
+    async with _orchestrator(pipeline) as orchestrator:
+        yield orchestrator
 
 
 @asynccontextmanager
@@ -85,8 +76,7 @@ async def _registered(pipeline: Pipeline, stage: str, *orchestrators: str) -> As
     scripted = ScriptedStage(stage)
     scripted.description.pipeline, scripted.description.generation = pipeline.name, pipeline.generation
     server, endpoint = await serve(scripted)
-    addresses = tuple(OrchestratorAddress(orchestrator, "orchestrator.example") for orchestrator in orchestrators)
-    config = replace(_config(pipeline, stage), orchestrators=addresses, listen=endpoint, server_name=f"{stage}.example")
+    config = replace(_config(pipeline, stage, *orchestrators), listen=endpoint, server_name=f"{stage}.example")
     try:
         async with registered(config, incarnation="one", port=0):
             yield
@@ -94,7 +84,7 @@ async def _registered(pipeline: Pipeline, stage: str, *orchestrators: str) -> As
         await server.stop(grace_s=0)
 
 
-def _config(pipeline: Pipeline, stage: str) -> StageConfig:
+def _config(pipeline: Pipeline, stage: str, *orchestrators: str) -> StageConfig:
     return StageConfig(
         pipeline=pipeline.name,
         generation=pipeline.generation,
@@ -103,6 +93,7 @@ def _config(pipeline: Pipeline, stage: str) -> StageConfig:
         engine="fake",
         function="relay",
         listen="127.0.0.1:0",
+        orchestrators=tuple(OrchestratorAddress(each, "orchestrator.example") for each in orchestrators),
     )
 
 
@@ -112,60 +103,49 @@ async def _until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_stages_that_register_serve(path: Path, pipeline: Pipeline) -> None:
-    async with _orchestrator(path) as orchestrator, AsyncExitStack() as stages:
+async def test_stages_that_register_serve(orchestrator: _Orchestrator, pipeline: Pipeline) -> None:
+    async with AsyncExitStack() as stages:
         for stage in pipeline.stages:
             await stages.enter_async_context(_registered(pipeline, stage, orchestrator.endpoint))
         await until_health(orchestrator.channel, serving=True)
-        assert await orchestrator.answer() == "c done"
+        events = [event async for event in orchestrator.stub.Generate(ask(), timeout=20)]
+        assert texts(events, "last") == "c done"
         await stages.aclose()
-        await orchestrator.until("b", [])
+        await orchestrator.until()
 
 
-async def test_a_replica_registers_the_name_in_its_certificate(path: Path, pipeline: Pipeline) -> None:
-    async with _orchestrator(path) as orchestrator, _registered(pipeline, "b", orchestrator.endpoint):
-        await orchestrator.until("b", ["b-0"])
-        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(orchestrator.channel)
-        described = await stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest(), timeout=10)
-        names = [replica.server_name for stage in described.stages for replica in stage.replicas]
-    assert names == ["b.example"]
-
-
-async def test_a_replica_registers_with_each_orchestrator(path: Path, pipeline: Pipeline) -> None:
-    async with (
-        _orchestrator(path) as one,
-        _orchestrator(path) as other,
-        _registered(pipeline, "b", one.endpoint, other.endpoint),
-    ):
-        await one.until("b", ["b-0"])
-        await other.until("b", ["b-0"])
-        assert (await one.replicas("b"), await other.replicas("b")) == (["b-0"], ["b-0"])
+async def test_a_replica_registers_with_each_orchestrator_by_the_name_in_its_certificate(
+    orchestrator: _Orchestrator, pipeline: Pipeline
+) -> None:
+    both = _orchestrator(pipeline)
+    async with both as other, _registered(pipeline, "b", orchestrator.endpoint, other.endpoint):
+        for each in (orchestrator, other):
+            await each.until("b-0")
+            assert await each.replicas() == {"b-0": "b.example"}
 
 
 async def test_a_replica_registers_again_after_its_orchestrator_restarted(
-    path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
+    pipeline: Pipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(AsyncExitStack())
-        orchestrator = await first.enter_async_context(_orchestrator(path))
+        orchestrator = await first.enter_async_context(_orchestrator(pipeline))
         await stack.enter_async_context(_registered(pipeline, "b", orchestrator.endpoint))
-        await orchestrator.until("b", ["b-0"])
+        await orchestrator.until("b-0")
         await first.aclose()
         # Registered replicas do not delay the orchestrator's end until its calls are aborted.
         await _until_logged(caplog, "the orchestrator stops; register again")
         port = int(orchestrator.endpoint.rpartition(":")[2])
-        again = await stack.enter_async_context(_orchestrator(path, port=port))
-        await again.until("b", ["b-0"])
-        assert await again.replicas("b") == ["b-0"]
+        again = await stack.enter_async_context(_orchestrator(pipeline, port=port))
+        await again.until("b-0")
 
 
-async def test_a_failed_stage_leaves_and_reports_its_error(path: Path, pipeline: Pipeline) -> None:
-    async with _orchestrator(path) as orchestrator:
-        with pytest.raises(NotReadyError, match="out of memory"):
-            async with _registered(pipeline, "b", orchestrator.endpoint):
-                await orchestrator.until("b", ["b-0"])
-                raise NotReadyError("the engine is out of memory")
-        await orchestrator.until("b", [])
+async def test_a_failed_stage_leaves_and_reports_its_error(orchestrator: _Orchestrator, pipeline: Pipeline) -> None:
+    with pytest.raises(NotReadyError, match="out of memory"):
+        async with _registered(pipeline, "b", orchestrator.endpoint):
+            await orchestrator.until("b-0")
+            raise NotReadyError("the engine is out of memory")
+    await orchestrator.until()
 
 
 class _Silent(membership_pb2_grpc.MembershipServiceServicer):
@@ -196,7 +176,7 @@ class _Silent(membership_pb2_grpc.MembershipServiceServicer):
 async def test_a_silent_orchestrator_does_not_delay_a_leaving_replica(pipeline: Pipeline, ended: int) -> None:
     server, silent = Server("127.0.0.1:0"), _Silent(ended=ended)
     membership_pb2_grpc.add_MembershipServiceServicer_to_server(silent, server.grpc)
-    config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress(f"127.0.0.1:{await server.start()}"),))
+    config = _config(pipeline, "b", f"127.0.0.1:{await server.start()}")
     try:
         async with asyncio.timeout(8), registered(config, incarnation="one", port=7):
             await silent.asked.wait()
@@ -209,47 +189,46 @@ async def test_a_silent_orchestrator_does_not_delay_a_leaving_replica(pipeline: 
     [("generation", "its generation is other, expected"), ("pipeline", "its pipeline is other, expected chain")],
 )
 async def test_a_stage_of_another_pipeline_logs_why_it_is_rejected(
-    path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture, field: str, complaint: str
+    orchestrator: _Orchestrator, pipeline: Pipeline, caplog: pytest.LogCaptureFixture, field: str, complaint: str
 ) -> None:
-    async with _orchestrator(path) as orchestrator:
-        config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress(orchestrator.endpoint),))
-        config = replace(config, generation="other") if field == "generation" else replace(config, pipeline="other")
-        async with registered(config, incarnation="one", port=7):
-            await _until_logged(caplog, f"not registered with orchestrator {orchestrator.endpoint}: replica b-0")
-        assert await orchestrator.replicas("b") == []
+    config = replace(_config(pipeline, "b", orchestrator.endpoint), **{field: "other"})  # type: ignore[arg-type]
+    async with registered(config, incarnation="one", port=7):
+        await _until_logged(caplog, f"not registered with orchestrator {orchestrator.endpoint}: replica b-0")
+    assert await orchestrator.replicas() == {}
     (record,) = (each for each in caplog.records if "not registered" in each.getMessage())
     assert (record.levelname, complaint in record.getMessage()) == ("ERROR", True)
 
 
 async def test_an_orchestrator_without_registration_rejects_replicas(
-    path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
+    pipeline: Pipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with _orchestrator(path, open_to_all=False) as orchestrator:
-        config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress(orchestrator.endpoint),))
-        async with registered(config, incarnation="one", port=7):
-            await _until_logged(caplog, "replicas cannot register with this")
-            assert await orchestrator.replicas("b") == ["b-0"], "it is the listed one alone"
+    async with (
+        _orchestrator(pipeline, open_to_all=False) as orchestrator,
+        registered(_config(pipeline, "b", orchestrator.endpoint), incarnation="one", port=7),
+    ):
+        await _until_logged(caplog, "replicas cannot register with this")
+        assert [*await orchestrator.replicas()] == ["b-0"], "it is the listed one alone"
 
 
 async def test_an_unreachable_address_is_not_advertised(pipeline: Pipeline) -> None:
-    config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress("h:1"),), listen="0.0.0.0:0")
+    config = replace(_config(pipeline, "b", "h:1"), listen="0.0.0.0:0")
     with pytest.raises(InvalidRequestError, match="set `advertise`"):
         async with registered(config, incarnation="one", port=7):
             pass
 
 
-async def test_a_stage_process_registers_and_leaves_at_sigterm(path: Path, pipeline: Pipeline, tmp_path: Path) -> None:
-    async with _orchestrator(path) as orchestrator:
-        config = replace(_config(pipeline, "b"), orchestrators=(OrchestratorAddress(orchestrator.endpoint),))
-        (tmp_path / "stage.json").write_bytes(dump_config(config))
-        command = (sys.executable, "-m", "stagemesh.services.stage", "--config", str(tmp_path / "stage.json"))
-        process = await asyncio.create_subprocess_exec(*command)
-        try:
-            await orchestrator.until("b", ["b-0"])
-            process.send_signal(signal.SIGTERM)
-            await orchestrator.until("b", [])
-            async with asyncio.timeout(20):
-                assert await process.wait() == 0
-        finally:
-            if process.returncode is None:
-                process.kill()
+async def test_a_stage_process_registers_and_leaves_at_sigterm(
+    orchestrator: _Orchestrator, pipeline: Pipeline, tmp_path: Path
+) -> None:
+    (tmp_path / "stage.json").write_bytes(dump_config(_config(pipeline, "b", orchestrator.endpoint)))
+    command = (sys.executable, "-m", "stagemesh.services.stage", "--config", str(tmp_path / "stage.json"))
+    process = await asyncio.create_subprocess_exec(*command)
+    try:
+        await orchestrator.until("b-0")
+        process.send_signal(signal.SIGTERM)
+        await orchestrator.until()
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()

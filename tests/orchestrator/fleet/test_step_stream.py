@@ -17,6 +17,7 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from stagemesh.conformance.replicas import until
 from stagemesh.orchestrator.fleet import step_stream
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
@@ -51,6 +52,10 @@ class Caller:
         take = take or (lambda event: kinds.append(event.WhichOneof("event")))
         async with asyncio.timeout(BOUND_S):
             await self.client.execute(request, timeout_s=BOUND_S, take=take)
+
+    async def until_running(self, count: int) -> None:
+        """Waits until the replica runs this number of steps."""
+        await until(lambda: self.stage.running == count, timeout_s=BOUND_S)
 
     async def fails(self, request_id: str, *, take: Callable[[Response], None] | None = None) -> StagemeshError:
         with pytest.raises(StagemeshError) as caught:
@@ -113,20 +118,10 @@ async def test_steps_are_calls_of_their_own_where_the_stream_is_not_served() -> 
     assert {request.input.text for request in caller.stage.requests} == {"kept"}
 
 
-async def test_a_step_call_of_its_own_is_cancelled() -> None:
-    async with _calling(hang, minimal=True) as caller:
-        leaving = asyncio.create_task(caller.run("leaves"))
-        await _until(lambda: caller.stage.running == 1)
-        leaving.cancel()
-        await asyncio.gather(leaving, return_exceptions=True)
-        await _until(lambda: caller.stage.running == 0)
-    assert leaving.cancelled()
-
-
 async def test_a_step_call_of_its_own_loses_its_replica() -> None:
     async with _calling(hang, minimal=True) as caller:
         running = asyncio.create_task(caller.fails("r"))
-        await _until(lambda: caller.stage.running == 1)
+        await caller.until_running(1)
         await caller.server.stop(grace_s=0)
         assert (await running).reason == REPLICA_LOST
 
@@ -139,17 +134,18 @@ async def test_a_step_that_fails_fails_alone(minimal: bool) -> None:
     assert caller.received["good"] == ["accepted", "finished"]
 
 
-async def test_cancelling_a_call_cancels_its_step_and_no_other() -> None:
-    async with _calling(hang) as caller:
+@pytest.mark.parametrize("minimal", [False, True], ids=["stream", "calls"])
+async def test_cancelling_a_call_cancels_its_step_and_no_other(minimal: bool) -> None:
+    async with _calling(hang, minimal=minimal) as caller:
         leaving = asyncio.create_task(caller.run("leaves"))
         staying = asyncio.create_task(caller.run("stays"))
-        await _until(lambda: caller.stage.running == 2)
+        await caller.until_running(2)
         leaving.cancel()
-        await _until(lambda: caller.stage.running == 1)
+        await caller.until_running(1)
         assert not staying.done()
         staying.cancel()
         await asyncio.gather(leaving, staying, return_exceptions=True)
-        await _until(lambda: caller.stage.running == 0)
+        await caller.until_running(0)
 
 
 async def test_an_error_of_take_ends_the_step() -> None:
@@ -158,14 +154,14 @@ async def test_an_error_of_take_ends_the_step() -> None:
 
     async with _calling(hang) as caller:
         error = await caller.fails("r", take=refuse)
-        await _until(lambda: caller.stage.running == 0)
+        await caller.until_running(0)
     assert (error.message, error.reason) == ("accepted is not wanted", "NOT_WANTED")
 
 
 async def test_a_replica_that_terminates_loses_its_steps_and_is_called_over_a_new_stream() -> None:
     async with _calling(hang) as caller:
         running = [asyncio.create_task(caller.fails(name)) for name in ("one", "two")]
-        await _until(lambda: caller.stage.running == 2)
+        await caller.until_running(2)
         await caller.server.stop(grace_s=0)
         lost = await asyncio.gather(*running)
         unreachable = await caller.fails("three")
@@ -189,12 +185,12 @@ async def test_a_stream_whose_end_is_announced_is_closed_and_replaced(
 
     async with _calling(wait) as caller:
         running = [asyncio.create_task(caller.run(name)) for name in ("one", "two")]
-        await _until(lambda: caller.stage.running == 2)
+        await caller.until_running(2)
         caller.stage.closing.set()
         go_on.set()
         await asyncio.gather(*running)
         steps = caller.client._steps
-        await _until(lambda: steps is not None and steps.is_closed and not caller.stage.open_streams)
+        await until(lambda: steps is not None and steps.is_closed and not caller.stage.open_streams, timeout_s=BOUND_S)
         caller.stage.closing.clear()
         await caller.run("three")
     assert caller.received == {name: ["accepted", "finished"] for name in ("one", "two", "three")}
@@ -205,7 +201,7 @@ async def test_a_stream_without_steps_ends_and_is_replaced(monkeypatch: pytest.M
     monkeypatch.setattr(step_stream, "_IDLE_S", 0.05)
     async with _calling() as caller:
         await caller.run("one")
-        await _until(lambda: caller.stage.open_streams == 0)
+        await until(lambda: caller.stage.open_streams == 0, timeout_s=BOUND_S)
         await caller.run("two")
     assert caller.received["one"] == caller.received["two"] != []
     assert caller.stage.streams == 2
@@ -224,7 +220,7 @@ async def test_a_stream_with_a_long_step_stays_open(monkeypatch: pytest.MonkeyPa
 
     async with _calling(wait) as caller:
         long = asyncio.create_task(caller.run("long"))
-        await _until(lambda: caller.stage.running == 1)
+        await caller.until_running(1)
         await caller.run("short")
         steps = caller.client._steps
         assert steps is not None
@@ -232,14 +228,14 @@ async def test_a_stream_with_a_long_step_stays_open(monkeypatch: pytest.MonkeyPa
         assert not steps.is_closed
         go_on.set()
         await long
-        await _until(lambda: steps.is_closed and not caller.stage.open_streams)
+        await until(lambda: steps.is_closed and not caller.stage.open_streams, timeout_s=BOUND_S)
     assert caller.stage.streams == 1
 
 
 async def test_closing_the_client_ends_its_steps() -> None:
     async with _calling(hang) as caller:
         running = asyncio.create_task(caller.fails("r"))
-        await _until(lambda: caller.stage.running == 1)
+        await caller.until_running(1)
         await caller.client.close()
         assert "is no longer connected" in (await running).message
 
@@ -247,7 +243,7 @@ async def test_closing_the_client_ends_its_steps() -> None:
 async def test_a_request_larger_than_a_message_is_rejected_and_others_continue() -> None:
     async with _calling(hang) as caller:
         running = asyncio.create_task(caller.run("r"))
-        await _until(lambda: caller.stage.running == 1)
+        await caller.until_running(1)
         with pytest.raises(InvalidRequestError, match="shorten the input"):
             await caller.run("large", text="x" * MAX_MESSAGE_BYTES)
         assert not running.done()
@@ -262,9 +258,9 @@ async def test_a_step_cancelled_before_it_was_sent_never_starts() -> None:
         small = asyncio.create_task(caller.run("small"))
         await asyncio.sleep(0)
         small.cancel()
-        await _until(lambda: caller.stage.running == len(large))
+        await caller.until_running(len(large))
         last = asyncio.create_task(caller.run("last"))
-        await _until(lambda: caller.stage.running == len(large) + 1)
+        await caller.until_running(len(large) + 1)
         assert "small" not in [request.request_id for request in caller.stage.requests]
         for task in (*large, last):
             task.cancel()
@@ -304,7 +300,7 @@ async def test_a_step_that_is_cancelled_before_it_was_accepted_is_freed_at_once(
         order = stage_pb2.ExecuteStepRequest(request_id="r", step_id="r/a/1").SerializeToString()
         deadline_s = asyncio.get_running_loop().time() + BOUND_S
         following = asyncio.create_task(follow_step(replica, order, deadline_s=deadline_s, take=held.take))
-        await _until(lambda: caller.stage.running == 1)
+        await caller.until_running(1)
         following.cancel()
         await asyncio.wait([following])
         del held, following
@@ -320,9 +316,3 @@ async def test_a_service_without_the_method_does_not_count_as_lost() -> None:
     await client.close()
     await server.stop(grace_s=0)
     assert caught.value.metadata["replica"] == "a-0"
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(BOUND_S):
-        while not condition():
-            await asyncio.sleep(0.005)

@@ -8,8 +8,8 @@ from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, Playout
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
 from stagemesh.orchestrator.planning.chunk_policies import set_chunk_policies
 from stagemesh.orchestrator.planning.planner import Plan, Planner
-from stagemesh.pipeline import load_pipeline
 from stagemesh.v1 import request_pb2, stage_pb2
+from tests.orchestrator.mesh import load
 from tests.orchestrator.replicas import ready_replica
 
 # Measured on a GPU (a vocoder of 12.5 frames a second), and assumed for a CPU.
@@ -30,15 +30,13 @@ outputs: {audio: vocoder}
 
 
 def _plan(folder: Path, chunk: str, *, costs_s: dict[int, float] | None = None, delay_s: float = 0.0) -> Plan:
-    path = folder / "speech.yaml"
-    path.write_text(SPEECH.replace("CHUNK", chunk))
-    pipeline, registry = load_pipeline(str(path)), ReplicaRegistry()
+    pipeline, registry = load(folder, SPEECH.replace("CHUNK", chunk)), ReplicaRegistry()
     replicas = {stage: ready_replica(f"{stage}-0", pipeline, registry=registry) for stage in pipeline.stages}
     if costs_s:
         replicas["talker"].record_load(stage_pb2.WatchLoadResponse(frame_intervals_s={"frames": 0.01, "other": 9.0}))
         costs = [stage_pb2.CallCost(frames=frames, seconds=cost_s) for frames, cost_s in costs_s.items()]
-        load = stage_pb2.WatchLoadResponse(call_costs=costs, frame_audio_s=0.08, audio_delay_s=delay_s)
-        replicas["vocoder"].record_load(load)
+        measured = stage_pb2.WatchLoadResponse(call_costs=costs, frame_audio_s=0.08, audio_delay_s=delay_s)
+        replicas["vocoder"].record_load(measured)
     return Planner(pipeline, registry).plan(pipeline.route(["audio"]))
 
 

@@ -6,19 +6,19 @@ import pytest
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.descriptors import signature_to_wire
 from stagemesh.common.process.stage_process import ReplicaState
-from stagemesh.common.wire.versions import own_protocol
 from stagemesh.orchestrator.fleet.membership import Member
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
 from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters
 from stagemesh.orchestrator.planning.planner import NotReadyYetError, Planner
-from stagemesh.pipeline import Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import signature_pb2, stage_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
 from stagemesh.v1.signature_pb2 import TENSOR_KIND_TEXT
-from tests.orchestrator.mesh import CHAIN, mesh, until_health
-from tests.orchestrator.replicas import ready_replica
+from tests.orchestrator.mesh import CHAIN, Mesh, load, mesh, until_health
+from tests.orchestrator.replicas import ready_description, ready_replica
+from tests.rpc.call_errors import raises
 from tests.rpc.health_calls import Request, Response, check
 
 
@@ -64,10 +64,16 @@ def test_a_preferred_replica_that_is_not_ready_is_ignored(pipeline: Pipeline) ->
     assert plan.replicas["b"] == "b-1"
 
 
+def _replicas_of_b(pipeline: Pipeline, registry: ReplicaRegistry) -> set[str]:
+    """Returns the replicas of stage b on which requests are planned."""
+    planner = Planner(pipeline, registry)
+    return {planner.plan(pipeline.route(["last"])).replicas["b"] for _ in range(20)}
+
+
 def test_only_ready_replicas_are_chosen(pipeline: Pipeline) -> None:
     registry = _registry(pipeline, 2)
     registry.of("b")[0].observe(ReplicaState.DRAINING, "")
-    assert {Planner(pipeline, registry).plan(pipeline.route(["last"])).replicas["b"] for _ in range(20)} == {"b-1"}
+    assert _replicas_of_b(pipeline, registry) == {"b-1"}
 
 
 def test_a_leaving_replica_gets_no_requests_even_if_it_reports_ready(pipeline: Pipeline) -> None:
@@ -75,7 +81,7 @@ def test_a_leaving_replica_gets_no_requests_even_if_it_reports_ready(pipeline: P
     leaving = registry.of("b")[0]
     leaving.leave("it left")
     leaving.observe(ReplicaState.READY, "")
-    assert {Planner(pipeline, registry).plan(pipeline.route(["last"])).replicas["b"] for _ in range(20)} == {"b-1"}
+    assert _replicas_of_b(pipeline, registry) == {"b-1"}
     assert (leaving.state, leaving.detail) == (ReplicaState.DRAINING, "it left")
 
 
@@ -128,9 +134,8 @@ def test_a_request_continues_in_its_generation_or_not_at_all(pipeline: Pipeline)
     with pytest.raises(NotReadyYetError):
         planner.plan(pipeline.route(["last"]), generation="new")
     registry.remove(new)
-    with pytest.raises(NotReadyError, match="began in generation new") as caught:
+    with raises(NotReadyError, reason="GENERATION_ENDED", match="began in generation new"):
         planner.plan(pipeline.route(["last"]), generation="new")
-    assert caught.value.reason == "GENERATION_ENDED"
 
 
 def test_a_generation_gets_requests_once_all_its_stages_are_ready(pipeline: Pipeline) -> None:
@@ -146,9 +151,8 @@ def test_a_generation_gets_requests_once_all_its_stages_are_ready(pipeline: Pipe
 
 def _pods(tmp_path: Path) -> tuple[Pipeline, ReplicaRegistry]:
     """Returns a chain whose stages a and b are connected by a fixed shm edge, with a replica of each on two hosts."""
-    path = tmp_path / "pods.yaml"
-    path.write_text(CHAIN.replace("{from: a, to: b}", "{from: a, to: b, connector: shm}"))
-    pipeline, registry = load_pipeline(str(path)), ReplicaRegistry()
+    pipeline = load(tmp_path, CHAIN.replace("{from: a, to: b}", "{from: a, to: b, connector: shm}"))
+    registry = ReplicaRegistry()
     for number in range(2):
         for stage in pipeline.stages:
             ready_replica(f"{stage}-{number}", pipeline, registry=registry, host=f"pod-{number}")
@@ -233,9 +237,8 @@ def test_a_generation_without_the_adapter_is_not_chosen(pipeline: Pipeline) -> N
 def test_an_unknown_adapter_is_not_found(pipeline: Pipeline) -> None:
     registry = _registry(pipeline, 1)
     _report(registry.of("b")[0], "y")
-    with pytest.raises(NotFoundError, match="has adapter 'x'; loaded: y") as caught:
+    with raises(NotFoundError, reason="UNKNOWN_ADAPTER", match="has adapter 'x'; loaded: y"):
         Planner(pipeline, registry).plan(pipeline.route(["last"]), adapters={"b": "x"})
-    assert caught.value.reason == "UNKNOWN_ADAPTER"
 
 
 @pytest.mark.parametrize("reported", [True, False], ids=["remembered", "not reported"])
@@ -260,6 +263,13 @@ def test_the_end_of_a_replica_is_reported_to_its_callbacks(pipeline: Pipeline) -
     assert [error.message for error in received] == ["died", "died"]
 
 
+def _described(pipeline: Pipeline, description: stage_pb2.DescribeResponse, *generations: str) -> Replica:
+    """Returns a replica of stage a that has described itself. `generations` are accepted, too."""
+    replica = Replica(Member("a", "h:1", "a-0"), cast("ReplicaClient", None), on_change=lambda: None)
+    replica.observe_description(description, pipeline, generations=generations)
+    return replica
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -273,18 +283,11 @@ def test_the_end_of_a_replica_is_reported_to_its_callbacks(pipeline: Pipeline) -
     ids=str,
 )
 def test_a_replica_of_another_pipeline_is_rejected(pipeline: Pipeline, fields: dict[str, Any]) -> None:
-    description = stage_pb2.DescribeResponse(
-        pipeline="chain",
-        generation=pipeline.generation,
-        stage="a",
-        protocol=own_protocol(),
-        state=stage_pb2.REPLICA_STATE_READY,
-    )
+    description = ready_description("a", pipeline=pipeline)
     for field in fields:
         description.ClearField(field)  # type: ignore[arg-type]
     description.MergeFrom(stage_pb2.DescribeResponse(**fields))
-    replica = Replica(Member("a", "h:1", "a-0"), cast("ReplicaClient", None), on_change=lambda: None)
-    replica.observe_description(description, pipeline)
+    replica = _described(pipeline, description)
     assert replica.state is ReplicaState.FAILED
     assert replica.detail.startswith("refused: replica a-0 speaks" if "protocol" in fields else "refused: its ")
 
@@ -302,16 +305,9 @@ def test_a_replica_of_another_accepted_generation_has_the_same_signature(
 ) -> None:
     signature = signature_to_wire(pipeline.stages["a"].signature)
     signature.sampling ^= not same
-    description = stage_pb2.DescribeResponse(
-        pipeline="chain",
-        generation="earlier",
-        stage="a",
-        protocol=own_protocol(),
-        state=stage_pb2.REPLICA_STATE_READY,
-        signature=signature,
-    )
-    replica = Replica(Member("a", "h:1", "a-0"), cast("ReplicaClient", None), on_change=lambda: None)
-    replica.observe_description(description, pipeline, generations=[accepted])
+    description = ready_description("a", pipeline=pipeline, generation="earlier")
+    description.signature.CopyFrom(signature)
+    replica = _described(pipeline, description, accepted)
     assert replica.state is (ReplicaState.FAILED if detail else ReplicaState.READY)
     assert detail in replica.detail
 
@@ -324,41 +320,18 @@ async def test_the_orchestrator_serves_once_every_stage_is_ready(tmp_path: Path)
     assert (live.status, whole.status) == (Response.SERVING, Response.SERVING)
 
 
-async def test_a_replica_that_stops_serving_is_shown_as_loading(tmp_path: Path) -> None:
-    async with mesh(tmp_path) as chain:
-        chain.stages["b"].description.state = stage_pb2.REPLICA_STATE_LOADING
-        chain.stages["b"].description.detail = "reading weights"
-        chain.servers["b"].set_health("", serving=False)
-        await until_health(chain.channel, serving=False)
-        replica = (await chain.describe()).stages[1].replicas[0]
-    assert (replica.name, replica.state, replica.detail) == (
-        "b-0",
-        stage_pb2.REPLICA_STATE_LOADING,
-        "reading weights",
-    )
-
-
-async def test_the_pipeline_is_described_as_it_is_now(tmp_path: Path) -> None:
-    async with mesh(tmp_path) as chain:
-        described = await chain.describe()
+async def test_the_pipeline_is_described_as_it_is_now(chain: Mesh) -> None:
+    described = await chain.describe()
     assert [stage.name for stage in described.stages] == ["a", "b", "c"]
-    assert [(edge.name, edge.from_stage, edge.to_stage) for edge in described.edges] == [
-        ("a->b", "a", "b"),
-        ("b->c", "b", "c"),
-    ]
-    assert {output.name: output.kind for output in described.outputs} == dict.fromkeys(
-        ["first", "last"], TENSOR_KIND_TEXT
-    )
+    edges = [(edge.name, edge.from_stage, edge.to_stage) for edge in described.edges]
+    assert edges == [("a->b", "a", "b"), ("b->c", "b", "c")]
+    assert {output.name: output.kind for output in described.outputs} == {
+        "first": TENSOR_KIND_TEXT,
+        "last": TENSOR_KIND_TEXT,
+    }
 
 
 def test_an_unknown_state_counts_as_a_failure(pipeline: Pipeline) -> None:
-    description = stage_pb2.DescribeResponse(
-        pipeline=pipeline.name,
-        generation=pipeline.generation,
-        stage="a",
-        protocol=own_protocol(),
-        state=900,  # type: ignore[arg-type]
-    )
-    replica = Replica(Member("a", "h:1", "a-0"), cast("ReplicaClient", None), on_change=lambda: None)
-    replica.observe_description(description, pipeline)
-    assert replica.state is ReplicaState.FAILED
+    description = ready_description("a", pipeline=pipeline)
+    description.state = 900  # type: ignore[assignment]
+    assert _described(pipeline, description).state is ReplicaState.FAILED

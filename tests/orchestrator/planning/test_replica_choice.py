@@ -1,12 +1,17 @@
-"""The replica with the least work gets a request, and the nearest one of equals."""
+"""Which replica gets a request: the estimates of their work, locality, and even draws."""
 
 import random
+from collections import Counter
 
-from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas, ReplicaRegistry
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagemesh.orchestrator.fleet.replica import LoadEstimate, Replica, StepCost
+from stagemesh.orchestrator.fleet.replica_registry import RandomPool, ReadyReplicas, ReplicaRegistry
 from stagemesh.orchestrator.planning.planner import LeastWork, Planner
 from stagemesh.pipeline import Pipeline
-from tests.orchestrator.replicas import ready_replica
+from tests.orchestrator.replicas import Clock, ready_replica
 
 
 def _ready(*replicas: Replica) -> ReadyReplicas:
@@ -95,3 +100,130 @@ def test_uneven_work_queues_less_than_with_round_robin(pipeline: Pipeline) -> No
         return sorted(waits)[int(0.99 * len(waits))]
 
     assert longest_wait(by_turns=True) >= 2 * longest_wait(by_turns=False)
+
+
+@pytest.fixture
+def load(clock: Clock) -> LoadEstimate:
+    return LoadEstimate(StepCost(), clock=clock)
+
+
+def test_work_decreases_with_time(load: LoadEstimate, clock: Clock) -> None:
+    load.report(3.0, steps=2)
+    clock.now_s += 1.0
+    assert load.work_s == pytest.approx(2.0)
+    clock.now_s += 9.0
+    assert load.work_s == 0
+
+
+def test_requests_placed_since_the_report_count_as_one_step_each(load: LoadEstimate) -> None:
+    load.report(3.0, steps=2)
+    load.place()
+    assert load.work_s == pytest.approx(4.5)
+
+
+def test_released_requests_no_longer_count(load: LoadEstimate) -> None:
+    load.report(3.0, steps=2)
+    release = load.place()
+    release()
+    release()
+    assert load.work_s == pytest.approx(3.0)
+    assert load.running == 0
+
+
+def test_a_request_in_the_report_counts_once(load: LoadEstimate) -> None:
+    for _ in range(3):
+        load.place()
+    load.report(3.0, steps=3)
+    assert load.work_s == pytest.approx(3.0)
+
+
+def test_requests_that_the_report_cannot_contain_still_count(load: LoadEstimate) -> None:
+    for _ in range(3):
+        load.place()
+    load.report(1.0, steps=1)
+    assert load.work_s == pytest.approx(3.0)
+
+
+def test_steps_are_counted_if_the_engine_does_not_estimate(load: LoadEstimate) -> None:
+    load.report(0.0, steps=4)
+    assert load.work_s == pytest.approx(4.0)
+    load.report(0.0, steps=0)
+    assert load.work_s == 0
+
+
+def test_each_running_request_increases_the_backlog(load: LoadEstimate) -> None:
+    load.report(3.0, steps=2)
+    release = load.place()
+    load.report(3.0, steps=2)
+    assert load.work_s == pytest.approx(3.0)
+    assert load.backlog_s == pytest.approx(4.5)
+    release()
+    assert load.backlog_s == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("work_s", [float("nan"), float("inf")])
+def test_an_estimate_that_is_not_finite_is_ignored(load: LoadEstimate, work_s: float) -> None:
+    load.report(3.0, steps=2)
+    load.report(work_s, steps=2)
+    load.place()
+    assert load.work_s == pytest.approx(1.5)
+
+
+def test_an_engine_that_estimates_may_report_no_work(load: LoadEstimate) -> None:
+    load.report(2.0, steps=1)
+    load.report(0.0, steps=4)
+    assert load.work_s == 0
+
+
+def test_a_request_in_the_report_is_not_subtracted_at_its_release(load: LoadEstimate) -> None:
+    load.report(3.0, steps=2)
+    release = load.place()
+    load.report(1.0, steps=1)
+    release()
+    assert load.work_s == pytest.approx(1.0)
+
+
+def test_a_replica_that_does_not_estimate_is_not_idle(clock: Clock) -> None:
+    cost = StepCost()
+    one, other = LoadEstimate(cost, clock=clock), LoadEstimate(cost, clock=clock)
+    one.report(8.0, steps=2)
+    other.report(None, steps=3)
+    assert other.work_s == pytest.approx(12.0)
+
+
+def test_replicas_of_a_stage_learn_from_each_other(clock: Clock) -> None:
+    cost = StepCost()
+    one, other = LoadEstimate(cost, clock=clock), LoadEstimate(cost, clock=clock)
+    one.report(8.0, steps=2)
+    other.place()
+    assert other.work_s == pytest.approx(4.0)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9))))
+def test_a_pool_contains_the_items_of_a_set(changes: list[tuple[bool, int]]) -> None:
+    pool, expected = RandomPool[int](), set[int]()
+    for adds, item in changes:
+        (pool.add if adds else pool.discard)(item)
+        (expected.add if adds else expected.discard)(item)
+        assert (len(pool), set(pool)) == (len(expected), expected)
+        assert all((item in pool) is (item in expected) for item in range(10))
+
+
+@given(st.sets(st.integers(0, 99)), st.integers(0, 10))
+def test_drawn_items_are_different_and_as_many_as_there_are(items: set[int], count: int) -> None:
+    pool = RandomPool[int]()
+    for item in items:
+        pool.add(item)
+    drawn = pool.draw(count, random.Random(1))
+    assert len(drawn) == len(set(drawn)) == min(count, len(items))
+    assert set(drawn) <= items
+
+
+def test_all_items_are_drawn_equally_often() -> None:
+    pool, rng = RandomPool[int](), random.Random(1)
+    for item in range(20):
+        pool.add(item)
+    pool.discard(3)
+    drawn = Counter(item for _ in range(4000) for item in pool.draw(2, rng))
+    assert set(drawn) == set(range(20)) - {3}
+    assert max(drawn.values()) < 1.5 * min(drawn.values())

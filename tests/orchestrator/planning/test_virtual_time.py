@@ -12,15 +12,14 @@ from benchmarks.simulation.round_robin import RoundRobin
 from benchmarks.simulation.run import LARGE_CHUNKS, SMALL_CHUNKS, Load, latencies_s, survival
 from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas
 from stagemesh.orchestrator.planning.planner import Choice
-from stagemesh.pipeline import Pipeline, load_pipeline
-from tests.orchestrator.mesh import CHAIN
+from stagemesh.pipeline import Pipeline
+from tests.orchestrator.mesh import CHAIN, load
 from tests.orchestrator.replicas import ready_replica
 
 
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Pipeline:
-    (tmp_path / "chain.yaml").write_text(CHAIN + "limits: {max_in_flight: 100000}\n")
-    return load_pipeline(str(tmp_path / "chain.yaml"))
+    return load(tmp_path, CHAIN + "limits: {max_in_flight: 100000}\n")
 
 
 def test_time_jumps_to_the_next_timer() -> None:

@@ -4,22 +4,22 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import grpc
 import pytest
 
-from stagemesh.common.errors import CancelledRequestError, InternalError, InvalidRequestError, StaleAttemptError
+from stagemesh.common.errors import (
+    CancelledRequestError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    StaleAttemptError,
+)
 from stagemesh.conformance.replicas import until
-from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2, request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh
 from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang, text_output
+from tests.rpc.call_errors import error_of
 
 Events = list[orchestrator_pb2.GenerateResponse]
-HANG = dict.fromkeys("abc", hang)
-
-
-def _choices(choices: int, *, seed: int | None = None) -> request_pb2.Parameters:
-    return request_pb2.Parameters(choices=choices, seed=seed)
 
 
 def _texts(events: Events, name: str) -> dict[int, str]:
@@ -45,7 +45,7 @@ SEEDS = dict.fromkeys("abc", _say_seed)
 
 async def test_each_choice_runs_with_the_next_seed(tmp_path: Path) -> None:
     async with mesh(tmp_path, scripts=SEEDS) as chain:
-        events = await chain.generate(request_id="r", parameters=_choices(3, seed=2**63 - 2))
+        events = await chain.generate(request_id="r", parameters={"choices": 3, "seed": 2**63 - 2})
         steps = chain.stages["b"].requests
     assert _texts(events, "last") == {0: f"c {2**63 - 2}", 1: f"c {2**63 - 1}", 2: "c 0"}
     assert {step.request_id: step.step_id for step in steps} == {"r": "r/b/1", "r/1": "r/1/b/1", "r/2": "r/2/b/1"}
@@ -53,7 +53,7 @@ async def test_each_choice_runs_with_the_next_seed(tmp_path: Path) -> None:
 
 async def test_every_event_names_its_choice(tmp_path: Path) -> None:
     async with mesh(tmp_path, scripts=SEEDS) as chain:
-        events = await chain.generate(parameters=_choices(2, seed=5))
+        events = await chain.generate(parameters={"choices": 2, "seed": 5})
     admitted, finished = events[0].admitted, events[-1].finished
     assert (admitted.seed, [dict(each.replicas) for each in admitted.choices]) == (
         5,
@@ -70,12 +70,10 @@ async def test_every_event_names_its_choice(tmp_path: Path) -> None:
 
 async def test_a_returning_caller_gets_what_it_lacks_of_each_choice(tmp_path: Path) -> None:
     async with mesh(tmp_path, scripts=SEEDS) as chain:
-        await chain.generate(request_id="r", parameters=_choices(2, seed=5))
-        again = ask(request_id="r", parameters=_choices(2))
-        again.next_positions.add(name="first", position=2)
-        again.next_positions.add(name="first", index=1, position=3)
-        again.next_positions.add(name="last", index=1, position=1)
-        events = [event async for event in chain.stub.Generate(again)]
+        await chain.generate(request_id="r", parameters={"choices": 2, "seed": 5})
+        first = [{"name": "first", "position": 2}, {"name": "first", "index": 1, "position": 3}]
+        positions = [*first, {"name": "last", "index": 1, "position": 1}]
+        events = await chain.generate(request_id="r", parameters={"choices": 2}, next_positions=positions)
     assert (_texts(events, "first"), _texts(events, "last")) == ({0: "5", 1: ""}, {0: "c 5", 1: " 6"})
 
 
@@ -94,11 +92,9 @@ async def _fail_second(stage: ScriptedStage, request: stage_pb2.ExecuteStepReque
 async def test_the_error_of_one_choice_ends_the_request(tmp_path: Path) -> None:
     events: Events = []
     async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": _fail_second}) as chain:
-        call = chain.stub.Generate(ask(request_id="r", parameters=_choices(3)), timeout=20)
-        with pytest.raises(grpc.aio.AioRpcError, match="out of luck") as caught:
-            async for event in call:
-                events.append(event)
-        assert from_rpc_error(caught.value, peer="the orchestrator").metadata["request_id"] == "r"
+        call = chain.stub.Generate(ask(request_id="r", parameters={"choices": 3}), timeout=20)
+        error = await error_of(call, received=events)
+        assert (error.message, error.metadata["request_id"]) == ("out of luck", "r")
         await chain.until_idle()
         assert (await chain.describe()).in_flight == 0
         cancelled = {name: sorted(each.request_id for each in stage.cancels) for name, stage in chain.stages.items()}
@@ -113,7 +109,7 @@ async def test_a_failed_choice_stops_the_others_before_it_is_released(tmp_path: 
     released = asyncio.Event()
     async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": _fail_second}) as chain, asyncio.TaskGroup() as group:
         chain.stages["b"].released["r/1"] = released
-        failure = group.create_task(chain.failure(request_id="r", parameters=_choices(3)))
+        failure = group.create_task(chain.failure(request_id="r", parameters={"choices": 3}))
         await until(
             lambda: {each.request_id for each in chain.stages["b"].cancels} >= {"r", "r/1", "r/2"}, timeout_s=10
         )
@@ -140,38 +136,37 @@ def _taken_second(first_spoke: asyncio.Event, taken_over: asyncio.Event) -> Scri
 async def test_a_choice_takes_over_from_another_orchestrator_alone(tmp_path: Path) -> None:
     script = _taken_second(asyncio.Event(), asyncio.Event())
     async with mesh(tmp_path, scripts={"c": script}) as chain:
-        events = await chain.generate(request_id="r", parameters=_choices(2, seed=5))
+        events = await chain.generate(request_id="r", parameters={"choices": 2, "seed": 5})
         attempts = sorted((step.request_id, step.attempt) for step in chain.stages["c"].requests)
     assert attempts == [("r", 1), ("r/1", 1), ("r/1", 42)]
     assert _texts(events, "last") == {0: "c 5", 1: "c 6"}
     assert [event.WhichOneof("event") for event in events].count("admitted") == 1
 
 
-async def test_a_cancellation_stops_every_choice(tmp_path: Path) -> None:
-    async with mesh(tmp_path, scripts=HANG) as chain, asyncio.TaskGroup() as group:
-        failure = group.create_task(chain.failure(request_id="r", parameters=_choices(3)))
-        await _until_running(chain, "r", "r/1", "r/2")
-        assert (await chain.describe()).in_flight == 3
-        await chain.cancel("r")
-        assert [len(stage.cancels) for stage in chain.stages.values()] == [3, 3, 3]
+async def test_a_cancellation_stops_every_choice(busy: Mesh) -> None:
+    async with asyncio.TaskGroup() as group:
+        failure = group.create_task(busy.failure(request_id="r", parameters={"choices": 3}))
+        await _until_running(busy, "r", "r/1", "r/2")
+        assert (await busy.describe()).in_flight == 3
+        await busy.cancel("r")
+        assert [len(stage.cancels) for stage in busy.stages.values()] == [3, 3, 3]
         assert isinstance(await failure, CancelledRequestError)
-        assert (await chain.describe()).in_flight == 0
+        assert (await busy.describe()).in_flight == 0
 
 
 async def test_the_deadline_ends_every_choice(tmp_path: Path) -> None:
-    async with mesh(tmp_path, scripts=HANG, max_request_s=1.0) as chain:
-        error = await chain.failure(parameters=_choices(2))
+    async with mesh(tmp_path, scripts=dict.fromkeys("abc", hang), max_request_s=1.0) as chain:
+        error = await chain.failure(parameters={"choices": 2})
         await chain.until_idle()
-    assert error.reason == "DEADLINE_EXCEEDED"
+    assert (type(error), error.reason) == (DeadlineError, "DEADLINE_EXCEEDED")
 
 
-async def test_a_caller_that_leaves_stops_every_choice(tmp_path: Path) -> None:
-    async with mesh(tmp_path, scripts=HANG) as chain:
-        call = chain.stub.Generate(ask(request_id="r", parameters=_choices(2)))
-        await _until_running(chain, "r", "r/1")
-        call.cancel()
-        await chain.until_idle()
-        assert await chain.cancels(at_least=2) == [2, 2, 2]
+async def test_a_caller_that_leaves_stops_every_choice(busy: Mesh) -> None:
+    call = busy.stub.Generate(ask(request_id="r", parameters={"choices": 2}))
+    await _until_running(busy, "r", "r/1")
+    call.cancel()
+    await busy.until_idle()
+    assert await busy.cancels(at_least=2) == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -188,50 +183,39 @@ async def test_a_number_of_choices_that_can_never_run_is_rejected(
     tmp_path: Path, limits: str, choices: int, most: int
 ) -> None:
     async with mesh(tmp_path, CHAIN + limits, scripts=SEEDS) as chain:
-        error = await chain.failure(parameters=_choices(choices))
+        error = await chain.failure(parameters={"choices": choices})
         assert (await chain.describe()).limits.max_choices == most
-        assert len(_texts(await chain.generate(parameters=_choices(most)), "last")) == most
+        assert len(_texts(await chain.generate(parameters={"choices": most}), "last")) == most
     assert isinstance(error, InvalidRequestError)
     assert (error.reason, error.metadata["max_choices"]) == ("INVALID_CHOICES", str(most))
     assert f"choices is {choices}; use 1 to {most}" in error.message
 
 
-async def test_a_position_of_an_unknown_choice_is_rejected(tmp_path: Path) -> None:
-    position = orchestrator_pb2.OutputPosition(name="first", index=2, position=1)
-    async with mesh(tmp_path) as chain:
-        request = ask(parameters=_choices(2))
-        request.next_positions.append(position)
-        with pytest.raises(grpc.aio.AioRpcError, match="next_positions names choice 2, but the request has 2 choices"):
-            await chain.stub.Generate(request).read()
-
-
-async def test_another_number_of_choices_is_another_request(tmp_path: Path) -> None:
-    async with mesh(tmp_path) as chain:
-        await chain.generate(request_id="r", parameters=_choices(2))
-        error = await chain.failure(request_id="r", parameters=_choices(3))
+async def test_another_number_of_choices_is_another_request(chain: Mesh) -> None:
+    await chain.generate(request_id="r", parameters={"choices": 2})
+    error = await chain.failure(request_id="r", parameters={"choices": 3})
     assert error.reason == "REQUEST_EXISTS"
 
 
 async def test_choices_wait_until_all_of_them_fit(tmp_path: Path) -> None:
-    async with mesh(tmp_path, CHAIN + "limits: {max_in_flight: 3}", scripts=HANG) as chain:
-        first = chain.stub.Generate(ask(request_id="r1", parameters=_choices(2)))
+    async with mesh(tmp_path, CHAIN + "limits: {max_in_flight: 3}", scripts=dict.fromkeys("abc", hang)) as chain:
+        first = chain.stub.Generate(ask(request_id="r1", parameters={"choices": 2}))
         await _until_running(chain, "r1", "r1/1")
-        second = chain.stub.Generate(ask(request_id="r2", parameters=_choices(2)))
+        second = chain.stub.Generate(ask(request_id="r2", parameters={"choices": 2}))
         third = chain.stub.Generate(ask(request_id="r3"))
         assert [(await anext(aiter(call))).queued.position for call in (second, third)] == [1, 2]
-        chain.stages["a"].script = chain.stages["b"].script = chain.stages["c"].script = _say_seed
+        chain.run(_say_seed)
         first.cancel()
         assert {len(_texts([event async for event in call], "last")) for call in (second, third)} == {1, 2}
 
 
-async def test_operators_see_the_choices_of_each_step_and_flow(tmp_path: Path) -> None:
-    async with mesh(tmp_path, scripts=HANG) as chain:
-        call = chain.stub.Generate(ask(request_id="r", parameters=_choices(2)))
-        await _until_running(chain, "r", "r/1")
-        admin = admin_pb2_grpc.AdminServiceStub(chain.admin)
-        answer = await admin.GetRequest(admin_pb2.GetRequestRequest(request_id="r"), timeout=10)
-        (listed,) = (await admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=10)).requests
-        call.cancel()
+async def test_operators_see_the_choices_of_each_step_and_flow(busy: Mesh) -> None:
+    call = busy.stub.Generate(ask(request_id="r", parameters={"choices": 2}))
+    await _until_running(busy, "r", "r/1")
+    admin = admin_pb2_grpc.AdminServiceStub(busy.admin)
+    answer = await admin.GetRequest(admin_pb2.GetRequestRequest(request_id="r"), timeout=10)
+    (listed,) = (await admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=10)).requests
+    call.cancel()
     assert (answer.request.choices, listed.request_id, listed.choices) == (2, "r", 2)
     assert sorted((step.index, step.stage) for step in answer.steps) == [
         (i, stage) for i in range(2) for stage in "abc"

@@ -1,4 +1,4 @@
-"""Failures of stages, the error that the client receives, and the stages that stop."""
+"""Failures of stages, the errors that clients receive, and clients that leave, return and attach to a request."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -11,32 +11,34 @@ import pytest
 from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,
+    ExistsError,
     InternalError,
     InvalidRequestError,
     NotFoundError,
     NotReadyError,
-    StagemeshError,
     StaleAttemptError,
     UnavailableError,
 )
 from stagemesh.orchestrator.request import lifecycle
 from stagemesh.orchestrator.request.failures import Failure, root_cause
-from stagemesh.v1 import request_pb2, stage_pb2
-from tests.orchestrator.mesh import ask, mesh, until_health
-from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang
-
-
-def _failing(error: StagemeshError) -> Script:
-    async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-        yield ACCEPTED
-        await stage.until_fed(request)
-        raise error
-
-    return script
+from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
+from tests.orchestrator.mesh import Mesh, ask, mesh, texts, until_health
+from tests.orchestrator.scripted_stage import (
+    ACCEPTED,
+    FINISHED,
+    Response,
+    Script,
+    ScriptedStage,
+    failing,
+    hang,
+    say_hello,
+    text_output,
+)
+from tests.rpc.call_errors import error_of
 
 
 async def test_the_stage_that_failed_is_named_and_all_others_stop(tmp_path: Path) -> None:
-    scripts = {"a": hang, "b": _failing(InternalError("out of luck")), "c": hang}
+    scripts = {"a": hang, "b": failing(InternalError("out of luck")), "c": hang}
     async with mesh(tmp_path, scripts=scripts) as chain:
         error = await chain.failure(request_id="r1")
         await chain.until_idle()
@@ -46,14 +48,14 @@ async def test_the_stage_that_failed_is_named_and_all_others_stop(tmp_path: Path
 
 async def test_a_reason_of_a_stages_own_reaches_the_client_unchanged(tmp_path: Path) -> None:
     own = InvalidRequestError("too loud", reason="X_TOO_LOUD", metadata={"loudness": "11"})
-    async with mesh(tmp_path, scripts={"a": hang, "b": _failing(own), "c": hang}) as chain:
+    async with mesh(tmp_path, scripts={"a": hang, "b": failing(own), "c": hang}) as chain:
         error = await chain.failure()
     assert (type(error), error.reason, error.message) == (InvalidRequestError, "X_TOO_LOUD", "too loud")
     assert error.metadata["loudness"] == "11"
 
 
 async def test_a_stage_that_echoes_an_abort_is_not_blamed(tmp_path: Path) -> None:
-    echo = _failing(UnavailableError("lost the producer", metadata={"edge": "b->c"}))
+    echo = failing(UnavailableError("lost the producer", metadata={"edge": "b->c"}))
     scripts = {"a": hang, "b": _slow_failure, "c": echo}
     async with mesh(tmp_path, scripts=scripts) as chain:
         error = await chain.failure()
@@ -62,7 +64,7 @@ async def test_a_stage_that_echoes_an_abort_is_not_blamed(tmp_path: Path) -> Non
 
 async def test_a_stage_that_lost_its_peer_does_not_count_as_lost(tmp_path: Path) -> None:
     relayed = UnavailableError("replica b-0 cannot be reached", metadata={"peer": "replica b-0 at somewhere"})
-    scripts = {"a": _failing(relayed), "b": _slow_failure, "c": hang}
+    scripts = {"a": failing(relayed), "b": _slow_failure, "c": hang}
     async with mesh(tmp_path, scripts=scripts) as chain:
         error = await chain.failure()
     assert (error.message, error.metadata["stage"]) == ("the real cause", "b")
@@ -119,59 +121,27 @@ async def test_an_output_after_the_end_of_its_stage_fails_the_request(tmp_path: 
 async def test_a_request_waits_for_a_lost_stage_until_its_deadline(tmp_path: Path) -> None:
     async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}, max_request_s=3.0) as chain:
         call = chain.stub.Generate(ask())
-        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
+        await chain.until_started()
         await chain.servers["b"].grpc.stop(0)
-        with pytest.raises(grpc.aio.AioRpcError, match="stage 'b' waits for a replica") as error:
-            async for _ in call:
-                pass
-        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        error = await error_of(call)
+        assert (type(error), "stage 'b' waits for a replica" in error.message) == (DeadlineError, True)
         await chain.until_idle()
 
 
 async def test_the_error_for_a_lost_stage_names_its_replicas_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chain: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "STAGE_WAIT_S", 0.2)
-    async with mesh(tmp_path) as chain:
-        await chain.servers["b"].stop(grace_s=0)
-        await until_health(chain.channel, serving=False)
-        error = await chain.failure()
+    await chain.servers["b"].stop(grace_s=0)
+    await until_health(chain.channel, serving=False)
+    error = await chain.failure()
     assert isinstance(error, UnavailableError)
     assert "no replica of stage 'b' is ready: b-0 unreachable" in error.message
     assert error.retry_after_s == 1.0
 
 
-async def test_a_client_that_disconnects_leaves_nothing_running(tmp_path: Path) -> None:
-    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain:
-        call = chain.stub.Generate(ask())
-        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
-        call.cancel()
-        async with asyncio.timeout(1):
-            await chain.until_idle()
-            assert await chain.cancels(at_least=1) == [1, 1, 1]
-
-
-async def test_cancel_returns_once_every_stage_has_released_the_request(tmp_path: Path) -> None:
-    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain, asyncio.TaskGroup() as group:
-        failure = group.create_task(chain.failure(request_id="r1"))
-        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
-        await chain.cancel("r1")
-        assert [len(stage.cancels) for stage in chain.stages.values()] == [1, 1, 1]
-        assert isinstance(await failure, CancelledRequestError)
-        await chain.until_idle()
-
-
-async def test_cancelling_an_unknown_request_is_an_error(tmp_path: Path) -> None:
-    async with mesh(tmp_path) as chain:
-        with pytest.raises(grpc.aio.AioRpcError, match="unknown request 'nobody'"):
-            await chain.cancel("nobody")
-
-
-async def test_the_deadline_error_names_the_stages_at_work(tmp_path: Path) -> None:
-    async with mesh(tmp_path, scripts={"b": hang}, max_request_s=0.3) as chain:
-        error = await chain.failure()
-        await chain.until_idle()
-    assert isinstance(error, DeadlineError)
+async def test_cancelling_an_unknown_request_is_an_error(chain: Mesh) -> None:
+    assert "unknown request 'nobody'" in (await error_of(chain.cancel("nobody"))).message
 
 
 async def test_a_stream_that_ends_before_its_step_is_an_error(tmp_path: Path) -> None:
@@ -186,7 +156,7 @@ async def _accept_only(stage: ScriptedStage, request: stage_pb2.ExecuteStepReque
 
 
 async def test_an_unrequested_cancellation_ends_the_request(tmp_path: Path) -> None:
-    scripts = {"a": hang, "b": _failing(CancelledRequestError("someone called CancelStep")), "c": hang}
+    scripts = {"a": hang, "b": failing(CancelledRequestError("someone called CancelStep")), "c": hang}
     async with mesh(tmp_path, scripts=scripts) as chain:
         error = await chain.failure()
         await chain.until_idle()
@@ -194,15 +164,12 @@ async def test_an_unrequested_cancellation_ends_the_request(tmp_path: Path) -> N
     assert error.metadata["stage"] == "b"
 
 
-async def test_stopping_the_orchestrator_ends_its_requests(tmp_path: Path) -> None:
-    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain:
-        call = chain.stub.Generate(ask())
-        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
-        await chain.stop()
-        with pytest.raises(grpc.aio.AioRpcError, match="the orchestrator stopped"):
-            async for _ in call:
-                pass
-        await chain.until_idle()
+async def test_stopping_the_orchestrator_ends_its_requests(busy: Mesh) -> None:
+    call = busy.stub.Generate(ask())
+    await busy.until_started()
+    await busy.stop()
+    assert "the orchestrator stopped" in (await error_of(call)).message
+    await busy.until_idle()
 
 
 LOST = Failure("b", UnavailableError("gone", reason="REPLICA_LOST"))
@@ -250,3 +217,127 @@ def test_a_loss_is_recoverable(failure: Failure) -> None:
 @pytest.mark.parametrize("failure", [BROKE, ECHO, STOPPED, Failure("a", StaleAttemptError("made elsewhere"))])
 def test_an_error_of_the_stage_itself_is_not_recoverable(failure: Failure) -> None:
     assert not failure.is_recoverable
+
+
+async def test_a_second_call_gets_the_same_request_from_its_start(chain: Mesh) -> None:
+    first = await chain.generate(request_id="r1")
+    second = await chain.generate(request_id="r1")
+    assert len(chain.stages["a"].requests) == 1
+    assert first == second
+
+
+async def test_a_known_id_with_other_content_is_rejected(chain: Mesh) -> None:
+    await chain.generate(request_id="r1")
+    error = await chain.failure(request_id="r1", outputs=["last"])
+    assert (type(error), error.reason) == (ExistsError, "REQUEST_EXISTS")
+
+
+async def test_a_caller_resumes_at_its_next_part(chain: Mesh) -> None:
+    await chain.generate(request_id="r1")
+    events = await chain.generate(request_id="r1", next_positions=[{"name": "first", "position": 2}])
+    assert (texts(events, "first"), texts(events, "last")) == ("done", "c done")
+
+
+async def test_a_request_runs_until_its_last_caller_leaves(busy: Mesh) -> None:
+    calls = [await _joined(busy), await _joined(busy)]
+    calls[0].cancel()
+    assert (await busy.describe()).in_flight == 1
+    calls[1].cancel()
+    await busy.until_idle(within_s=1)
+    assert await busy.cancels(at_least=1) == [1, 1, 1]
+
+
+async def test_a_caller_resumes_after_its_position(chain: Mesh) -> None:
+    events = await chain.generate(
+        request_id="r1", next_positions=[{"name": "first", "position": 4}, {"name": "last", "position": 6}]
+    )
+    assert (texts(events, "first"), texts(events, "last")) == ("ne", "")
+
+
+async def test_the_reported_seed_may_be_sent_again(chain: Mesh) -> None:
+    first = await chain.generate(request_id="r1")
+    seed = first[0].admitted.seed
+    assert await chain.generate(request_id="r1", parameters={"seed": seed}) == first
+    error = await chain.failure(request_id="r1", parameters={"seed": seed ^ 1})
+    assert error.reason == "REQUEST_EXISTS"
+
+
+async def test_a_request_waits_for_a_caller_that_returns(busy: Mesh) -> None:
+    (await _joined(busy, linger_s=30)).cancel()
+    (await _joined(busy, linger_s=0)).cancel()
+    await busy.until_idle()
+    assert len(busy.stages["a"].requests) == 1
+
+
+async def test_a_request_ends_if_no_caller_returns_in_time(busy: Mesh) -> None:
+    (await _joined(busy, linger_s=1)).cancel()
+    assert (await busy.describe()).in_flight == 1
+    await busy.until_idle()
+
+
+async def test_a_dismissed_caller_is_not_waited_for(busy: Mesh) -> None:
+    call, other = await _joined(busy, linger_s=30), await _joined(busy, linger_s=30)
+    await busy.cancel("r1", when_left=True)
+    call.cancel()
+    assert (await busy.describe()).in_flight == 1
+    other.cancel()
+    await busy.until_idle()
+
+
+async def test_cancel_when_left_ends_a_lingering_request(busy: Mesh) -> None:
+    (await _joined(busy, linger_s=30)).cancel()
+    await busy.cancel("r1", when_left=True)
+    await busy.until_idle()
+    assert await busy.cancels(at_least=1) == [1, 1, 1]
+
+
+async def test_a_caller_that_returns_too_late_starts_the_request_again(busy: Mesh) -> None:
+    (await _joined(busy)).cancel()
+    busy.run(say_hello)
+    events = await busy.generate(request_id="r1", earlier_calls=1, next_positions=[{"name": "last", "position": 2}])
+    assert (texts(events, "first"), texts(events, "last")) == ("a done", "done")
+    assert [request.attempt for request in busy.stages["a"].requests] == [1, 1001]
+    assert busy.stages["a"].requests[1].step_id == "r1/a/1001"
+
+
+async def test_a_call_takes_over_the_steps_of_another_orchestrator(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"c": _taken_up_to(41)}) as chain:
+        events = await chain.generate(request_id="r1")
+        attempts = [request.attempt for request in chain.stages["c"].requests]
+    assert attempts == [1, 42]
+    assert [event.WhichOneof("event") for event in events].count("admitted") == 1
+    assert texts(events, "last") == "c done"
+
+
+async def test_a_request_that_was_taken_over_is_not_taken_back(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": _talk_and_lose, "b": hang, "c": hang}) as chain:
+        error = await chain.failure(request_id="r1")
+        assert len(chain.stages["a"].requests) == 1
+    assert error.reason == "STALE_ATTEMPT"
+
+
+def _taken_up_to(latest: int) -> Script:
+    async def refuse(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        if request.attempt <= latest:
+            raise StaleAttemptError("it is over", metadata={"attempt": str(latest)})
+        async for response in say_hello(stage, request):
+            yield response
+
+    return refuse
+
+
+async def _talk_and_lose(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    yield ACCEPTED
+    yield text_output(request.streamed[0].tensor, "so far")
+    raise StaleAttemptError("it is over", metadata={"attempt": "41"})
+
+
+async def _joined(
+    chain: Mesh, *, linger_s: int = 0
+) -> "grpc.aio.UnaryStreamCall[orchestrator_pb2.GenerateRequest, orchestrator_pb2.GenerateResponse]":
+    """Starts a call and waits for the first stage's output. The first stage is the last to be started."""
+    call = chain.stub.Generate(ask(request_id="r1", linger_s=linger_s))
+    async for event in call:
+        if event.output.name == "first":
+            break
+    return call

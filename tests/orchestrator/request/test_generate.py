@@ -1,4 +1,4 @@
-"""Requests over scripted stages: what each stage receives, and what the client receives."""
+"""Requests over scripted stages: what each stage receives, what the client receives, and what is stored."""
 
 import asyncio
 import time
@@ -7,69 +7,56 @@ from pathlib import Path
 
 import pytest
 
+from stagemesh.common.errors import UnavailableError
 from stagemesh.common.wire.tensors import to_messages
-from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2
-from tests.orchestrator.mesh import DIAMOND, Mesh, ask, mesh, texts
+from stagemesh.v1 import chunk_pb2, orchestrator_pb2, request_pb2, stage_pb2
+from tests.orchestrator.mesh import CHAIN, DIAMOND, Mesh, ask, mesh, texts
 from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, say_hello
 
 
-async def test_outputs_of_all_stages_arrive_in_one_stream(tmp_path: Path) -> None:
-    async with mesh(tmp_path) as chain:
-        events = await chain.generate()
-    assert texts(events, "first") == "a done"
-    assert texts(events, "last") == "c done"
+@pytest.fixture
+async def diamond(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with mesh(tmp_path, DIAMOND) as diamond:
+        yield diamond
 
 
-async def test_admission_comes_first_and_the_end_last(tmp_path: Path) -> None:
-    async with mesh(tmp_path) as chain:
-        events = await chain.generate(request_id="r1")
-    assert events[0].admitted.request_id == "r1"
-    assert events[0].admitted.choices[0].replicas == {"a": "a-0", "b": "b-0", "c": "c-0"}
-    assert set(events[-1].finished.choices[0].stages) == {"a", "b", "c"}
-    assert events[-1].finished.timings.finished_s >= events[-1].finished.timings.first_output_s
-
-
-async def test_a_request_runs_on_the_replicas_that_it_prefers(tmp_path: Path) -> None:
-    async with mesh(tmp_path, replicas=3) as chain:
-        for preferred in ({"a": "a-2", "b": "b-1"}, {"a": "a-1", "b": "b-2", "c": "gone", "other": "c-1"}):
-            request = ask()
-            request.preferred_replicas.update(preferred)
-            events = [event async for event in chain.stub.Generate(request, timeout=20)]
-            replicas = events[0].admitted.choices[0].replicas
-            assert {stage: replicas[stage] for stage in ("a", "b")} == {stage: preferred[stage] for stage in ("a", "b")}
-
-
-async def test_outputs_have_positions_and_an_end(tmp_path: Path) -> None:
-    async with mesh(tmp_path) as chain:
-        events = await chain.generate()
+async def test_outputs_and_progress_of_all_stages_arrive_in_one_stream(chain: Mesh) -> None:
+    events = await chain.generate()
+    assert (texts(events, "first"), texts(events, "last")) == ("a done", "c done")
+    assert {event.progress.stage for event in events if event.HasField("progress")} == {"a", "b", "c"}
     parts = [event.output for event in events if event.output.name == "last"]
     assert [part.position for part in parts] == [0, 2, 6]
     assert [part.finish.reason for part in parts] == [0, 0, request_pb2.FINISH_REASON_END]
 
 
-async def test_progress_names_its_stage(tmp_path: Path) -> None:
-    async with mesh(tmp_path) as chain:
-        events = await chain.generate()
-    assert {event.progress.stage for event in events if event.HasField("progress")} == {"a", "b", "c"}
+async def test_admission_comes_first_and_the_end_last(chain: Mesh) -> None:
+    events = await chain.generate(request_id="r1")
+    admitted, finished = events[0].admitted, events[-1].finished
+    assert admitted.request_id == "r1"
+    assert admitted.choices[0].replicas == {"a": "a-0", "b": "b-0", "c": "c-0"}
+    assert {stage.requests[0].seed for stage in chain.stages.values()} == {admitted.seed}
+    assert set(finished.choices[0].stages) == {"a", "b", "c"}
+    assert finished.timings.finished_s >= finished.timings.first_output_s
 
 
-async def test_stages_that_no_output_needs_do_not_run(tmp_path: Path) -> None:
-    async with mesh(tmp_path, DIAMOND) as diamond:
-        events = await diamond.generate(outputs=["side"])
-        assert texts(events, "side") == "left done"
-        assert [bool(diamond.stages[name].requests) for name in ("top", "left", "right", "join")] == [
-            True,
-            True,
-            False,
-            False,
-        ]
-        assert [binding.consumer for binding in diamond.stages["top"].requests[0].outputs] == ["left-0"]
+async def test_a_request_runs_on_the_replicas_that_it_prefers(tmp_path: Path) -> None:
+    async with mesh(tmp_path, replicas=3) as chain:
+        for preferred in ({"a": "a-2", "b": "b-1"}, {"a": "a-1", "b": "b-2", "c": "gone", "other": "c-1"}):
+            events = await chain.generate(preferred_replicas=preferred)
+            replicas = events[0].admitted.choices[0].replicas
+            assert {stage: replicas[stage] for stage in ("a", "b")} == {stage: preferred[stage] for stage in ("a", "b")}
 
 
-async def test_all_edges_of_a_diamond_are_bound(tmp_path: Path) -> None:
-    async with mesh(tmp_path, DIAMOND) as diamond:
-        await diamond.generate(outputs=["end"])
-        top, join = (diamond.stages[name].requests[0] for name in ("top", "join"))
+async def test_stages_that_no_output_needs_do_not_run(diamond: Mesh) -> None:
+    events = await diamond.generate(outputs=["side"])
+    assert texts(events, "side") == "left done"
+    assert _asked(diamond) == {"top", "left"}
+    assert [binding.consumer for binding in diamond.stages["top"].requests[0].outputs] == ["left-0"]
+
+
+async def test_all_edges_of_a_diamond_are_bound(diamond: Mesh) -> None:
+    await diamond.generate(outputs=["end"])
+    top, join = (diamond.stages[name].requests[0] for name in ("top", "join"))
     assert [binding.connector for binding in top.outputs] == [chunk_pb2.CONNECTOR_AUTO, chunk_pb2.CONNECTOR_GRPC]
     assert [(binding.edge, binding.producer) for binding in join.inputs] == [
         ("left->join", "left-0"),
@@ -115,50 +102,37 @@ async def test_an_option_of_the_pipeline_reaches_no_stage(tmp_path: Path) -> Non
     assert "option 'side' is 2; it must be a number from 0 to 1" in error.message
 
 
-async def test_chunk_policies_reach_the_producers(tmp_path: Path) -> None:
-    async with mesh(tmp_path, DIAMOND) as diamond:
-        await diamond.generate()
-        left, right = (diamond.stages[name].requests[0].outputs[0].policy for name in ("left", "right"))
+async def test_chunk_policies_reach_the_producers(diamond: Mesh) -> None:
+    await diamond.generate()
+    left, right = (diamond.stages[name].requests[0].outputs[0].policy for name in ("left", "right"))
     assert left.WhichOneof("cut") == "whole"
     assert (right.frames.frames, right.frames.initial_frames) == (5, 2)
 
 
-async def test_a_request_sets_the_first_chunk_of_a_stage(tmp_path: Path) -> None:
+async def test_a_request_sets_the_first_chunk_of_a_stage(diamond: Mesh) -> None:
     chunk = request_pb2.ChunkParameters(initial_frames=4)
     parameters = request_pb2.Parameters(stages={"join": request_pb2.StageParameters(chunk=chunk)})
-    async with mesh(tmp_path, DIAMOND) as diamond:
-        await diamond.generate(parameters=parameters)
-        left, right = (diamond.stages[name].requests[0].outputs[0].policy for name in ("left", "right"))
+    await diamond.generate(parameters=parameters)
+    left, right = (diamond.stages[name].requests[0].outputs[0].policy for name in ("left", "right"))
     assert left.WhichOneof("cut") == "whole"
     assert (right.frames.frames, right.frames.initial_frames, *right.frames.ramp) == (5, 4, 4)
 
 
-async def test_only_the_first_stages_get_the_prompt(tmp_path: Path) -> None:
-    async with mesh(tmp_path, DIAMOND) as diamond:
-        await diamond.generate()
-        with_input = {name for name, stage in diamond.stages.items() if stage.requests[0].HasField("input")}
+async def test_only_the_first_stages_get_the_prompt(diamond: Mesh) -> None:
+    await diamond.generate()
+    with_input = {name for name, stage in diamond.stages.items() if stage.requests[0].HasField("input")}
     assert with_input == {"top"}
 
 
-async def test_a_random_seed_is_reported_and_sent_to_every_stage(tmp_path: Path) -> None:
-    async with mesh(tmp_path) as chain:
-        events = await chain.generate()
-        seeds = {stage.requests[0].seed for stage in chain.stages.values()}
-    assert seeds == {events[0].admitted.seed}
-
-
-async def test_a_given_seed_is_kept(tmp_path: Path) -> None:
-    async with mesh(tmp_path) as chain:
-        events = await chain.generate(parameters=request_pb2.Parameters(seed=0))
+async def test_a_given_seed_is_kept(chain: Mesh) -> None:
+    events = await chain.generate(parameters={"seed": 0})
     assert events[0].admitted.seed == 0
 
 
-async def test_every_stage_gets_the_clients_deadline(tmp_path: Path) -> None:
-    async with mesh(tmp_path) as chain:
-        call = chain.stub.Generate(ask(), timeout=7)
-        async for _ in call:
-            pass
-        assert [round(stage.time_left_s) for stage in chain.stages.values()] == [7, 7, 7]
+async def test_every_stage_gets_the_clients_deadline(chain: Mesh) -> None:
+    async for _ in chain.stub.Generate(ask(), timeout=7):
+        pass
+    assert [round(stage.time_left_s) for stage in chain.stages.values()] == [7, 7, 7]
 
 
 def _accepting_when(gate: asyncio.Event) -> Script:
@@ -210,10 +184,71 @@ async def test_a_running_request_does_not_notice_a_clock_that_jumps(
 
     async with mesh(tmp_path, scripts=dict.fromkeys("abc", patient)) as chain:
         call = chain.stub.Generate(ask(request_id="r"), timeout=20)
-        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
+        await chain.until_started()
         monkeypatch.setattr(time, "time", lambda: real() + jump_s)
         set_back.set()
         events = [event async for event in call]
         assert texts(events, "last") == "c done"
         assert 0.0 <= events[-1].finished.timings.finished_s < 20.0
         await chain.until_idle()
+
+
+_RAW = "application/octet-stream"
+_STORED = CHAIN.replace("first: a", f"first: {{from: a, media_type: {_RAW}, stored: true}}")
+_END = request_pb2.Finish(reason=request_pb2.FINISH_REASON_END)
+
+
+def _pipeline(folder: Path) -> str:
+    return f"{_STORED}media: {{store: {folder / 'store'}}}\n"
+
+
+class _Moves:
+    """Runs a stage that is moved to another replica once, before or after it has reported its stored file."""
+
+    def __init__(self, *, reports_first: bool) -> None:
+        self.reports_first = reports_first
+        self.asked: list[list[stage_pb2.StreamedOutput]] = []
+
+    async def __call__(self, stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        self.asked.append(list(request.streamed))
+        is_first = len(self.asked) == 1
+        yield ACCEPTED
+        if request.streamed and (self.reports_first or not is_first):
+            file = request_pb2.MediaFile(uri=request.streamed[0].uri, size_bytes=1)
+            yield Response(output=request_pb2.Output(name="text", file=file, finish=_END))
+        if is_first:
+            raise UnavailableError("moves", reason="DRAINED", metadata={"stage": stage.name})
+        yield FINISHED
+
+
+def _files(events: list[orchestrator_pb2.GenerateResponse]) -> list[str]:
+    return [event.output.file.uri for event in events if event.output.HasField("file")]
+
+
+async def test_each_attempt_stores_an_object_of_its_own(tmp_path: Path) -> None:
+    script = _Moves(reports_first=False)
+    async with mesh(tmp_path, _pipeline(tmp_path), scripts={"a": script}, replicas=2) as chain:
+        files = _files(await chain.generate(request_id="r"))
+    first, second = [streamed.uri for (streamed,) in script.asked]
+    folder, _, name = first.rpartition("/")
+    assert folder.startswith(f"file://{tmp_path}/store/outputs/r.")
+    assert (name, second) == ("first.1.bin", f"{folder}/first.2.bin")
+    assert files == [second]
+    assert {streamed.media_type for (streamed,) in script.asked} == {_RAW}
+
+
+async def test_a_restarted_stage_does_not_store_again_what_the_client_has(tmp_path: Path) -> None:
+    script = _Moves(reports_first=True)
+    async with mesh(tmp_path, _pipeline(tmp_path), scripts={"a": script}, replicas=2) as chain:
+        files = _files(await chain.generate())
+    assert [len(asked) for asked in script.asked] == [1, 0]
+    assert files == [script.asked[0][0].uri]
+
+
+async def test_two_runs_of_a_request_store_different_objects(tmp_path: Path) -> None:
+    uris: list[str] = []
+    for _ in range(2):
+        async with mesh(tmp_path, _pipeline(tmp_path)) as chain:
+            await chain.generate(request_id="r")
+            uris.append(chain.stages["a"].requests[0].streamed[0].uri)
+    assert uris[0] != uris[1]

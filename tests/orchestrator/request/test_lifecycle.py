@@ -1,31 +1,37 @@
-"""Requests that have ended: how long they can be found, and the memory that they hold."""
+"""The memory of requests: checkpoints of their steps, and how long ended requests can be found."""
 
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stagemesh.common.errors import CancelledRequestError, ExistsError, InternalError, StagemeshError, UnavailableError
+from stagemesh.common.notification import Notifier
 from stagemesh.orchestrator.admission.admission import Admission
 from stagemesh.orchestrator.admission.queue import AdmissionRequest
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.step_stream import TakeEvent
 from stagemesh.orchestrator.planning.planner import Plan, PlannedStep, Planner
-from stagemesh.orchestrator.planning.replacement_replicas import Failover
+from stagemesh.orchestrator.planning.replacement_replicas import Failover, StateBudget
+from stagemesh.orchestrator.request.failures import Failures
 from stagemesh.orchestrator.request.lifecycle import PlanRuns, RequestLifecycle, RequestRegistry
 from stagemesh.orchestrator.request.output_record import RequestRecord
+from stagemesh.orchestrator.request.recovery import StepState
 from stagemesh.orchestrator.request.run import RequestRun
-from stagemesh.orchestrator.request.validation import ValidRequest
+from stagemesh.orchestrator.request.step_calls import StepCalls
+from stagemesh.orchestrator.request.validation import ValidRequest, validate
 from stagemesh.pipeline import Limits
 from stagemesh.pipeline.graph import Route
-from stagemesh.v1 import request_pb2, stage_pb2
-from tests.orchestrator.mesh import load, mesh
-from tests.orchestrator.scripted_stage import ACCEPTED, Response, ScriptedStage
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2, tensor_pb2
+from tests.orchestrator.mesh import Mesh, load, mesh
+from tests.orchestrator.scripted_stage import failing
 
 LIMITS = Limits(max_in_flight=1, max_in_flight_bytes=1 << 30, max_queued=1, max_queued_bytes=1 << 30)
 FAILOVER = Failover(cast("Planner", None))
@@ -36,16 +42,14 @@ def _request() -> ValidRequest:
     return ValidRequest("r", request_pb2.Input(), request_pb2.Parameters(), ())
 
 
-def _life() -> RequestLifecycle:
-    return _life_of(Admission(LIMITS), "r")
-
-
-def _life_of(admission: Admission, request_id: str) -> RequestLifecycle:
+def _life(request_id: str = "r", *, admission: Admission | None = None, size_bytes: int = 0) -> RequestLifecycle:
+    record = RequestRecord()
+    record.size_bytes = size_bytes
     return RequestLifecycle(
-        RequestRecord(),
+        record,
         fingerprint=b"content",
         seed=7,
-        admission=admission,
+        admission=admission or Admission(LIMITS),
         admission_request=AdmissionRequest(request_id),
         failover=FAILOVER,
     )
@@ -86,7 +90,7 @@ async def test_an_ended_request_without_references_is_freed_at_once(plan: PlanRu
 
 async def test_a_request_stopped_in_the_queue_is_freed_at_once(no_collector: None) -> None:
     admission = Admission(LIMITS)
-    lives = [_life_of(admission, name) for name in "ab"]
+    lives = [_life(name, admission=admission) for name in "ab"]
     waiting = lives.pop()
     waiting.stop(CancelledRequestError("by somebody"))
     error = await _run(waiting, _request(), _nothing_to_do)
@@ -98,7 +102,7 @@ async def test_a_request_stopped_in_the_queue_is_freed_at_once(no_collector: Non
 @pytest.mark.parametrize("admitted", [True, False])
 async def test_a_cancelled_task_releases_its_admission(admitted: bool) -> None:
     admission = Admission(LIMITS)
-    first, second = (_life_of(admission, name) for name in "ab")
+    first, second = (_life(name, admission=admission) for name in "ab")
     task = asyncio.ensure_future(_run(second, _request(), _nothing_to_do))
     await asyncio.sleep(0)
     if admitted:
@@ -138,18 +142,17 @@ async def test_a_failed_run_without_references_is_freed_at_once(tmp_path: Path, 
 
 
 @pytest.mark.usefixtures("no_collector")
-async def test_a_request_that_is_no_longer_kept_is_freed_at_once(tmp_path: Path) -> None:
-    async with mesh(tmp_path) as chain:
-        await chain.generate(request_id="r1")
-        await chain.until_idle()
-        assert _found(RequestRecord) == 1
-        _forget_ended()
-        await asyncio.sleep(0)
-        assert _found(RequestRecord) == 0
+async def test_a_request_that_is_no_longer_kept_is_freed_at_once(chain: Mesh) -> None:
+    await chain.generate(request_id="r1")
+    await chain.until_idle()
+    assert _found(RequestRecord) == 1
+    _forget_ended()
+    await asyncio.sleep(0)
+    assert _found(RequestRecord) == 0
 
 
 async def test_the_timeline_of_a_failed_request_refers_to_none_of_its_outputs(tmp_path: Path) -> None:
-    async with mesh(tmp_path, scripts={"c": _fail}) as chain:
+    async with mesh(tmp_path, scripts={"c": failing(InternalError("out of luck"))}) as chain:
         for number in range(4):
             await chain.failure(request_id=f"r{number}")
         await chain.until_idle()
@@ -157,12 +160,6 @@ async def test_the_timeline_of_a_failed_request_refers_to_none_of_its_outputs(tm
         _forget_ended()
         gc.collect()
         assert _found(RequestRecord) == 0
-
-
-async def _fail(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-    del stage, request
-    yield ACCEPTED
-    raise InternalError("out of luck")
 
 
 def _found(kind: type[object]) -> int:
@@ -176,23 +173,9 @@ def _forget_ended() -> None:
             each.clear()
 
 
-def _known(*, size_bytes: int = 0) -> RequestLifecycle:
-    limits = Limits(max_in_flight=1, max_in_flight_bytes=1 << 30, max_queued=1, max_queued_bytes=1 << 30)
-    record = RequestRecord()
-    record.size_bytes = size_bytes
-    return RequestLifecycle(
-        record,
-        fingerprint=b"content",
-        seed=7,
-        admission=Admission(limits),
-        admission_request=AdmissionRequest("r"),
-        failover=Failover(cast("Planner", None)),
-    )
-
-
 async def test_an_ended_request_can_be_found_for_a_while() -> None:
     table = RequestRegistry(keep_s=60)
-    table.add("r1", known := _known())
+    table.add("r1", known := _life())
     table.end("r1")
     assert table.find("r1") is known
     assert not table.running
@@ -201,18 +184,16 @@ async def test_an_ended_request_can_be_found_for_a_while() -> None:
 
 async def test_an_ended_request_is_dropped_in_time() -> None:
     table = RequestRegistry(keep_s=0)
-    table.add("r1", _known())
+    table.add("r1", _life())
     table.end("r1")
-    later = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.001, later.set)
-    await later.wait()
+    await asyncio.sleep(0.001)
     assert table.find("r1") is None
 
 
 async def test_only_an_ended_request_can_be_discarded() -> None:
     table = RequestRegistry()
     for request_id in ("r1", "r2"):
-        table.add(request_id, _known())
+        table.add(request_id, _life())
     table.end("r1")
     for request_id in ("r1", "r2", "unknown"):
         table.discard_ended(request_id)
@@ -222,7 +203,7 @@ async def test_only_an_ended_request_can_be_discarded() -> None:
 async def test_the_oldest_requests_are_dropped_if_too_much_is_kept() -> None:
     table = RequestRegistry(keep_bytes=100)
     for request_id in ("r1", "r2", "r3"):
-        table.add(request_id, _known(size_bytes=40))
+        table.add(request_id, _life(size_bytes=40))
         table.end(request_id)
     assert [table.find(request_id) is None for request_id in ("r1", "r2", "r3")] == [True, False, False]
     table.clear()
@@ -230,6 +211,110 @@ async def test_the_oldest_requests_are_dropped_if_too_much_is_kept() -> None:
 
 async def test_other_content_under_one_id_is_rejected() -> None:
     table = RequestRegistry()
-    table.add("r1", _known())
+    table.add("r1", _life())
     with pytest.raises(ExistsError, match="already exists with different content"):
         table.find_same("r1", b"other content")
+
+
+class Owner:
+    """Has a state until the budget drops it."""
+
+    def __init__(self) -> None:
+        self.has_state = False
+
+    def keep(self, budget: StateBudget, size_bytes: int) -> None:
+        self.has_state = budget.keep(self, size_bytes, drop=self._drop)
+
+    def _drop(self) -> None:
+        self.has_state = False
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size=40))
+def test_the_limit_always_holds_and_the_newest_states_stay(steps: list[tuple[int, int]]) -> None:
+    budget, owners, sizes = StateBudget(10), [Owner() for _ in range(6)], dict[int, int]()
+    for number, size_bytes in steps:
+        owners[number].keep(budget, size_bytes)
+        sizes.pop(number, None)
+        if size_bytes <= 10:
+            sizes[number] = size_bytes
+        while sum(sizes.values()) > 10:
+            del sizes[next(iter(sizes))]
+        assert {i for i, owner in enumerate(owners) if owner.has_state} == set(sizes)
+        assert budget.size_bytes == sum(sizes.values()) <= 10
+
+
+def test_a_released_state_leaves_room_for_others() -> None:
+    budget, first, second = StateBudget(10), Owner(), Owner()
+    first.keep(budget, 6)
+    budget.release(first)
+    budget.release(first)
+    second.keep(budget, 10)
+    assert (second.has_state, budget.size_bytes) == (True, 10)
+
+
+def checkpoint(steps: int, size_bytes: int = 100) -> stage_pb2.Checkpoint:
+    made = stage_pb2.Checkpoint(steps=steps, rows={"latents": steps})
+    made.tensors.add().inline = bytes(size_bytes)
+    return made
+
+
+def step_state(budget: StateBudget) -> StepState:
+    return StepState(step=cast("PlannedStep", None), budget=budget)
+
+
+def is_kept(state: StepState) -> bool:
+    assert (state.checkpoint is None) == (state.checkpoint_rows is None)
+    return state.checkpoint is not None
+
+
+def test_a_step_whose_state_is_dropped_has_no_checkpoint() -> None:
+    budget = StateBudget(300)
+    first, second = step_state(budget), step_state(budget)
+    first.store_checkpoint(checkpoint(1))
+    second.store_checkpoint(checkpoint(1))
+    assert is_kept(first)
+    second.store_checkpoint(checkpoint(2, size_bytes=200))
+    assert second.checkpoint is not None
+    assert second.checkpoint.steps == 2
+    assert not is_kept(first)
+
+
+def test_a_checkpoint_that_is_too_large_replaces_an_older_one_by_none() -> None:
+    budget = StateBudget(300)
+    state = step_state(budget)
+    state.store_checkpoint(checkpoint(1))
+    state.store_checkpoint(checkpoint(2, size_bytes=400))
+    assert not is_kept(state)
+    assert budget.size_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt_bytes", "state_bytes", "fits"),
+    [
+        (10, 6 << 20, True),
+        (1 << 20, 6 << 20, True),
+        (2 << 20, 6 << 20, False),
+        (MAX_MESSAGE_BYTES - (1 << 20), 10, True),
+        (MAX_MESSAGE_BYTES - (1 << 20), 1 << 20, False),
+    ],
+)
+def test_a_checkpoint_is_useful_if_it_fits_into_a_message_with_the_input(
+    tmp_path: Path, prompt_bytes: int, state_bytes: int, *, fits: bool
+) -> None:
+    state = tensor_pb2.Tensor(name="state", inline=bytes(state_bytes))
+    checkpoint = stage_pb2.Checkpoint(steps=3, tensors=[state])
+    assert _calls(tmp_path, prompt_bytes).can_resume_from(checkpoint) is fits
+
+
+def test_a_checkpoint_without_a_state_is_useless(tmp_path: Path) -> None:
+    calls = _calls(tmp_path, prompt_bytes=10)
+    assert not calls.can_resume_from(stage_pb2.Checkpoint(steps=3, rows={"text": 3}))
+    assert calls.can_resume_from(stage_pb2.Checkpoint(steps=3, token_ids=[5, 6, 7]))
+
+
+def _calls(folder: Path, prompt_bytes: int) -> StepCalls:
+    given = orchestrator_pb2.GenerateRequest(input=request_pb2.Input(text="x" * prompt_bytes))
+    request, changed = validate(given, load(folder)), Notifier()
+    return StepCalls(
+        request, Route((), (), {}), {}, record=RequestRecord(), failures=Failures(changed), changed=changed
+    )

@@ -1,21 +1,36 @@
-"""The record of a request's events, and callers that read it slowly."""
+"""The record of a request's events, callers that read it slowly, and the timeline of a request."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
-import grpc
 import pytest
 
 from stagemesh.common.errors import CancelledRequestError, InternalError, StagemeshError, UnavailableError
+from stagemesh.common.wire.telemetry import Playout
 from stagemesh.orchestrator.request.output_record import RequestRecord
-from stagemesh.orchestrator.request.timeline import Timeline
-from stagemesh.rpc.error_mapping import from_rpc_error
-from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
+from stagemesh.orchestrator.request.timeline import (
+    History,
+    RequestState,
+    StepNotes,
+    Timeline,
+    Totals,
+    describe_wait,
+)
+from stagemesh.v1 import chunk_pb2, control_pb2, orchestrator_pb2, request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, ask, mesh
-from tests.orchestrator.request.texts import add_texts
+from tests.orchestrator.replicas import Clock
 from tests.orchestrator.scripted_stage import ACCEPTED, Response, ScriptedStage, hang, text_output
+from tests.rpc.call_errors import error_of
+
+
+def add_texts(record: RequestRecord, *texts: str, begin: int | None = None) -> None:
+    """Adds parts of the output "text", from position `begin` on. None means that they continue the output."""
+    position = record.position.counts.get(("text", 0), 0) if begin is None else begin
+    for text in texts:
+        record.add_output(request_pb2.Output(name="text", position=position, text=text))
+        position += len(text)
 
 
 def _record_of(*texts: str) -> RequestRecord:
@@ -32,9 +47,8 @@ async def test_outputs_take_as_many_bytes_as_on_the_wire() -> None:
         assert sum([len(item) async for item in items]) == record.size_bytes
 
 
-async def _received(record: RequestRecord, **next_positions: int) -> list[orchestrator_pb2.GenerateResponse]:
-    positions = {(name, 0): position for name, position in next_positions.items()}
-    async with aclosing(record.follow(next_positions=positions)) as events:
+async def _received(record: RequestRecord, *, text: int = 0) -> list[orchestrator_pb2.GenerateResponse]:
+    async with aclosing(record.follow(next_positions={("text", 0): text})) as events:
         return [orchestrator_pb2.GenerateResponse.FromString(event) async for event in events]
 
 
@@ -105,10 +119,8 @@ async def test_outputs_of_a_failed_request_end_with_its_usage(
         async for event in record.follow(next_positions={}):
             received.append(orchestrator_pb2.GenerateResponse.FromString(event))  # noqa: PERF401
     ends = {event.output.name: event.output for event in received if event.output.HasField("finish")}
-    assert {name: (end.position, end.finish.reason) for name, end in ends.items()} == {
-        "text": (3, reason),
-        "audio": (0, reason),
-    }
+    found = {name: (end.position, end.finish.reason) for name, end in ends.items()}
+    assert found == {"text": (3, reason), "audio": (0, reason)}
     assert received[-1].finished.choices[0].stages["writer"].usage.output_tokens == 3
 
 
@@ -139,12 +151,9 @@ async def test_a_client_that_does_not_read_stops_its_request_and_later_gets_the_
     async with mesh(tmp_path, _LIMITED, scripts={"a": _talk, "b": hang, "c": hang}) as chain:
         call = chain.stub.Generate(ask())
         events = [await anext(aiter(call))]
-        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
+        await chain.until_started()
         await chain.until_idle()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for event in call:
-                events.append(event)  # noqa: PERF401
-    error = from_rpc_error(caught.value, peer="the orchestrator")
+        error = await error_of(call, received=events)
     assert "4,194,304 bytes (limits.max_unread_bytes) behind" in error.message
     assert error.reason == "CLIENT_TOO_SLOW"
     outputs = [event.output for event in events if event.HasField("output") and event.output.name == "first"]
@@ -152,52 +161,199 @@ async def test_a_client_that_does_not_read_stops_its_request_and_later_gets_the_
     assert 4 << 20 < len(outputs) * len(_PIECE) < 32 << 20
 
 
-def _record(stopped: list[str], *, limit_bytes: int = 1000) -> RequestRecord:
+@pytest.fixture
+def stopped() -> list[str]:
+    """The reasons for which `record` was stopped."""
+    return []
+
+
+@pytest.fixture
+def record(stopped: list[str]) -> RequestRecord:
+    """A record of which at most 1,000 bytes may be unread."""
     record = RequestRecord()
-    record.stop_by(lambda error: stopped.append(error.reason), max_unread_bytes=limit_bytes)
+    record.stop_by(lambda error: stopped.append(error.reason), max_unread_bytes=1000)
     return record
 
 
-def _add(record: RequestRecord, size_bytes: int) -> None:
-    add_texts(record, "x" * size_bytes)
-
-
-async def test_a_client_that_keeps_up_may_read_any_amount() -> None:
-    stopped: list[str] = []
-    record = _record(stopped)
-    _add(record, 1)
+async def test_a_client_that_keeps_up_may_read_any_amount(record: RequestRecord, stopped: list[str]) -> None:
+    add_texts(record, "x")
     reading = record.follow(next_positions={})
     for _ in range(100):
         await anext(reading)
-        _add(record, 300)
+        add_texts(record, "x" * 300)
     assert stopped == []
     await reading.aclose()
 
 
-async def test_the_fastest_of_several_callers_counts() -> None:
-    stopped: list[str] = []
-    record = _record(stopped)
-    _add(record, 1)
+async def test_the_fastest_of_several_callers_counts(record: RequestRecord, stopped: list[str]) -> None:
+    add_texts(record, "x")
     fast, slow = record.follow(next_positions={}), record.follow(next_positions={})
     await anext(slow)
     for _ in range(10):
         await anext(fast)
-        _add(record, 300)
+        add_texts(record, "x" * 300)
     assert stopped == []
     for _ in range(3):
-        _add(record, 300)
+        add_texts(record, "x" * 300)
     assert stopped[:1] == ["CLIENT_TOO_SLOW"]
     await fast.aclose()
     await slow.aclose()
 
 
-async def test_a_request_without_callers_or_with_a_late_caller_is_not_stopped_for_its_size() -> None:
-    stopped: list[str] = []
-    record = _record(stopped)
+async def test_a_request_without_callers_or_with_a_late_caller_is_not_stopped_for_its_size(
+    record: RequestRecord, stopped: list[str]
+) -> None:
     for _ in range(10):
-        _add(record, 300)
+        add_texts(record, "x" * 300)
     late = record.follow(next_positions={})
     await anext(late)
-    _add(record, 300)
+    add_texts(record, "x" * 300)
     assert stopped == []
     await late.aclose()
+
+
+def _running(clock: Clock) -> tuple[Timeline, StepNotes]:
+    timeline = Timeline("r", clock=clock)
+    timeline.note_planned()
+    notes = timeline.begin("a", replica="a-0", attempt=1)
+    notes.note_sent()
+    notes.note_accepted(stage_pb2.StepAccepted(queue_position=2))
+    return timeline, notes
+
+
+def _finished(outputs: int = 2, steps: int = 3) -> stage_pb2.StepFinished:
+    return stage_pb2.StepFinished(
+        usage=request_pb2.Usage(steps=steps, output_tokens=outputs),
+        edges=[request_pb2.EdgeUsage(edge="a->b", connector=chunk_pb2.CONNECTOR_SHM, chunks=4, size_bytes=50)],
+    )
+
+
+def test_times_count_from_when_the_request_was_received() -> None:
+    clock = Clock()
+    _, notes = _running(clock)
+    clock.now_s = 3.0
+    notes.note_output()
+    clock.now_s = 5.0
+    notes.note_output()
+    assert (notes.accepted_s, notes.first_output_s, notes.last_event_s, notes.outputs) == (0.0, 3.0, 5.0, 2)
+
+
+def test_progress_is_the_last_report() -> None:
+    _, notes = _running(Clock())
+    notes.note_progress(stage_pb2.StepProgress(steps=1, total_steps=9))
+    notes.note_progress(stage_pb2.StepProgress(steps=2, total_steps=9))
+    assert (notes.steps, notes.total_steps) == (2, 9)
+
+
+def test_a_request_goes_from_queued_to_running_to_its_end() -> None:
+    timeline = Timeline("r")
+    states = [timeline.state]
+    timeline.note_planned()
+    states.append(timeline.state)
+    timeline.end(None)
+    assert [*states, timeline.state] == [RequestState.QUEUED, RequestState.RUNNING, RequestState.FINISHED]
+
+
+def test_the_final_state_follows_from_the_error() -> None:
+    ended = [_running(Clock())[0] for _ in range(2)]
+    ended[0].end(InternalError("broken"))
+    ended[1].end(CancelledRequestError("enough"))
+    assert [timeline.state for timeline in ended] == [RequestState.FAILED, RequestState.CANCELLED]
+
+
+def test_the_end_of_a_request_ends_its_attempts() -> None:
+    clock = Clock()
+    timeline, notes = _running(clock)
+    clock.now_s = 7.0
+    error = InternalError("broken")
+    timeline.end(error)
+    clock.now_s = 9.0
+    assert (notes.ended_s, timeline.age_s, timeline.at_work) == (7.0, 7.0, [])
+    assert [str(each) for each in (notes.error, timeline.error)] == ["broken", "broken"]
+
+
+def test_a_stored_error_refers_to_no_frames() -> None:
+    timeline, notes = _running(Clock())
+    with pytest.raises(InternalError) as caught:
+        raise InternalError("broken", reason="WHY") from KeyError("cause")
+    notes.end(caught.value)
+    timeline.end(caught.value)
+    for error in (notes.error, timeline.error):
+        assert error is not None
+        assert (error.reason, error.__traceback__, error.__cause__, error.__context__) == ("WHY", None, None, None)
+
+
+def test_totals_count_running_requests_as_they_are_and_ended_ones_once() -> None:
+    totals = Totals()
+    done, notes = _running(Clock())
+    notes.note_output()
+    notes.note_finished(_finished())
+    notes.end(None)
+    done.end(None)
+    totals.add(done)
+    running, more = _running(Clock())
+    more.note_output()
+    both = totals.together_with([running])
+    stage, edge = both.stages["a"], both.edges["a->b"]
+    assert (stage.outputs, stage.finished, stage.failed, stage.steps) == (2, 1, 0, 3)
+    assert (edge.chunks, edge.size_bytes) == (4, 50)
+    assert totals.stages["a"].outputs == 1
+
+
+def test_only_the_newest_ended_requests_are_kept() -> None:
+    history = History(keep=2)
+    for name in ("one", "two", "one", "three"):
+        history.add(Timeline(name))
+    assert [timeline.request_id for timeline in history] == ["one", "three"]
+    assert history.find("two") is None
+
+
+def _flow(**fields: int | bool | str) -> control_pb2.FlowReport:
+    return control_pb2.FlowReport(edge="a->b", peer="b-0", **{"connected": True, **fields})  # type: ignore[arg-type]
+
+
+_WAITS = {
+    "no credit": (
+        {"outlets": [_flow(wanted_bytes=2000, credit_bytes=10)]},
+        "credit from b-0 on edge a->b: it needs 2,000 bytes, and 10 remain",
+    ),
+    "nothing to read": ({"inlets": [_flow(chunks=7)]}, "chunk 7 of edge a->b from b-0"),
+    "all its inputs": ({"inlets": [_flow(chunks=7, waiting_chunks=1)], "outlets": [_flow()]}, ""),
+    "finished": (
+        {"outlets": [_flow(ended=True, waiting_chunks=3)]},
+        "b-0 to receive the last 3 chunks of edge a->b",
+    ),
+}
+
+
+@pytest.mark.parametrize(("flows", "wait"), _WAITS.values(), ids=_WAITS)
+def test_a_step_that_has_started_waits_for_a_flow(flows: dict[str, list[control_pb2.FlowReport]], wait: str) -> None:
+    report = control_pb2.StepReport(started=True, **flows)  # type: ignore[arg-type]
+    assert describe_wait(_running(Clock())[1], report, unready=[]) == wait
+
+
+def test_a_step_waits_for_its_consumers_and_then_for_its_replica() -> None:
+    notes = Timeline("r").begin("a", replica="a-0", attempt=1)
+    assert describe_wait(notes, None, unready=["b", "c"]) == "b and c to accept the request"
+    notes.note_sent()
+    assert describe_wait(notes, None, unready=[]) == "a-0 to accept the request"
+
+
+@pytest.mark.parametrize(
+    ("parts", "total_s", "longest_s"),
+    [
+        ([(1.0, 0.5)], 0.0, 0.0),
+        ([(1.0, 0.5), (1.2, 0.5), (1.9, 0.5)], 0.0, 0.0),
+        ([(1.0, 0.5), (1.75, 0.5), (2.25, 0.5), (2.8, 0.5)], 0.3, 0.25),
+        # After an underrun, the listener continues later.
+        ([(1.0, 0.5), (2.5, 0.5), (2.9, 0.5), (3.4, 0.5)], 1.0, 1.0),
+    ],
+)
+def test_a_listener_waits_for_parts_that_come_late(
+    parts: list[tuple[float, float]], total_s: float, longest_s: float
+) -> None:
+    playout = Playout(parts[0][0])
+    for at_s, duration_s in parts:
+        playout.add(at_s, duration_s=duration_s)
+    assert playout.underrun_s == pytest.approx(total_s)
+    assert playout.longest_underrun_s == pytest.approx(longest_s)

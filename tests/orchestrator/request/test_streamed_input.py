@@ -11,15 +11,15 @@ import pytest
 
 from stagemesh.common.errors import CancelledRequestError, InvalidRequestError, StagemeshError, UnsupportedError
 from stagemesh.common.wire.tensors import inline_tensor
+from stagemesh.conformance import Host
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.request.streamed_input import InputPlanes, StreamedInput, packets_of
 from stagemesh.orchestrator.request.validation import ValidRequest, validate
-from stagemesh.pipeline import Edge, Pipeline, load_pipeline
+from stagemesh.pipeline import Edge, Pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
-from tests.connectors.hosts import Host
-from tests.orchestrator.mesh import ask
+from tests.orchestrator.mesh import ask, load
 
 BOTH = """
 pipeline: both
@@ -219,12 +219,11 @@ def test_the_rest_counts_as_consumed_when_the_request_ends() -> None:
 
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Pipeline:
-    (tmp_path / "both.yaml").write_text(BOTH)
-    return load_pipeline(str(tmp_path / "both.yaml"))
+    return load(tmp_path, BOTH)
 
 
 def _streamed(pipeline: Pipeline, *outputs: str, choices: int = 1) -> ValidRequest:
-    request = orchestrator_pb2.GenerateRequest(outputs=outputs, parameters=request_pb2.Parameters(choices=choices))
+    request = orchestrator_pb2.GenerateRequest(outputs=outputs, parameters={"choices": choices})
     return validate(request, pipeline, stream=StreamedInput(lambda _: None))
 
 
@@ -250,11 +249,9 @@ def test_an_output_that_needs_streamed_input_is_rejected_with_a_prompt(pipeline:
 
 
 def test_a_pipeline_without_an_edge_from_the_client_takes_no_streamed_input(tmp_path: Path) -> None:
-    (tmp_path / "one.yaml").write_text(
-        "pipeline: one\nstages: {a: {engine: fake, function: source}}\noutputs: {a: a}\n"
-    )
+    one = load(tmp_path, "pipeline: one\nstages: {a: {engine: fake, function: source}}\noutputs: {a: a}\n")
     with pytest.raises(UnsupportedError, match="because no edge leads from @input; use the input mode PROMPT"):
-        _streamed(load_pipeline(str(tmp_path / "one.yaml")))
+        _streamed(one)
 
 
 def test_a_request_with_streamed_input_has_one_choice(pipeline: Pipeline) -> None:

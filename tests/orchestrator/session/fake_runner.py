@@ -129,6 +129,14 @@ class Chat:
         self.session.detach(self.call)
         await settle()
 
+    async def reattach(self, **fields: Any) -> None:
+        """Attaches another call, forgets what has arrived, and waits until the session is idle."""
+        if self.session.is_attached:
+            await self.leave()
+        self.received.clear()
+        self.attach(is_known=True, **fields)
+        await settle()
+
     def stop_reading(self) -> None:
         """Stops reading the events of the call."""
         if self._reading is not None:
@@ -144,6 +152,19 @@ class Chat:
     def say(self, text: str) -> int:
         """Appends a text."""
         return self.send(append={"part": {"text": text}})
+
+    def commit(self, text: str = "") -> int:
+        """Appends a text, if one is given, and commits the open turn."""
+        if text:
+            self.say(text)
+        return self.send(commit={})
+
+    async def answer(self, turn: int, *texts: str, error: StagemeshError | None = None) -> None:
+        """Emits texts as the answer of a turn, ends its request, and waits until the session is idle."""
+        for text in texts:
+            self.request(turn).emit(text)
+        self.request(turn).end(error)
+        await settle()
 
     def hear(self, samples: Array, *, rate_hz: int = 16_000) -> int:
         """Appends audio."""
@@ -168,9 +189,9 @@ class Chat:
         """Returns the last event of a kind."""
         return next(event for event in reversed(self.received) if event.WhichOneof("event") == kind)
 
-    @property
-    def rejected(self) -> str:
-        """The reason of the last rejection."""
+    async def rejection(self) -> str:
+        """Waits until the session is idle, and returns the reason of the last rejection."""
+        await settle()
         return self.last("rejected").rejected.error.reason
 
     def prompt(self, turn: int) -> list[str]:

@@ -39,8 +39,10 @@ class Talk:
         """Appends a text."""
         return await self.send(append=text_piece(text))
 
-    async def commit(self) -> int:
-        """Commits the open turn."""
+    async def commit(self, text: str = "") -> int:
+        """Appends a text, if one is given, and commits the open turn."""
+        if text:
+            await self.say(text)
         return await self.send(commit={})
 
     async def interrupt(self, turn: int = 0) -> int:
@@ -71,8 +73,7 @@ class Talk:
 
     async def turn(self, text: str) -> str:
         """Says a text, and returns the answer of the turn."""
-        await self.say(text)
-        await self.commit()
+        await self.commit(text)
         return (await self.next("ended")).ended.answer
 
     async def rest(self) -> Sequence[Response]:

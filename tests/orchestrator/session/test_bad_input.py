@@ -12,115 +12,81 @@ from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.orchestrator.session.turn_input import PROMPT_WINDOW_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 from tests.later_contract import later_class, today
-from tests.orchestrator.mesh import mesh
+from tests.orchestrator.mesh import Mesh, mesh
 from tests.orchestrator.session.fake_runner import Chat, Request, chatting, settle
-from tests.orchestrator.session.scripts import ECHO
+from tests.orchestrator.session.scripts import ECHO, LISTEN, SPEAK, STREAM
 from tests.orchestrator.session.talk import Talk, talking
-from tests.orchestrator.session.test_detected_turns import LISTEN
-from tests.orchestrator.session.test_streamed_turns import SPEAK
+from tests.rpc.call_errors import raises
 
-STREAM = 2
 SMALL = ECHO + "limits: {max_session_bytes: 65536}\n"
 
 
-async def answered(chat: Chat, turn: int, *texts: str) -> None:
-    """Runs a turn whose answer consists of these texts."""
-    chat.say("hello")
-    chat.send(commit=orchestrator_pb2.TurnCommit())
-    for text in texts:
-        chat.request(turn).emit(text)
-    chat.request(turn).end()
-    await settle()
+async def test_the_first_event_must_open_the_session(echo: Mesh) -> None:
+    talk = Talk(echo.stub)
+    await talk.say("too early")
+    assert (await talk.failure()).reason == "SESSION_NOT_OPEN"
 
 
-async def test_the_first_event_must_open_the_session(tmp_path: Path) -> None:
-    async with mesh(tmp_path, ECHO) as echo:
-        talk = Talk(echo.stub)
-        await talk.say("too early")
-        error = await talk.failure()
-    assert error.reason == "SESSION_NOT_OPEN"
+async def test_a_call_without_events_ends(echo: Mesh) -> None:
+    talk = Talk(echo.stub)
+    await talk.call.done_writing()
+    assert (await talk.failure()).reason == "SESSION_NOT_OPEN"
 
 
-async def test_a_call_without_events_ends(tmp_path: Path) -> None:
-    async with mesh(tmp_path, ECHO) as echo:
-        talk = Talk(echo.stub)
-        await talk.call.done_writing()
-        error = await talk.failure()
-    assert error.reason == "SESSION_NOT_OPEN"
-
-
-async def test_a_session_is_opened_once_in_a_call(tmp_path: Path) -> None:
-    async with mesh(tmp_path, ECHO) as echo, talking(echo.stub) as talk:
+async def test_a_session_is_opened_once_in_a_call(echo: Mesh) -> None:
+    async with talking(echo.stub) as talk:
         await talk.send(seq=0, open={})
         assert (await talk.rejection()).error.reason == "SESSION_NOT_OPEN"
         talk.seq = 0
         assert await talk.turn("one") == "a done"
 
 
-async def test_events_after_the_close_are_rejected(tmp_path: Path) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        chat.send(close={})
-        chat.say("too late")
-        await settle()
-    assert chat.has_ended
-    assert chat.session.is_closed
-    assert chat.rejected == "SESSION_CLOSED"
+async def test_events_after_the_close_are_rejected(chat: Chat) -> None:
+    chat.send(close={})
+    chat.say("too late")
+    assert await chat.rejection() == "SESSION_CLOSED"
+    assert (chat.has_ended, chat.session.is_closed) == (True, True)
 
 
-async def test_a_closed_session_is_forgotten(tmp_path: Path) -> None:
-    async with mesh(tmp_path, ECHO) as echo:
-        async with talking(echo.stub, session_id="s", linger_s=60) as talk:
-            await talk.close()
-            await talk.rest()
-        async with talking(echo.stub, session_id="s", linger_s=60) as again:
-            assert not again.received[0].opened.is_known
+async def test_a_closed_session_is_forgotten(echo: Mesh) -> None:
+    async with talking(echo.stub, session_id="s", linger_s=60) as talk:
+        await talk.close()
+        await talk.rest()
+    async with talking(echo.stub, session_id="s", linger_s=60) as again:
+        assert not again.received[0].opened.is_known
 
 
-async def test_a_second_commit_is_rejected(tmp_path: Path) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        chat.say("one")
-        chat.send(commit=orchestrator_pb2.TurnCommit())
-        chat.send(commit=orchestrator_pb2.TurnCommit())
-        await settle()
-        assert chat.rejected == "TURN_RUNNING"
-        chat.request(1).end()
-        await settle()
-        chat.send(commit=orchestrator_pb2.TurnCommit())
-        await settle()
-    assert chat.rejected == "EMPTY_TURN"
+async def test_a_second_commit_is_rejected(chat: Chat) -> None:
+    chat.commit("one")
+    chat.commit()
+    assert await chat.rejection() == "TURN_RUNNING"
+    await chat.answer(1)
+    chat.commit()
+    assert await chat.rejection() == "EMPTY_TURN"
     assert chat.kinds(1) == ["committed", "ended"]
 
 
-async def test_the_input_remains_after_a_commit_that_came_too_early(tmp_path: Path) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        chat.say("one")
-        chat.send(commit=orchestrator_pb2.TurnCommit())
-        chat.say("two")
-        chat.send(commit=orchestrator_pb2.TurnCommit())
-        chat.request(1).end()
-        await settle()
-        chat.send(commit=orchestrator_pb2.TurnCommit())
-        assert chat.prompt(2) == ["one", "", "two"]
+async def test_the_input_remains_after_a_commit_that_came_too_early(chat: Chat) -> None:
+    chat.commit("one")
+    chat.commit("two")
+    await chat.answer(1)
+    chat.commit()
+    assert chat.prompt(2) == ["one", "", "two"]
 
 
-async def test_blank_input_cannot_be_committed(tmp_path: Path) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        chat.say(" ")
-        chat.send(commit=orchestrator_pb2.TurnCommit())
-        await settle()
-        assert chat.rejected == "EMPTY_PROMPT"
-        chat.say("one")
-        chat.send(commit=orchestrator_pb2.TurnCommit())
-        assert chat.prompt(1) == [" one"]
+async def test_blank_input_cannot_be_committed(chat: Chat) -> None:
+    chat.commit(" ")
+    assert await chat.rejection() == "EMPTY_PROMPT"
+    chat.commit("one")
+    assert chat.prompt(1) == [" one"]
 
 
 @pytest.mark.parametrize(("turn", "reason"), [(0, "TURN_ENDED"), (1, "TURN_ENDED"), (2, "TURN_NOT_STARTED")])
-async def test_only_a_turn_that_is_being_answered_can_be_interrupted(tmp_path: Path, turn: int, reason: str) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        await answered(chat, 1, "answer")
-        chat.send(interrupt={"turn": turn})
-        await settle()
-    assert chat.rejected == reason
+async def test_only_a_turn_that_is_being_answered_can_be_interrupted(chat: Chat, turn: int, reason: str) -> None:
+    chat.commit("hello")
+    await chat.answer(1, "answer")
+    chat.send(interrupt={"turn": turn})
+    assert await chat.rejection() == reason
 
 
 @pytest.mark.parametrize(
@@ -134,46 +100,29 @@ async def test_only_a_turn_that_is_being_answered_can_be_interrupted(tmp_path: P
     ],
 )
 async def test_a_truncation_must_fit_to_the_newest_answer(
-    tmp_path: Path, truncation: Mapping[str, Any], reason: str
+    chat: Chat, truncation: Mapping[str, Any], reason: str
 ) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        await answered(chat, 1, "one")
-        await answered(chat, 2, "answer")
-        chat.send(truncate=truncation)
-        await settle()
-        assert chat.rejected == reason
-        chat.say("three")
-        chat.send(commit=orchestrator_pb2.TurnCommit())
-        assert chat.prompt(3) == ["hello", "one", "hello", "answer", "three"]
+    chat.commit("hello")
+    await chat.answer(1, "one")
+    chat.commit("hello")
+    await chat.answer(2, "answer")
+    chat.send(truncate=truncation)
+    assert await chat.rejection() == reason
+    chat.commit("three")
+    assert chat.prompt(3) == ["hello", "one", "hello", "answer", "three"]
 
 
-async def test_a_running_turn_cannot_be_truncated(tmp_path: Path) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        chat.say("one")
-        chat.send(commit=orchestrator_pb2.TurnCommit())
-        chat.send(truncate={"turn": 1, "positions": [{"name": "text"}]})
-        await settle()
-    assert chat.rejected == "TURN_RUNNING"
+async def test_a_running_turn_cannot_be_truncated(chat: Chat) -> None:
+    chat.commit("one")
+    chat.send(truncate={"turn": 1, "positions": [{"name": "text"}]})
+    assert await chat.rejection() == "TURN_RUNNING"
 
 
-async def test_input_beyond_the_credit_is_rejected(tmp_path: Path) -> None:
-    async with chatting(tmp_path, SPEAK, input_mode=STREAM) as chat:
-        for _ in range(3):
-            chat.say("x" * (400 << 10))
-        await settle()
-        assert chat.rejected == "INPUT_OVER_CREDIT"
-        chat.request(1).end()
-        chat.say("x" * (400 << 10))
-        await settle()
-        assert [each.rejected.seq for each in chat.received if each.HasField("rejected")] == [3]
-
-
-async def test_a_piece_of_the_largest_message_has_credit(tmp_path: Path) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        for _ in range(3):
-            chat.say("x" * (PROMPT_WINDOW_BYTES // 2 - 512 * 1024))
-            chat.send(clear={})
-        await settle()
+async def test_a_piece_of_the_largest_message_has_credit(chat: Chat) -> None:
+    for _ in range(3):
+        chat.say("x" * (PROMPT_WINDOW_BYTES // 2 - 512 * 1024))
+        chat.send(clear={})
+    await settle()
     assert not any(each.HasField("rejected") for each in chat.received)
 
 
@@ -181,36 +130,32 @@ async def test_a_turn_beyond_the_limit_is_rejected(tmp_path: Path) -> None:
     async with chatting(tmp_path, SMALL) as chat:
         chat.say("x" * 60_000)
         chat.say("x" * 10_000)
-        await settle()
-        assert chat.rejected == "SESSION_TOO_LARGE"
+        assert await chat.rejection() == "SESSION_TOO_LARGE"
         chat.send(clear={})
-        await answered(chat, 1, "answer")
+        chat.commit("hello")
+        await chat.answer(1, "answer")
     assert chat.last("ended").ended.answer == "answer"
 
 
 async def test_the_transcript_counts_against_the_limit(tmp_path: Path) -> None:
     async with chatting(tmp_path, SMALL) as chat:
-        await answered(chat, 1, "x" * 60_000)
+        chat.commit("hello")
+        await chat.answer(1, "x" * 60_000)
         chat.say("x" * 10_000)
-        await settle()
-    assert chat.rejected == "SESSION_TOO_LARGE"
+        assert await chat.rejection() == "SESSION_TOO_LARGE"
 
 
 async def test_an_opening_conversation_beyond_the_limit_ends_the_call(tmp_path: Path) -> None:
     message = request_pb2.Message(role=request_pb2.ROLE_SYSTEM, content="x" * 70_000)
-    with pytest.raises(OverloadedError) as caught:
+    with raises(OverloadedError, reason="SESSION_TOO_LARGE"):
         async with chatting(tmp_path, SMALL, conversation={"messages": [message]}):
             pass
-    assert caught.value.reason == "SESSION_TOO_LARGE"
 
 
 @pytest.mark.parametrize("limits", ["max_sessions: 2", "per_caller: {max_sessions: 2}"])
 async def test_more_sessions_than_allowed_are_rejected(tmp_path: Path, limits: str) -> None:
-    async with (
-        mesh(tmp_path, f"{ECHO}limits: {{{limits}}}\n") as echo,
-        talking(echo.stub),
-        talking(echo.stub) as second,
-    ):
+    limited = f"{ECHO}limits: {{{limits}}}\n"
+    async with mesh(tmp_path, limited) as echo, talking(echo.stub), talking(echo.stub) as second:
         third = Talk(echo.stub)
         await third.call.write(Request(open=orchestrator_pb2.SessionOpen()))
         error = await third.failure()
@@ -227,8 +172,8 @@ async def test_limits_per_caller_do_not_apply_to_others(tmp_path: Path) -> None:
         pass
 
 
-async def test_a_gap_in_the_numbers_of_events_ends_the_call(tmp_path: Path) -> None:
-    async with mesh(tmp_path, ECHO) as echo, talking(echo.stub, session_id="s", linger_s=60) as talk:
+async def test_a_gap_in_the_numbers_of_events_ends_the_call(echo: Mesh) -> None:
+    async with talking(echo.stub, session_id="s", linger_s=60) as talk:
         await talk.say("one")
         await talk.send(seq=3, commit=orchestrator_pb2.TurnCommit())
         error = await talk.failure()
@@ -238,33 +183,25 @@ async def test_a_gap_in_the_numbers_of_events_ends_the_call(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("seq", [0, 2])
-async def test_the_first_event_of_a_new_session_has_the_number_one(tmp_path: Path, seq: int) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        assert chat.call is not None
-        with pytest.raises(InvalidRequestError) as caught:
-            chat.session.handle(chat.call, Request(seq=seq, commit=orchestrator_pb2.TurnCommit()))
-    assert caught.value.reason == "EVENT_GAP"
+async def test_the_first_event_of_a_new_session_has_the_number_one(chat: Chat, seq: int) -> None:
+    assert chat.call is not None
+    with raises(InvalidRequestError, reason="EVENT_GAP"):
+        chat.session.handle(chat.call, Request(seq=seq, commit=orchestrator_pb2.TurnCommit()))
 
 
-async def test_an_event_of_an_unknown_kind_is_rejected(tmp_path: Path) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        assert chat.call is not None
-        chat.session.handle(chat.call, today(later_class("ConverseRequest")(seq=1, later="news"), Request))
-        await settle()
-        assert chat.rejected == "UNKNOWN_KIND"
-        chat.session.handle(chat.call, Request(seq=2))
-        await settle()
-    assert chat.rejected == "INVALID_REQUEST"
+async def test_an_event_of_an_unknown_kind_is_rejected(chat: Chat) -> None:
+    assert chat.call is not None
+    chat.session.handle(chat.call, today(later_class("ConverseRequest")(seq=1, later="news"), Request))
+    assert await chat.rejection() == "UNKNOWN_KIND"
+    chat.session.handle(chat.call, Request(seq=2))
+    assert await chat.rejection() == "INVALID_REQUEST"
 
 
-async def test_a_piece_of_an_unknown_kind_is_rejected(tmp_path: Path) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        chat.send(append=today(later_class("InputAppend")(later="news"), orchestrator_pb2.InputAppend))
-        await settle()
-        assert chat.rejected == "UNKNOWN_KIND"
-        chat.send(append={})
-        await settle()
-    assert chat.rejected == "INVALID_PROMPT"
+async def test_a_piece_of_an_unknown_kind_is_rejected(chat: Chat) -> None:
+    chat.send(append=today(later_class("InputAppend")(later="news"), orchestrator_pb2.InputAppend))
+    assert await chat.rejection() == "UNKNOWN_KIND"
+    chat.send(append={})
+    assert await chat.rejection() == "INVALID_PROMPT"
 
 
 def _audio(*, count: int = 160, declared: int | None = None, rate_hz: int = 16_000) -> Mapping[str, Any]:
@@ -300,33 +237,27 @@ async def test_an_invalid_first_event_is_rejected(tmp_path: Path, name: str) -> 
     text, settings, event, reason = FIRST_EVENTS[name]
     async with chatting(tmp_path, text, **settings) as chat:
         chat.send(**event)
-        await settle()
-    assert chat.rejected == reason
+        assert await chat.rejection() == reason
 
 
-async def test_turns_are_restored_in_order(tmp_path: Path) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        chat.seq = -1
-        chat.send(restore={"turn": 2})
-        await settle()
-        assert chat.rejected == "INVALID_RESTORE"
-        chat.seq = 0
-        chat.say("one")
-        chat.seq = -1
-        chat.send(restore={"turn": 1})
-        await settle()
-    assert chat.rejected == "SESSION_NOT_OPEN"
+async def test_turns_are_restored_in_order(chat: Chat) -> None:
+    chat.seq = -1
+    chat.send(restore={"turn": 2})
+    assert await chat.rejection() == "INVALID_RESTORE"
+    chat.seq = 0
+    chat.say("one")
+    chat.seq = -1
+    chat.send(restore={"turn": 1})
+    assert await chat.rejection() == "SESSION_NOT_OPEN"
 
 
-async def test_turns_cannot_be_restored_to_a_known_session(tmp_path: Path) -> None:
-    async with chatting(tmp_path, ECHO) as chat:
-        await answered(chat, 1, "answer")
-        await chat.leave()
-        chat.attach(is_known=True)
-        chat.seq = -1
-        chat.send(restore={"turn": 1})
-        await settle()
-    assert chat.rejected == "INVALID_RESTORE"
+async def test_turns_cannot_be_restored_to_a_known_session(chat: Chat) -> None:
+    chat.commit("hello")
+    await chat.answer(1, "answer")
+    await chat.reattach()
+    chat.seq = -1
+    chat.send(restore={"turn": 1})
+    assert await chat.rejection() == "INVALID_RESTORE"
 
 
 OPENINGS: Mapping[str, tuple[str, Mapping[str, Any], type[StagemeshError], str]] = {
@@ -369,7 +300,6 @@ OPENINGS: Mapping[str, tuple[str, Mapping[str, Any], type[StagemeshError], str]]
 @pytest.mark.parametrize("name", OPENINGS)
 async def test_a_session_with_invalid_settings_is_rejected(tmp_path: Path, name: str) -> None:
     text, fields, kind, reason = OPENINGS[name]
-    with pytest.raises(kind) as caught:
+    with raises(kind, reason=reason):
         async with chatting(tmp_path, text, **fields):
             pass
-    assert caught.value.reason == reason

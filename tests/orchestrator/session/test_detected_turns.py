@@ -1,37 +1,37 @@
 """Turns whose ends a stage detects in the audio that the client appends."""
 
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from stagemesh.common.errors import InternalError, InvalidRequestError
 from stagemesh.common.requests.request_checks import read_samples
-from stagemesh.v1 import orchestrator_pb2, request_pb2
 from tests.orchestrator.session.fake_runner import Chat, SteeredRequest, chatting, settle
+from tests.orchestrator.session.scripts import LISTEN
 
-LISTEN = """
-pipeline: listen
-stages:
-  thinker: {engine: fake, function: look}
-  ears:
-    engine: external
-    signature:
-      accepts: {audio: "float32[samples]"}
-      emits: {speech: "float64[events, 2]"}
-      options: {silence_ms: {default: 500, minimum: 20, maximum: 10000}}
-edges:
-  - {from: "@input", to: ears}
-outputs: {text: thinker}
-sessions: {turn_detection: ears}
-"""
 RATE_HZ = 16_000
-DETECTION = {"interrupts": True}
-PATIENT = {"interrupts": False}
 
 
-def second(value: float) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    """Returns a second of audio whose samples have this value."""
-    return np.full(RATE_HZ, value, np.float32)
+@pytest.fixture
+async def chat(tmp_path: Path) -> AsyncGenerator[Chat]:
+    """A session in which speech interrupts an answer."""
+    async with chatting(tmp_path, LISTEN, turn_detection={"interrupts": True}) as chat:
+        yield chat
+
+
+@pytest.fixture
+async def patient(tmp_path: Path) -> AsyncGenerator[Chat]:
+    """A session in which speech waits for the end of an answer."""
+    async with chatting(tmp_path, LISTEN, turn_detection={"interrupts": False}) as chat:
+        yield chat
+
+
+def hear(chat: Chat, *values: float) -> None:
+    """Appends a second of audio for each value, which all samples of the second have."""
+    for value in values:
+        chat.hear(np.full(RATE_HZ, value, np.float32))
 
 
 def detect(listener: SteeredRequest, *, begins: bool, at_s: float) -> None:
@@ -52,36 +52,30 @@ async def speak_and_pause(chat: Chat, turn: int, *, begin_s: float, end_s: float
     await settle()
 
 
-async def test_the_end_of_speech_commits_the_turn_with_the_audio_until_then(tmp_path: Path) -> None:
-    async with chatting(tmp_path, LISTEN, turn_detection=DETECTION) as chat:
-        for value in range(4):
-            chat.hear(second(value))
-        await speak_and_pause(chat, 1, begin_s=1.0, end_s=3.0)
-        assert heard(chat, 1) == [1.0, 2.0]
+async def test_the_end_of_speech_commits_the_turn_with_the_audio_until_then(chat: Chat) -> None:
+    hear(chat, *range(4))
+    await speak_and_pause(chat, 1, begin_s=1.0, end_s=3.0)
+    assert heard(chat, 1) == [1.0, 2.0]
     assert chat.kinds(1) == ["speech", "speech", "committed"]
     assert chat.last("committed").committed.audio_end_s == 3.0
 
 
-async def test_later_audio_is_heard_again_for_the_next_turn(tmp_path: Path) -> None:
-    async with chatting(tmp_path, LISTEN, turn_detection=DETECTION) as chat:
-        for value in range(4):
-            chat.hear(second(value))
-        await speak_and_pause(chat, 1, begin_s=1.0, end_s=2.0)
-        chat.request(1).end()
-        chat.hear(second(4))
-        await speak_and_pause(chat, 2, begin_s=0.0, end_s=2.0)
-        assert heard(chat, 2) == [2.0, 3.0]
+async def test_later_audio_is_heard_again_for_the_next_turn(chat: Chat) -> None:
+    hear(chat, *range(4))
+    await speak_and_pause(chat, 1, begin_s=1.0, end_s=2.0)
+    chat.request(1).end()
+    hear(chat, 4)
+    await speak_and_pause(chat, 2, begin_s=0.0, end_s=2.0)
+    assert heard(chat, 2) == [2.0, 3.0]
     assert chat.last("committed").committed.audio_end_s == 4.0
 
 
 async def test_a_session_that_only_detects_turns_answers_none(tmp_path: Path) -> None:
     async with chatting(tmp_path, LISTEN, turn_detection={"detects_only": True}) as chat:
-        for value in range(4):
-            chat.hear(second(value))
+        hear(chat, *range(4))
         await speak_and_pause(chat, 1, begin_s=1.0, end_s=2.0)
         await speak_and_pause(chat, 2, begin_s=0.0, end_s=1.0)
-        chat.send(append=orchestrator_pb2.InputAppend(part=request_pb2.Part(text="typed")))
-        chat.send(commit=orchestrator_pb2.TurnCommit())
+        chat.commit("typed")
         await settle()
         assert set(chat.runner.requests) == {"s.1.listen", "s.2.listen", "s.3.listen"}
         assert chat.session._turns._transcript.size_bytes == 0
@@ -91,100 +85,86 @@ async def test_a_session_that_only_detects_turns_answers_none(tmp_path: Path) ->
     assert not chat.last("ended").ended.HasField("error")
 
 
-async def test_speech_interrupts_the_answer_to_the_former_turn(tmp_path: Path) -> None:
-    async with chatting(tmp_path, LISTEN, turn_detection=DETECTION) as chat:
-        chat.hear(second(1))
-        await speak_and_pause(chat, 1, begin_s=0.0, end_s=1.0)
-        chat.request(1).emit("answer")
-        chat.hear(second(2))
-        detect(chat.request(2, ".listen"), begins=True, at_s=0.5)
-        await settle()
-        assert chat.request(1).ended.done()
+async def test_speech_interrupts_the_answer_to_the_former_turn(chat: Chat) -> None:
+    hear(chat, 1)
+    await speak_and_pause(chat, 1, begin_s=0.0, end_s=1.0)
+    chat.request(1).emit("answer")
+    hear(chat, 2)
+    detect(chat.request(2, ".listen"), begins=True, at_s=0.5)
+    await settle()
+    assert chat.request(1).ended.done()
     assert chat.kinds(1) == ["speech", "speech", "committed", "interrupted", "ended"]
     assert chat.last("interrupted").interrupted.detected
 
 
-async def test_a_turn_that_ends_during_an_answer_waits_for_it(tmp_path: Path) -> None:
-    async with chatting(tmp_path, LISTEN, turn_detection=PATIENT) as chat:
-        chat.hear(second(1))
-        await speak_and_pause(chat, 1, begin_s=0.0, end_s=1.0)
-        for value in (2, 3):
-            chat.hear(second(value))
-        await speak_and_pause(chat, 2, begin_s=0.0, end_s=1.0)
-        assert "s.2" not in chat.runner.requests
-        chat.request(1).end()
-        await settle()
-        assert heard(chat, 2) == [2.0]
+async def test_a_turn_that_ends_during_an_answer_waits_for_it(patient: Chat) -> None:
+    hear(patient, 1)
+    await speak_and_pause(patient, 1, begin_s=0.0, end_s=1.0)
+    hear(patient, 2, 3)
+    await speak_and_pause(patient, 2, begin_s=0.0, end_s=1.0)
+    assert "s.2" not in patient.runner.requests
+    await patient.answer(1)
+    assert heard(patient, 2) == [2.0]
 
 
-async def test_speech_that_resumes_during_an_answer_extends_the_turn(tmp_path: Path) -> None:
-    async with chatting(tmp_path, LISTEN, turn_detection=PATIENT) as chat:
-        chat.hear(second(1))
-        await speak_and_pause(chat, 1, begin_s=0.0, end_s=1.0)
-        for value in (2, 3):
-            chat.hear(second(value))
-        await speak_and_pause(chat, 2, begin_s=0.0, end_s=1.0)
-        await speak_and_pause(chat, 2, begin_s=1.5, end_s=2.0)
-        chat.request(1).end()
-        await settle()
-        assert heard(chat, 2) == [2.0, 3.0]
+async def test_speech_that_resumes_during_an_answer_extends_the_turn(patient: Chat) -> None:
+    hear(patient, 1)
+    await speak_and_pause(patient, 1, begin_s=0.0, end_s=1.0)
+    hear(patient, 2, 3)
+    await speak_and_pause(patient, 2, begin_s=0.0, end_s=1.0)
+    await speak_and_pause(patient, 2, begin_s=1.5, end_s=2.0)
+    await patient.answer(1)
+    assert heard(patient, 2) == [2.0, 3.0]
 
 
-async def test_long_silence_is_forgotten(tmp_path: Path) -> None:
-    async with chatting(tmp_path, LISTEN, turn_detection=DETECTION) as chat:
-        for value in range(30):
-            chat.hear(second(value))
-        await speak_and_pause(chat, 1, begin_s=28.0, end_s=30.0)
-        assert chat.session._turns.input.prompt.size_bytes == 0
-        assert heard(chat, 1) == [28.0, 29.0]
+async def test_long_silence_is_forgotten(chat: Chat) -> None:
+    hear(chat, *range(30))
+    await speak_and_pause(chat, 1, begin_s=28.0, end_s=30.0)
+    assert chat.session._turns.input.prompt.size_bytes == 0
+    assert heard(chat, 1) == [28.0, 29.0]
 
 
-async def test_a_failed_listener_ends_the_turn_with_its_error(tmp_path: Path) -> None:
-    async with chatting(tmp_path, LISTEN, turn_detection=DETECTION) as chat:
-        chat.hear(second(1))
-        chat.request(1, ".listen").end(InvalidRequestError("too fast", reason="INVALID_MEDIA"))
-        await settle()
-        chat.hear(second(2))
-        await speak_and_pause(chat, 2, begin_s=0.0, end_s=1.0)
-        assert heard(chat, 2) == [2.0]
+async def test_a_failed_listener_ends_the_turn_with_its_error(chat: Chat) -> None:
+    hear(chat, 1)
+    chat.request(1, ".listen").end(InvalidRequestError("too fast", reason="INVALID_MEDIA"))
+    await settle()
+    hear(chat, 2)
+    await speak_and_pause(chat, 2, begin_s=0.0, end_s=1.0)
+    assert heard(chat, 2) == [2.0]
     assert chat.kinds(1) == ["committed", "ended"]
     assert next(each for each in chat.received if each.HasField("ended")).ended.error.reason == "INVALID_MEDIA"
 
 
-async def test_a_listener_that_fails_during_an_answer_waits_for_it(tmp_path: Path) -> None:
-    async with chatting(tmp_path, LISTEN, turn_detection=PATIENT) as chat:
-        chat.hear(second(1))
-        await speak_and_pause(chat, 1, begin_s=0.0, end_s=1.0)
-        chat.hear(second(2))
-        chat.request(2, ".listen").end(InternalError("broken"))
-        await settle()
-        assert chat.kinds(2) == []
-        chat.request(1).end()
-        await settle()
-    assert chat.kinds(2) == ["committed", "ended"]
+async def test_a_listener_that_fails_during_an_answer_waits_for_it(patient: Chat) -> None:
+    hear(patient, 1)
+    await speak_and_pause(patient, 1, begin_s=0.0, end_s=1.0)
+    hear(patient, 2)
+    patient.request(2, ".listen").end(InternalError("broken"))
+    await settle()
+    assert patient.kinds(2) == []
+    await patient.answer(1)
+    assert patient.kinds(2) == ["committed", "ended"]
 
 
-async def test_a_client_that_returns_is_heard_from_the_begin_of_the_turn(tmp_path: Path) -> None:
-    async with chatting(tmp_path, LISTEN, turn_detection=DETECTION) as chat:
-        chat.hear(second(1))
-        detect(chat.request(1, ".listen"), begins=True, at_s=0.0)
-        await settle()
-        await chat.leave()
-        assert chat.request(1, ".listen").ended.done()
-        chat.attach(is_known=True, linger_s=60)
-        chat.hear(second(2))
-        assert [packet.tensors["audio"][0] for packet in chat.request(1, ".listen.2").packets] == [1.0, 2.0]
-        detect(chat.request(1, ".listen.2"), begins=True, at_s=0.0)
-        detect(chat.request(1, ".listen.2"), begins=False, at_s=2.0)
-        await settle()
-        assert heard(chat, 1) == [1.0, 2.0]
+async def test_a_client_that_returns_is_heard_from_the_begin_of_the_turn(chat: Chat) -> None:
+    hear(chat, 1)
+    detect(chat.request(1, ".listen"), begins=True, at_s=0.0)
+    await settle()
+    await chat.leave()
+    assert chat.request(1, ".listen").ended.done()
+    chat.attach(is_known=True, linger_s=60)
+    hear(chat, 2)
+    assert [packet.tensors["audio"][0] for packet in chat.request(1, ".listen.2").packets] == [1.0, 2.0]
+    detect(chat.request(1, ".listen.2"), begins=True, at_s=0.0)
+    detect(chat.request(1, ".listen.2"), begins=False, at_s=2.0)
+    await settle()
+    assert heard(chat, 1) == [1.0, 2.0]
 
 
-async def test_the_client_may_commit_before_the_end_is_detected(tmp_path: Path) -> None:
-    async with chatting(tmp_path, LISTEN, turn_detection=DETECTION) as chat:
-        chat.hear(second(1))
-        chat.send(commit={})
-        await settle()
-        assert heard(chat, 1) == [1.0]
-        assert chat.request(1, ".listen").ended.done()
+async def test_the_client_may_commit_before_the_end_is_detected(chat: Chat) -> None:
+    hear(chat, 1)
+    chat.commit()
+    await settle()
+    assert heard(chat, 1) == [1.0]
+    assert chat.request(1, ".listen").ended.done()
     assert not chat.last("committed").committed.detected

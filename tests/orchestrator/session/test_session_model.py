@@ -6,9 +6,10 @@ the session reports, and the prompts of later turns agree.
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -18,9 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from stagemesh.common.errors import InternalError, OverloadedError
 from stagemesh.v1 import orchestrator_pb2
 from tests.orchestrator.session.fake_runner import Chat, SteeredRequest, chatting, settle
-from tests.orchestrator.session.scripts import ECHO
-from tests.orchestrator.session.test_streamed_turns import SPEAK
+from tests.orchestrator.session.scripts import ECHO, SPEAK, STREAM
 
+_T = TypeVar("_T")
 WORDS = st.text("ab ", min_size=1, max_size=8)
 TURNS = st.integers(0, 6)
 
@@ -55,12 +56,17 @@ class SessionModel(RuleBasedStateMachine):
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(work)
 
-    def send(self, kind: str, value: Any, text: str = "") -> None:
-        async def send() -> None:
-            self.blind_changes += kind in ("commit", "clear", "interrupt")
-            self.sent[self.chat.send(**{kind: value})] = (text, kind)
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Calls a function while the event loop runs."""
 
-        self.run(send())
+        async def call() -> _T:
+            return function()
+
+        return self.loop.run_until_complete(call())
+
+    def send(self, kind: str, value: Any, text: str = "") -> None:
+        self.blind_changes += kind in ("commit", "clear", "interrupt")
+        self.sent[self.call(lambda: self.chat.send(**{kind: value}))] = (text, kind)
 
     @property
     def is_attached(self) -> bool:
@@ -115,11 +121,8 @@ class SessionModel(RuleBasedStateMachine):
     def attach_again(self) -> None:
         oldest = next(turn for turn in range(1, 1000) if turn not in self.answers)
         position = orchestrator_pb2.OutputPosition(name="text", position=len(self.texts.get(oldest, "")))
-
-        async def attach() -> None:
-            self.chat.attach(is_known=True, linger_s=60, turn=oldest, next_positions=[position])
-
-        self.run(attach())
+        fields = {"linger_s": 60, "turn": oldest, "next_positions": [position]}
+        self.call(lambda: self.chat.attach(is_known=True, **fields))
 
     @rule()
     def stop_reading(self) -> None:
@@ -134,21 +137,21 @@ class SessionModel(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(texts=st.lists(WORDS, min_size=1, max_size=6))
     def emit(self, texts: list[str]) -> None:
-        async def emit() -> None:
-            assert self.running is not None
-            for text in texts:
-                self.running.emit(text)
+        request = self.running
+        assert request is not None
 
-        self.run(emit())
+        def emit() -> None:
+            for text in texts:
+                request.emit(text)
+
+        self.call(emit)
 
     @precondition(lambda self: self.running)
     @rule(fails=st.booleans())
     def end(self, fails: bool) -> None:
-        async def end() -> None:
-            assert self.running is not None
-            self.running.end(InternalError("broken") if fails else None)
-
-        self.run(end())
+        request = self.running
+        assert request is not None
+        self.call(lambda: request.end(InternalError("broken") if fails else None))
 
     @rule()
     def reject_next(self) -> None:
@@ -243,7 +246,7 @@ class SessionModel(RuleBasedStateMachine):
 class StreamedSessionModel(SessionModel):
     """The same for streamed turns, which have no transcript."""
 
-    pipeline, fields = SPEAK, {"input_mode": orchestrator_pb2.INPUT_MODE_STREAM}
+    pipeline, fields = SPEAK, {"input_mode": STREAM}
 
     def check_transcript(self) -> None:
         assert self.answers.keys() == set(range(1, len(self.answers) + 1)), "the numbers of turns have gaps"

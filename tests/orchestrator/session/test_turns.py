@@ -1,4 +1,6 @@
-"""The input of a turn: its pieces, and how much a client may append."""
+"""The contents of turns: the pieces of their input, and the part of an answer that the user has heard."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,10 +9,12 @@ from hypothesis import strategies as st
 
 from stagemesh.common.errors import OverloadedError
 from stagemesh.common.requests.request_checks import read_samples
-from stagemesh.common.requests.turn_content import PromptInput
+from stagemesh.common.requests.turn_content import PromptInput, shorten
 from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.orchestrator.session.turn_input import Credit
+from stagemesh.orchestrator.session.turns import Transcript, TranscriptTurn, restored_turn
 from stagemesh.v1 import orchestrator_pb2, request_pb2
+from tests.orchestrator.session.fake_runner import Chat, chatting, settle
 
 RATE_HZ = 1000
 Piece = orchestrator_pb2.InputAppend
@@ -110,3 +114,86 @@ def test_consumed_packets_return_the_sizes_of_their_pieces(pieces: list[tuple[in
     credit.add(500)
     assert credit.raise_limit()
     assert credit.limit_bytes == 1000 + credit.received_bytes
+
+
+# -- answers
+
+TWO = """
+pipeline: two
+main_stage: a
+stages:
+  a: {engine: fake, function: source}
+  b: {engine: fake, function: relay}
+edges: [{from: a, to: b}]
+outputs: {spoken: b, text: a}
+"""
+
+
+HEARD = {0: "", 2: "", 3: "one", 4: "one", 6: "one", 7: "one two", 13: "one two three", 99: "one two three"}
+
+
+@pytest.mark.parametrize(("length", "heard"), HEARD.items())
+def test_an_answer_is_cut_at_the_end_of_a_word(length: int, heard: str) -> None:
+    assert shorten("one two three", length=length) == heard
+
+
+async def test_a_named_text_is_cut_at_its_position(chat: Chat) -> None:
+    chat.commit("hello")
+    await chat.answer(1, "one two")
+    chat.send(truncate={"turn": 1, "positions": [{"name": "text", "position": 5}]})
+    chat.commit("more")
+    await settle()
+    assert chat.prompt(2) == ["hello", "one t", "more"]
+    assert chat.last("truncated").truncated.answer == "one t"
+
+
+async def test_the_text_is_cut_at_the_share_of_another_output(tmp_path: Path) -> None:
+    async with chatting(tmp_path, TWO) as chat:
+        chat.commit("hello")
+        chat.request(1).emit("one two three four")
+        chat.request(1).emit("0123456789", name="spoken")
+        await settle()
+        chat.send(interrupt={})
+        chat.send(truncate={"turn": 1, "positions": [{"name": "spoken", "position": 5}]})
+        await settle()
+    assert chat.last("truncated").truncated.answer == "one two"
+
+
+async def test_a_truncation_never_lengthens_an_answer(chat: Chat) -> None:
+    chat.commit("hello")
+    await chat.answer(1, "one two")
+    for position in (3, 7):
+        chat.send(truncate={"turn": 1, "positions": [{"name": "text", "position": position}]})
+    await settle()
+    assert [each.truncated.answer for each in chat.received if each.HasField("truncated")] == ["one", "one"]
+
+
+async def test_an_answer_can_be_truncated_while_the_next_turn_is_answered(chat: Chat) -> None:
+    chat.commit("one")
+    await chat.answer(1, "answer")
+    chat.commit("two")
+    chat.send(truncate={"turn": 1, "positions": [{"name": "text", "position": 3}]})
+    await chat.answer(2)
+    chat.commit("three")
+    assert chat.prompt(3) == ["one", "ans", "two", "", "three"]
+
+
+async def test_the_text_of_the_main_stage_is_preferred(tmp_path: Path) -> None:
+    async with chatting(tmp_path, TWO) as chat:
+        await settle()
+    assert chat.received[0].opened.transcript_output == "text"
+
+
+def test_the_size_of_a_transcript_follows_its_turns() -> None:
+    transcript = Transcript()
+    turn = TranscriptTurn(b"12", "é")
+    transcript.add(turn)
+    assert transcript.size_bytes == 4
+    assert transcript.pop() == turn
+    assert transcript.size_bytes == 0
+
+
+def test_a_restored_turn_without_an_answer_has_an_empty_one() -> None:
+    message = request_pb2.Message(role=request_pb2.ROLE_USER, content="hello")
+    assert restored_turn([message]).answer == ""
+    assert restored_turn([]).messages == b""
