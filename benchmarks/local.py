@@ -22,9 +22,9 @@ from stagemesh.common.plugins.entry_points import import_factory, load_engine_de
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors.flow.chunking import Chunker
-from stagemesh.connectors.packets import Packet
+from stagemesh.connectors.packets import Packet, Transform
 from stagemesh.pipeline import Edge, Pipeline, load_pipeline
-from stagemesh.services.engines.base import Emission, Engine, SamplingOptions, Task, Transform
+from stagemesh.services.engines.base import Emission, Engine, SamplingOptions, Task
 
 
 @dataclass(frozen=True, eq=False)

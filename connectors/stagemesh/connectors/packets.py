@@ -13,7 +13,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias, TypeGuard, cast
+from typing import NamedTuple, Protocol, TypeAlias, TypeGuard, cast
 
 import numpy as np
 
@@ -237,6 +237,21 @@ class Packet:
             size_bytes += tensor.nbytes
         self.size_bytes = size_bytes
         """The total number of bytes of the packet's tensors."""
+
+
+class Transform(Protocol):
+    """The interface of a transform, which converts an edge's packets into packets that the consuming stage accepts.
+
+    Each flow of packets has its own instance of the transform. A transform has no side effects.
+    """
+
+    def push(self, packet: Packet) -> Sequence[Packet]:
+        """Accepts one packet of the edge. Returns the output packets that are now complete. The list may be empty."""
+        ...
+
+    def finish(self) -> Sequence[Packet]:
+        """Returns the remaining output packets. Called once, after the flow's last packet."""
+        ...
 
 
 def packets_problem(made: object) -> str:

@@ -6,9 +6,9 @@ consumer.
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from copy import copy
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from stagemesh.common.errors import CancelledRequestError, NotReadyError, StagemeshError
 from stagemesh.common.plugins.connectors import GRPC, ConnectorName, number_of
@@ -20,7 +20,7 @@ from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase
 from stagemesh.connectors.flow.sent_chunks import Retention, SentChunk, SentChunks
 from stagemesh.connectors.lost_peers import is_recoverable
-from stagemesh.connectors.packets import EdgeKey, OfferedTicket, Packet
+from stagemesh.connectors.packets import EdgeKey, OfferedTicket, Packet, Transform
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import chunk_pb2, control_pb2, request_pb2
 
@@ -30,18 +30,6 @@ _NOWHERE = ArenaRange(0, 0, 0)
 
 Select: TypeAlias = Callable[[Packet], Packet | None]
 """A function that selects the part of a packet that an outlet sends. Returns None if the outlet sends nothing."""
-
-
-class PacketTransform(Protocol):
-    """Converts the packets of one flow before they are cut into chunks."""
-
-    def push(self, packet: Packet) -> Sequence[Packet]:
-        """Adds a packet. Returns the output packets that are now complete."""
-        ...
-
-    def finish(self) -> Sequence[Packet]:
-        """Returns the remaining output packets. Called once, after the last packet."""
-        ...
 
 
 class Outlet:
@@ -67,7 +55,7 @@ class Outlet:
         means that no other consumer can replace the first consumer.
         """
         self.chunks = SentChunks(retention)
-        self.transform: PacketTransform | None = None
+        self.transform: Transform | None = None
         """The transform that is applied to the packets. Set it before the first packet. None if there is none."""
         self.is_over = False
         """Whether the flow has ended, so that no consumer can receive further data."""
@@ -291,9 +279,8 @@ class Outlet:
         tickets: dict[str, OfferedTicket] = {}
         for name, ticket in packet.tickets.items():
             assert isinstance(ticket, OfferedTicket), "a stage sends the tickets of its own engine"
-            tickets[name] = ticket
-        for ticket in tickets.values():
             ticket.retain()
+            tickets[name] = ticket
         copies = {name: tensor.copy() for name, tensor in packet.tensors.items()}
         return SentChunk(self.chunks.next_seq, shape, copies, packet.metadata, tickets=tickets)
 
@@ -367,7 +354,8 @@ class FanOut:
         selected = self._selected(packet)
         if len(selected) > 1 and packet.size_bytes > self._inline_limit_bytes:
             names = {name for _, part in selected for name in part.tensors}
-            selected = self._selected(await self._placed(_only(packet, names)))
+            tensors = {name: tensor for name, tensor in packet.tensors.items() if name in names}
+            selected = self._selected(await self._placed(Packet(tensors, packet.metadata, packet.tickets)))
         waiting: list[tuple[Outlet, Packet]] = []
         for outlet, part in selected:
             if outlet.transform is None and outlet.has_credit(part.size_bytes):
@@ -398,11 +386,6 @@ class FanOut:
             return packet
         written = await self._arena.write(packet.tensors, self._account)
         return Packet(written.held(), packet.metadata, packet.tickets)
-
-
-def _only(packet: Packet, names: Collection[str]) -> Packet:
-    tensors = {name: tensor for name, tensor in packet.tensors.items() if name in names}
-    return Packet(tensors, packet.metadata, packet.tickets)
 
 
 async def _run_together(sends: Sequence[Coroutine[object, object, None]]) -> None:

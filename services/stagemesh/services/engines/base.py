@@ -1,7 +1,7 @@
 """The API between a stage's runtime and the stage's engine. The engine receives tasks and yields events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -295,18 +295,3 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Aborts all tasks and frees all resources. May be called more than once."""
-
-
-class Transform(Protocol):
-    """The interface of a transform, which converts an edge's packets into packets that the consuming stage accepts.
-
-    Each flow of packets has its own instance of the transform. A transform has no side effects.
-    """
-
-    def push(self, packet: Packet) -> Sequence[Packet]:
-        """Accepts one packet of the edge. Returns the output packets that are now complete. The list may be empty."""
-        ...
-
-    def finish(self) -> Sequence[Packet]:
-        """Returns the remaining output packets. Called once, after the flow's last packet."""
-        ...

@@ -17,8 +17,7 @@ from stagemesh.common.media.store import FetchedFile, MediaStore
 from stagemesh.common.plugins.entry_points import import_factory, load_transform_descriptor
 from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.connectors.flow.inlet import Inlet
-from stagemesh.connectors.packets import Packet, Ticket, packets_problem
-from stagemesh.services.engines.base import Transform
+from stagemesh.connectors.packets import Packet, Ticket, Transform, packets_problem
 from stagemesh.services.engines.prompts import Conversation, MediaFile, Part, Prompt, RawPrompt, media_of
 from stagemesh.services.engines.user_errors import UserErrors
 from stagemesh.services.stage.step.checks import ResultCheck, check_lengths
