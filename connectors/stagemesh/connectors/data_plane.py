@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Mapping
 from functools import partial
 
 from stagemesh.common.errors import NotFoundError, UnavailableError
@@ -11,7 +11,6 @@ from stagemesh.common.process.host import retain_freed_memory, shorten_time_slic
 from stagemesh.common.wire.chunk_sizes import ChunkPolicy
 from stagemesh.common.wire.versions import OFFERS, own_protocol
 from stagemesh.connectors.arena.arena import Arena
-from stagemesh.connectors.flow import replay
 from stagemesh.connectors.flow.edge_meters import EdgeMeters
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
@@ -166,7 +165,7 @@ class DataPlane:
         flow = next((flow for link in self._links.values() if (flow := link.find(key))), None)
         if flow is None:
             raise NotFoundError(f"no edge {key.edge} of request {key.request_id} here", reason="UNKNOWN_FLOW")
-        return replay.replay(flow, first_seq=first_seq)
+        return flow.replay(first_seq=first_seq)
 
     # -- consuming
 
@@ -229,21 +228,13 @@ class DataPlane:
                 connectors=self._connectors,
                 inline_limit_bytes=self._inline_limit_bytes,
                 on_idle=self._drop_link,
-                on_released_elsewhere=partial(self._end_leases, consumer.replica),
-                accept_elsewhere=partial(self._accept_tickets, consumer.replica),
+                siblings=partial(self._links_to, consumer.replica),
             )
         return link
 
-    def _end_leases(self, consumer: str, lease_ids: Sequence[int]) -> None:
-        """Ends leases of a consumer that were granted on its links, of which there is one for each of its addresses."""
-        for address, link in self._links.items():
-            if address.replica == consumer:
-                link.end_leases(lease_ids)
-
-    def _accept_tickets(self, consumer: str, lease_id: int) -> bool:
-        """Accepts the tickets of a consumer's lease, on whichever of its links it was granted."""
-        links = [link for address, link in self._links.items() if address.replica == consumer]
-        return any(link.accept_tickets(lease_id) for link in links)
+    def _links_to(self, consumer: str) -> list[ProducerLink]:
+        """Returns the links to a consumer, one for each of its addresses."""
+        return [link for address, link in self._links.items() if address.replica == consumer]
 
     def _drop_link(self, link: ProducerLink) -> None:
         """Closes and removes a disconnected link that no flow needs.

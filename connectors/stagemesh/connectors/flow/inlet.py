@@ -9,6 +9,7 @@ from copy import copy
 
 from stagemesh.common.errors import CancelledRequestError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import AUTO, number_of
+from stagemesh.common.tasks import end_tasks
 from stagemesh.connectors.flow.inlet_attempt import InletAttempt, Phase
 from stagemesh.connectors.lost_peers import NOT_READ, is_recoverable
 from stagemesh.connectors.packets import Packet
@@ -151,7 +152,7 @@ async def merge(sources: Sequence[AsyncIterator[Packet]]) -> AsyncGenerator[Pack
         async for only in sources[0]:
             yield only
         return
-    reading = {asyncio.ensure_future(_next(source)): source for source in sources}
+    reading = {asyncio.ensure_future(anext(source, None)): source for source in sources}
     try:
         while reading:
             await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
@@ -160,14 +161,8 @@ async def merge(sources: Sequence[AsyncIterator[Packet]]) -> AsyncGenerator[Pack
             source = reading.pop(task)
             packet = task.result()
             if packet is not None:
-                reading[asyncio.ensure_future(_next(source))] = source
+                reading[asyncio.ensure_future(anext(source, None))] = source
                 yield packet
             del packet, task
     finally:
-        for task in reading:
-            task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
-
-
-async def _next(source: AsyncIterator[Packet]) -> Packet | None:
-    return await anext(source, None)
+        await end_tasks(reading)

@@ -3,11 +3,11 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from enum import Enum, auto
 from typing import TypeAlias
 
-from stagemesh.common.errors import InvalidChunkError, StagemeshError
+from stagemesh.common.errors import InvalidChunkError, NotReadyError, StagemeshError
 from stagemesh.common.plugins.connectors import GRPC, ConnectorName, number_of
 from stagemesh.connectors import fragments, lost_peers, wire
 from stagemesh.connectors.base import Connector
@@ -310,6 +310,26 @@ class OutletAttempt:
         self._encode(rest.items.add().chunk, sent, transfer_id=fragment.message.transfer_id)
         return fragments.encode_fragment(fragment, rest=rest.SerializeToString())
 
+    async def replay(self, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
+        """Yields the chunks of the flow from number `first_seq` to the end of the flow, without their leases.
+
+        Waits for chunks that have not been produced yet. Raises NotReadyError (CHUNK_GONE) if a chunk is no longer
+        retained.
+        """
+        seq = first_seq
+        while True:
+            kept = self.chunks.retained_from(seq)
+            if kept is None:
+                raise NotReadyError(f"chunk {seq} of edge {self.key.edge} is no longer kept", reason="CHUNK_GONE")
+            for sent in kept[:1]:
+                for response in sent.replay(self.wire_key):
+                    yield response
+                seq = sent.seq + 1
+            if not kept:
+                if self.chunks.ended or self.phase is Phase.FAILED:
+                    return
+                await self.chunks.changed.wait()
+
     # -- inner workings
 
     def _count_delivered(self, next_seq: int) -> None:
@@ -365,30 +385,16 @@ class OutletAttempt:
         return 2 * size_bytes > self._window_bytes and end_bytes > self._demanded_bytes
 
     def _encode(self, chunk: chunk_pb2.Chunk, sent: SentChunk, *, transfer_id: int = 0) -> None:
-        chunk.key.CopyFrom(self.wire_key)
-        chunk.seq = sent.seq
-        if sent.tail is not None:
-            wire.fill_tail(chunk, sent.tail)
-            return
-        if sent.sent_s:
-            self.meter.resent += 1
-        sent.sent_s = time.monotonic()
-        assert sent.tensors is not None, "a pending chunk is retained"
-        assert sent.shape is not None, "data has a shape"
-        data = chunk.data
-        if not sent.regions:
-            wire.fill_inline(data, sent.tensors, sent.shape)
+        if sent.tail is None:
+            if sent.sent_s:
+                self.meter.resent += 1
+            sent.sent_s = time.monotonic()
             if sent.tickets:
                 sent.lease_id = self._leases.grant_tickets(sent)
-                wire.add_tickets(data, sent.tickets, lease_id=sent.lease_id)
-        elif self._reader is None:
-            wire.fill_streamed(data, sent.shape, transfer_id=transfer_id)
-        else:
-            sent.lease_id, sent.reader = self._leases.grant(sent.regions), self._reader
-            self._reader.expect_reads(1)
-            wire.fill_in_arena(data, sent.shape, places=sent.places, lease_id=sent.lease_id)
-        if sent.metadata:
-            wire.fill_metadata(data, sent.metadata)
+            elif sent.regions and self._reader is not None:
+                sent.lease_id, sent.reader = self._leases.grant(sent.regions), self._reader
+                self._reader.expect_reads(1)
+        sent.fill(chunk, self.wire_key, transfer_id=transfer_id, lease_id=sent.lease_id)
 
     def disconnect(self) -> None:
         """Detaches the attempt from its stream. The link later opens the attempt again."""

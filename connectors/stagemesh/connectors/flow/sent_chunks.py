@@ -7,19 +7,19 @@ have leases on them.
 import itertools
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.common.wire.tensors import Tensors
-from stagemesh.connectors import wire
+from stagemesh.connectors import fragments, wire
 from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.base import ArenaRange, Connector
 from stagemesh.connectors.flow.edge_meters import EdgeMeters
-from stagemesh.connectors.packets import MetadataValue, OfferedTicket
-from stagemesh.v1 import chunk_pb2
+from stagemesh.connectors.packets import EdgeKey, MetadataValue, OfferedTicket, Packet
+from stagemesh.v1 import chunk_pb2, stage_pb2
 
 RETAINED_FRACTION = 4
 """The divisor of the memory budget. Retained delivered chunks may use 1 / RETAINED_FRACTION of the memory.
@@ -103,6 +103,53 @@ class SentChunk:
             for ticket in self.offered:
                 ticket.release()
 
+    def fill(self, chunk: chunk_pb2.Chunk, key: chunk_pb2.EdgeKey, *, transfer_id: int = 0, lease_id: int = 0) -> None:
+        """Sets the content of the message `chunk`, which belongs to the flow `key`.
+
+        The fragments of the transfer `transfer_id` contain the tensors if it is not 0. Otherwise, a consumer with the
+        lease `lease_id` reads them from the arena if they are located there. All other tensors are sent inline.
+        """
+        chunk.key.CopyFrom(key)
+        chunk.seq = self.seq
+        if self.tail is not None:
+            wire.fill_tail(chunk, self.tail)
+            return
+        assert self.tensors is not None, "a chunk that is sent is retained"
+        assert self.shape is not None, "data has a shape"
+        data = chunk.data
+        if transfer_id:
+            wire.fill_streamed(data, self.shape, transfer_id=transfer_id)
+        elif lease_id and self.places:
+            wire.fill_in_arena(data, self.shape, places=self.places, lease_id=lease_id)
+        else:
+            wire.fill_inline(data, self.tensors, self.shape)
+            if self.tickets:
+                wire.add_tickets(data, self.tickets, lease_id=lease_id)
+        if self.metadata:
+            wire.fill_metadata(data, self.metadata)
+
+    def replay(self, key: chunk_pb2.EdgeKey) -> Iterator[stage_pb2.GetChunkResponse]:
+        """Yields the chunk as messages that no lease and no other chunk is needed to read. `key` is that of the flow.
+
+        The regions of the chunk are retained until the last message.
+        """
+        transfer_id = self.seq + 1 if self.size_bytes > fragments.FRAGMENT_BYTES else 0
+        chunk, tensors, regions = chunk_pb2.Chunk(), self.tensors, self.regions
+        self.fill(chunk, key, transfer_id=transfer_id)
+        for region in regions:
+            region.retain()
+        try:
+            if transfer_id and tensors is not None:
+                for message, payload in fragments.split_into_fragments(
+                    key, tensors, total_bytes=self.size_bytes, transfer_id=transfer_id
+                ):
+                    message.payload = bytes(payload)
+                    yield stage_pb2.GetChunkResponse(fragment=message)
+            yield stage_pb2.GetChunkResponse(chunk=chunk)
+        finally:
+            for region in regions:
+                region.release()
+
     def mark_read(self) -> None:
         """Records that the consumer has read the chunk or will not read it, so that no read is expected."""
         if self.reader is not None:
@@ -118,6 +165,18 @@ class SentChunk:
             region.release()
         if self.tickets:
             self.use_tickets()
+
+
+async def replay_packet(key: EdgeKey, packet: Packet) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
+    """Yields the GetChunk responses for a packet that does not belong to a flow.
+
+    The responses are the same as for a flow with the key `key` that consists of this packet and an End message.
+    """
+    shape, digest = wire.PacketShape(packet), wire.FlowDigest()
+    digest.add(shape)
+    for sent in (SentChunk(0, shape, packet.tensors, packet.metadata), SentChunk(1, tail=digest.end())):
+        for response in sent.replay(wire.key_to_wire(key)):
+            yield response
 
 
 @dataclass(eq=False, slots=True)
@@ -205,11 +264,8 @@ class Leases:
 
         The consumer may still read the state of accepted tickets, which is therefore kept until their time limit.
         """
-        for lease in self._tickets.values():
-            if not lease.is_accepted:
-                lease.release()
-        self._tickets.clear()
-        self.end_all()
+        self._tickets = {lease_id: lease for lease_id, lease in self._tickets.items() if not lease.is_accepted}
+        self.end_dead()
 
     def _end_tickets(self, lease_id: int) -> bool:
         lease = self._tickets.pop(lease_id, None)

@@ -15,6 +15,7 @@ import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import NIXL, ConnectorName
+from stagemesh.common.tasks import end_tasks
 from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.arena.memory import (
     ALIGNMENT_BYTES,
@@ -383,11 +384,8 @@ class NixlConnector(Connector):
         self._is_closed = True
         if self._read_thread is not None:
             await self._read_thread.close()
-        handshakes = [arena.handshake for arena in self._arenas.values()]
-        for handshake in handshakes:
-            # The read thread may still be blocked in the library by a handshake with a host that does not answer.
-            handshake.cancel()
-        await asyncio.gather(*handshakes, return_exceptions=True)
+        # The read thread may still be blocked in the library by a handshake with a host that does not answer.
+        await end_tasks(arena.handshake for arena in self._arenas.values())
         self._arenas.clear()
         serving, self._serving = self._serving, None
         if serving is not None:

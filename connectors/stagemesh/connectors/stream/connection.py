@@ -11,13 +11,14 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from stagemesh.common.errors import InvalidChunkError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import GRPC, ConnectorName
+from stagemesh.common.tasks import end_tasks
 from stagemesh.common.wire.versions import OFFERS
 from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
@@ -179,7 +180,7 @@ class ProducerSession:
 class Connection:
     """The streams to one consumer. `agreement` has the connectors on which both replicas have agreed.
 
-    Use a connection in `async with`. Call `connect`, `open_local` and `serve` in this order. The connection calls
+    Call `connect`, `open_local` and `serve` in this order, within `contextlib.aclosing`. The connection calls
     `on_negotiated` when a connector or stream has become usable, or when a connector has been rejected.
     """
 
@@ -206,10 +207,8 @@ class Connection:
             on_change=on_negotiated,
         )
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def aclose(self) -> None:
+        """Ends the negotiations and all streams."""
         try:
             await self.agreement.close()
         finally:
@@ -314,11 +313,6 @@ class Connection:
         channel: grpc.aio.Channel = await self._stack.enter_async_context(opening)
         messages = ClientStream(channel, stream, peer=str(self._peer))
         running = asyncio.create_task(messages.run())
-        self._stack.push_async_callback(_cancel, running)
+        self._stack.push_async_callback(end_tasks, (running,))
         self._stack.push_async_callback(stream.close)
         return await stream.connect(messages, self._peer.hello)
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -9,7 +9,6 @@ from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.plugins.connectors import (
     AUTO,
     GRPC,
-    ConnectorDescriptor,
     ConnectorName,
     descriptor_of,
     descriptors,
@@ -17,6 +16,7 @@ from stagemesh.common.plugins.connectors import (
     number_of,
 )
 from stagemesh.common.plugins.entry_points import import_factory
+from stagemesh.common.tasks import end_tasks
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.base import Connector, unavailable
 from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
@@ -81,7 +81,12 @@ class ReplicaConnectors:
             missing = descriptor.missing() or ("" if descriptor.factory else "it does not read arenas")
             if missing:
                 raise unavailable(f"connector {name} cannot be used: {missing}")
-            self._connectors[name] = _load_factory(descriptor)(
+            try:
+                factory: Callable[..., Connector] = import_factory(descriptor.factory)
+            except (ImportError, AttributeError) as exc:
+                remedy = descriptor.remedy or f"repair the installation of {descriptor.factory}"
+                raise unavailable(f"connector {name} cannot be loaded: {exc}; {remedy}") from exc
+            self._connectors[name] = factory(
                 self._arena, landing=self._landing, replica=self._replica, incarnation=self._incarnation
             )
         return self._connectors[name]
@@ -91,14 +96,6 @@ class ReplicaConnectors:
         while self._connectors:
             _, connector = self._connectors.popitem()
             await connector.close()
-
-
-def _load_factory(descriptor: ConnectorDescriptor) -> Callable[..., Connector]:
-    try:
-        return import_factory(descriptor.factory)
-    except (ImportError, AttributeError) as exc:
-        remedy = descriptor.remedy or f"repair the installation of {descriptor.factory}"
-        raise unavailable(f"connector {descriptor.name} cannot be loaded: {exc}; {remedy}") from exc
 
 
 class ConnectorAgreement:
@@ -145,7 +142,8 @@ class ConnectorAgreement:
             if name == GRPC or name in self._negotiated:
                 return name
             if name not in self._refused:
-                self._begin(name)
+                if name not in self._offering:
+                    self._offering[name] = asyncio.create_task(self._keep_offering(name), name=f"offer {name}")
                 return None
         if wanted in self._paused:
             return None
@@ -202,9 +200,7 @@ class ConnectorAgreement:
         """Cancels all offers and pauses. Idempotent."""
         for pause in self._paused.values():
             pause.cancel()
-        for offering in self._offering.values():
-            offering.cancel()
-        await asyncio.gather(*self._offering.values(), return_exceptions=True)
+        await end_tasks(self._offering.values())
 
     # -- inner workings
 
@@ -221,10 +217,6 @@ class ConnectorAgreement:
     def _end_pause(self, name: ConnectorName) -> None:
         del self._paused[name], self._refused[name]
         self._on_change()
-
-    def _begin(self, name: ConnectorName) -> None:
-        if name not in self._offering:
-            self._offering[name] = asyncio.create_task(self._keep_offering(name), name=f"offer {name}")
 
     async def _keep_offering(self, name: ConnectorName) -> None:
         """Sends an offer of a connector every _OFFER_AGAIN_S seconds, because an offer may be lost.

@@ -15,6 +15,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.plugins.connectors import AUTO, GRPC, name_of
+from stagemesh.common.tasks import end_tasks
 from stagemesh.common.wire.versions import refuse_unknown, unknown_kind
 from stagemesh.connectors import fragments, wire
 from stagemesh.connectors.base import FetchingReader, InPlaceReader, unavailable
@@ -76,10 +77,7 @@ class ConsumerSession:
         if self._stream is not None:
             self._stream.close()
             await asyncio.wait((self._over,), timeout=_CLOSING_S)
-        negotiations = list(self._negotiations)
-        for negotiation in negotiations:
-            negotiation.cancel()
-        await asyncio.gather(*negotiations, return_exceptions=True)
+        await end_tasks(self._negotiations)
 
     # -- StreamHandler
 

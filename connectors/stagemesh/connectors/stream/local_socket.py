@@ -18,6 +18,8 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+from stagemesh.common.tasks import end_tasks
+
 _log = logging.getLogger(__name__)
 
 _SO_PEERPIDFD = 77
@@ -57,10 +59,7 @@ class LocalListener:
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             self._socket.close()
-        handshakes = list(self._handshakes)
-        for handshake in handshakes:
-            handshake.cancel()
-        await asyncio.gather(*handshakes, return_exceptions=True)
+        await end_tasks(self._handshakes)
 
     def _accept(self) -> None:
         try:

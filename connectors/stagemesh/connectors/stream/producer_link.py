@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
 from copy import copy
 
 from stagemesh.common.errors import InternalError, InvalidChunkError, StagemeshError, UnavailableError
+from stagemesh.common.notification import Notifier
 from stagemesh.common.plugins.connectors import ConnectorName, name_of
+from stagemesh.common.tasks import end_tasks
 from stagemesh.common.wire.versions import check_version, unknown_kind
 from stagemesh.connectors import lost_peers, wire
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
@@ -38,8 +41,7 @@ class ProducerLink:
         connectors: ReplicaConnectors,
         inline_limit_bytes: int,
         on_idle: Callable[["ProducerLink"], None],
-        on_released_elsewhere: Callable[[Sequence[int]], None],
-        accept_elsewhere: Callable[[int], bool],
+        siblings: Callable[[], Iterable["ProducerLink"]],
     ) -> None:
         """Creates a link that is not connected.
 
@@ -48,17 +50,19 @@ class ProducerLink:
             connectors: The connectors of this replica.
             inline_limit_bytes: The maximum size, in bytes, of a chunk that is sent inline.
             on_idle: Called when the link has been disconnected and has nothing to do.
-            on_released_elsewhere: Called with the ids of leases that the consumer has released over this link, but that
-                this link has not granted.
-            accept_elsewhere: Accepts the tickets of a lease that this link has not granted. Returns whether the state
-                is kept.
+            siblings: Returns the links to the same consumer. Another one may have granted a lease that the consumer
+                releases or accepts over this link.
         """
         self._peer, self._connectors = peer, connectors
-        self._inline_limit_bytes, self._on_idle = inline_limit_bytes, on_idle
-        self._on_released_elsewhere, self._accept_elsewhere = on_released_elsewhere, accept_elsewhere
+        self._inline_limit_bytes, self._on_idle, self._siblings = inline_limit_bytes, on_idle, siblings
         self._flows: dict[EdgeKey, OutletAttempt] = {}
         self._to_open: dict[OutletAttempt, None] = {}
-        self._probes: dict[asyncio.Future[EdgeProbe], ConnectorName] = {}
+        self._probes = 0
+        """The number of probes that wait for a connector."""
+        self._failure: StagemeshError | None = None
+        """The last error with which the link has failed. None if it has never failed."""
+        self._changed = Notifier()
+        """A notifier that fires when the result of a probe may have changed, and when the link has failed."""
         self._leases = Leases()
         self._answers: list[stage_pb2.PutItem] = []
         """The answers to acceptances that have not been sent."""
@@ -89,17 +93,22 @@ class ProducerLink:
         a connection without a time limit: the caller must set a time limit.
         """
         self._require_connection()
-        answer: asyncio.Future[EdgeProbe] = self._loop.create_future()
-        self._probes[answer] = wanted
-        self._answer_probes()
+        failure = self._failure
+        self._probes += 1
         try:
-            return await answer
+            while self._failure is failure:
+                connection = self._connection
+                if connection is not None and (found := connection.agreement.probe(wanted)) is not None:
+                    return found
+                await self._changed.wait()
         finally:
-            self._probes.pop(answer, None)
+            self._probes -= 1
+        assert self._failure is not None, "the loop ends when the link has failed"
+        raise copy(self._failure)
 
-    def end_leases(self, lease_ids: Iterable[int]) -> list[int]:
-        """Ends the leases that this link has granted. Returns the ids of the others."""
-        return [lease_id for lease_id in lease_ids if not self._leases.end(lease_id)]
+    def end_lease(self, lease_id: int) -> None:
+        """Ends a lease that this link has granted. Does nothing if there is no such lease."""
+        self._leases.end(lease_id)
 
     def accept_tickets(self, lease_id: int) -> bool:
         """Keeps the state of a lease's tickets for another time limit. Returns False if it is not kept any more."""
@@ -108,8 +117,7 @@ class ProducerLink:
     async def close(self) -> None:
         """Ends the connection and all flows. Idempotent."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks((self._task,))
         self._fail_flows(UnavailableError(f"{self._peer.hello.replica} shuts down", reason="SHUTTING_DOWN"))
         self._leases.end_all()
         self._stop_watching()
@@ -161,7 +169,7 @@ class ProducerLink:
         connection = Connection(
             self._peer, connectors=self._connectors, take_reply=self._take_reply, on_negotiated=self._negotiated
         )
-        async with connection:
+        async with aclosing(connection):
             welcome = await connection.connect()
             self._accept(welcome)
             watch = await connection.open_local(welcome, died=self._died)
@@ -196,24 +204,12 @@ class ProducerLink:
         _log.info("connected to %s at %s", self._peer.consumer, self._peer.address.endpoint)
 
     def _negotiated(self) -> None:
-        """Opens waiting flows and answers probes.
+        """Opens waiting flows and lets probes continue.
 
         Called when a connector or stream has become usable, or when a connector has been rejected.
         """
         self._open_flows()
-        self._answer_probes()
-
-    def _answer_probes(self) -> None:
-        for answer, wanted in list(self._probes.items()):
-            if self._connection is None or answer.done():
-                continue
-            try:
-                probe = self._connection.agreement.probe(wanted)
-            except StagemeshError as exc:
-                answer.set_exception(exc)
-                continue
-            if probe is not None:
-                answer.set_result(probe)
+        self._changed.fire()
 
     def _open_flows(self) -> None:
         """Opens the waiting flows whose connector and stream are available."""
@@ -245,8 +241,7 @@ class ProducerLink:
     def _take_reply(self, reply: stage_pb2.PutReply) -> None:
         kind = reply.WhichOneof("reply")
         if kind == "release":
-            if elsewhere := self.end_leases(reply.release.lease_ids):
-                self._on_released_elsewhere(elsewhere)
+            self._release(reply.release.lease_ids)
         elif kind == "offer_answer":
             if self._connection is not None:
                 self._connection.agreement.answer(reply.offer_answer)
@@ -262,8 +257,15 @@ class ProducerLink:
                 except StagemeshError as exc:
                     flow.fail(exc)
 
+    def _release(self, lease_ids: Iterable[int]) -> None:
+        for lease_id in lease_ids:
+            if not self._leases.end(lease_id):
+                for link in self._siblings():
+                    link.end_lease(lease_id)
+
     def _answer_acceptance(self, accept: stage_pb2.AcceptTickets) -> None:
-        is_kept = self.accept_tickets(accept.lease_id) or self._accept_elsewhere(accept.lease_id)
+        lease_id = accept.lease_id
+        is_kept = self._leases.accept(lease_id) or any(link.accept_tickets(lease_id) for link in self._siblings())
         answer = stage_pb2.TicketsAnswer(
             acceptance=accept.acceptance, error=None if is_kept else error_to_wire(expired_error())
         )
@@ -373,9 +375,10 @@ class ProducerLink:
             self._watch = None
 
     def _fail_flows(self, error: StagemeshError, *, opened_only: bool = False) -> None:
-        for answer in () if opened_only else self._probes:
-            if not answer.done():
-                answer.set_exception(copy(error))
+        if not opened_only:
+            # A copy, because a raised error references frames.
+            self._failure = copy(error)
+            self._changed.fire()
         for flow in list(self._flows.values()):
             if not opened_only or flow.was_opened:
                 flow.fail(error)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from stagemesh.common.errors import NotFoundError, UnavailableError
 from stagemesh.common.notification import Journal
-from stagemesh.connectors.flow.replay import replay_packet
+from stagemesh.connectors.flow.sent_chunks import replay_packet
 from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.services.engines.base import Checkpoint
 from stagemesh.services.stage.step.spec import StepSpec, checkpoint_to_wire
