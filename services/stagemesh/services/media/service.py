@@ -4,8 +4,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -25,8 +24,8 @@ _FOLDER = "uploads"
 
 
 class Upload:
-    """Stores one file from the messages of an UploadMedia call. Use it within `async with`, which discards the file
-    unless `finish` has succeeded.
+    """Stores one file from the messages of an UploadMedia call. Use it within `contextlib.aclosing`, which discards the
+    file unless `finish` has succeeded.
     """
 
     def __init__(self, store: MediaStore) -> None:
@@ -75,12 +74,8 @@ class Upload:
         self._is_stored = True
         return file
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def aclose(self) -> None:
+        """Discards the file unless `finish` has succeeded."""
         if self._writer is not None and not self._is_stored:
             await self._writer.discard()
 
@@ -137,7 +132,7 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
         request_iterator: AsyncIterator[media_pb2.UploadMediaRequest],
         context: _Context,  # noqa: ARG002
     ) -> media_pb2.UploadMediaResponse:
-        async with Upload(self._store) as upload:
+        async with aclosing(Upload(self._store)) as upload:
             while (message := await _next(request_iterator)) is not None:
                 await upload.add(message)
             return media_pb2.UploadMediaResponse(file=await upload.finish())

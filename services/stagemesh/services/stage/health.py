@@ -124,13 +124,12 @@ class RolloutRelease:
 
     The replica is ready for the rollout while it is available, at least one orchestrator releases it, and no
     orchestrator withholds it. A verdict ends with the connection to its orchestrator. After the replica has been ready
-    for `latch_s` seconds without interruption, verdicts no longer matter, because they are for new replicas.
+    for _LATCH_S seconds without interruption, verdicts no longer matter, because they are for new replicas.
     """
 
-    def __init__(self, *, latch_s: float = _LATCH_S) -> None:
+    def __init__(self) -> None:
         self.on_change: Callable[[], None] = lambda: None
         """Called after `is_ready` may have changed."""
-        self._latch_s = latch_s
         self._is_available = self._is_latched = False
         self._verdicts = Counter["RolloutVerdict.ValueType"]()
         """The number of orchestrators that watch the replica, by their verdict."""
@@ -173,7 +172,7 @@ class RolloutRelease:
         if not self.is_ready:
             self.close()
         elif self._latching is None and not self._is_latched:
-            self._latching = asyncio.get_running_loop().call_later(self._latch_s, self._latch)
+            self._latching = asyncio.get_running_loop().call_later(_LATCH_S, self._latch)
         self.on_change()
 
     def _latch(self) -> None:

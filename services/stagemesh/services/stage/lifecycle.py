@@ -1,7 +1,6 @@
 """The states of a replica: it loads, serves, drains, sleeps, and shuts down or fails."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -14,6 +13,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.process.stage_process import ReplicaState, StageConfig
+from stagemesh.common.tasks import wait_within
 from stagemesh.services.engines.abilities import SleepControl
 from stagemesh.services.engines.base import Engine
 from stagemesh.services.stage.health import RolloutRelease
@@ -159,9 +159,7 @@ class ReplicaLifecycle:
         if running:
             _log.info("%d steps are still running; they have %.0f s to end", len(running), grace_s)
         pause_s = min(_PAUSE_S, grace_s / 5) if self._can_pause else 0.0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s - pause_s):
-                await self._wait_finished()
+        await wait_within(grace_s - pause_s, self._wait_finished())
         self._accepts_planned = False
         if pause_s and self._runs.running():
             await self._pause_runs(pause_s)
@@ -378,9 +376,7 @@ class ReplicaLifecycle:
         runs = self._runs.running()
         for run in runs:
             run.request_pause()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await wait_ended(runs)
+        await wait_within(within_s, wait_ended(runs))
 
 
 async def wait_ended(runs: Sequence[StepRun]) -> None:

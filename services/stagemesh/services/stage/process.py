@@ -14,6 +14,7 @@ from stagemesh.common.process.host import share_heap_among_threads
 from stagemesh.common.process.lifecycle import bind_forks_to_this_process, end_within, ended_when_stuck
 from stagemesh.common.process.logs import bind_process_log_context
 from stagemesh.common.process.stage_process import ReplicaState, StageConfig
+from stagemesh.common.tasks import end_tasks
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.rpc.callers import OPERATOR, ORCHESTRATOR, STAGE
 from stagemesh.rpc.handlers import add_stage_service
@@ -21,7 +22,6 @@ from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
 from stagemesh.services.stage.control_servicer import SERVICE_NAME as CONTROL_NAME
 from stagemesh.services.stage.control_servicer import StageControlServicer
-from stagemesh.services.stage.lifecycle import ReplicaLifecycle
 from stagemesh.services.stage.registration import registered
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.servicer import SERVICE_NAME, StageServicer
@@ -58,7 +58,12 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     server.add(CONTROL_NAME, control_pb2_grpc.add_StageControlServiceServicer_to_server, StageControlServicer(runtime))
     runtime.on_shutdown = stopping.set
     lifecycle = runtime.lifecycle
-    lifecycle.on_serving = lambda serving: _set_serving(server, lifecycle, serving=serving)
+
+    def set_serving(serving: bool) -> None:
+        server.set_health("", SERVICE_NAME, serving=serving)
+        lifecycle.rollout.set_available(lifecycle.is_available)
+
+    lifecycle.on_serving = set_serving
     lifecycle.rollout.on_change = lambda: server.set_health(config.stage, serving=lifecycle.rollout.is_ready)
     server.set_health(CONTROL_NAME, serving=False)
     lifecycle.on_serving(False)
@@ -114,9 +119,7 @@ async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None
             await working
         return working.done()
     finally:
-        for task in (working, stopped):
-            task.cancel()
-        await asyncio.wait([working, stopped])
+        await end_tasks((working, stopped))
 
 
 @contextlib.asynccontextmanager
@@ -145,8 +148,3 @@ def _make_runtime(config: StageConfig) -> StageRuntime:
     )
     engine: Engine = import_factory(descriptor.factory)(config)
     return StageRuntime(engine, data_plane, config, descriptor.signature(config.function, config.options))
-
-
-def _set_serving(server: Server, lifecycle: ReplicaLifecycle, *, serving: bool) -> None:
-    server.set_health("", SERVICE_NAME, serving=serving)
-    lifecycle.rollout.set_available(lifecycle.is_available)

@@ -12,6 +12,7 @@ import grpc
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.common.process.stage_process import OrchestratorAddress, StageConfig
+from stagemesh.common.tasks import wait_within
 from stagemesh.common.wire.versions import OFFERS, check_version, own_protocol
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
@@ -95,8 +96,7 @@ class Registration:
                     await self._stay_registered(membership_pb2_grpc.MembershipServiceStub(channel))
             except StagemeshError as exc:
                 self._note_failure(exc)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._leaving.wait(), self._pause_s)
+            await wait_within(self._pause_s, self._leaving.wait())
 
     async def _stay_registered(self, stub: "membership_pb2_grpc.MembershipServiceAsyncStub") -> None:
         """Registers the replica and renews the registration until `leaving` is set, then deregisters the replica.
@@ -117,8 +117,7 @@ class Registration:
                     own_name=f"replica {self._identity.replica}",
                 )
                 self._note_registered()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(woken.wait(), answer.lease_s / _RENEWALS)
+                await wait_within(answer.lease_s / _RENEWALS, woken.wait())
                 if self._leaving.is_set():
                     await _deregister(call)
                     return

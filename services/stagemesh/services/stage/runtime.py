@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from itertools import starmap
 
 from stagemesh.common.errors import (
     ENGINE_DIED,
@@ -16,15 +15,14 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.media.store import MediaStore
 from stagemesh.common.notification import Journal
-from stagemesh.common.plugins.connectors import ConnectorName
 from stagemesh.common.plugins.descriptors import Signature
 from stagemesh.common.process import settings
 from stagemesh.common.process.host import RecentMemory
 from stagemesh.common.process.stage_process import ReplicaState, StageConfig
 from stagemesh.common.requests.request_checks import check_choice_id
+from stagemesh.common.tasks import end_tasks, wait_within
 from stagemesh.connectors.arena.memory import pin_if_cuda
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.flow.edge_meters import EdgeMeter
 from stagemesh.services.engines.base import Engine, EngineLoad
 from stagemesh.services.stage.health import StallWatch
 from stagemesh.services.stage.lifecycle import ReplicaLifecycle
@@ -114,10 +112,8 @@ class StageRuntime:
         self.lifecycle.fail(cause)
         self.lifecycle.on_serving(False)
         error = UnavailableError(f"stage {self.config.stage}: {cause}", reason=ENGINE_DIED, metadata=self.where)
-        with contextlib.suppress(TimeoutError):
-            # An engine that hangs may not release its steps. These steps end with the process.
-            async with asyncio.timeout(_RELEASE_S):
-                await self.lifecycle.stop(self._runs.running(), error)
+        # An engine that hangs may not release its steps. These steps end with the process.
+        await wait_within(_RELEASE_S, self.lifecycle.stop(self._runs.running(), error))
         raise error
 
     async def close(self) -> None:
@@ -204,11 +200,14 @@ class StageRuntime:
             landing_used_bytes=landing.used_bytes if landing else 0,
             landing_size_bytes=landing.size_bytes if landing else 0,
             adapters=[adapter.name for adapter in adapters.list_adapters()] if adapters is not None else (),
-            call_costs=starmap(_call_cost, sorted(engine.call_costs_s.items())),
+            call_costs=[stage_pb2.CallCost(frames=at, seconds=s) for at, s in sorted(engine.call_costs_s.items())],
             frame_audio_s=engine.frame_audio_s,
             audio_delay_s=engine.audio_delay_s,
             frame_intervals_s=self._frame_intervals.seconds,
-            sent=starmap(_sent_chunks, plane.meters),
+            sent=[
+                stage_pb2.SentChunks(edge=edge, chunks=meter.transfer_s.count, size_bytes=meter.size_bytes)
+                for edge, _, meter in plane.meters
+            ],
         )
 
     def reports(self, request_id: str = "") -> list[control_pb2.StepReport]:
@@ -231,9 +230,7 @@ class StageRuntime:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
         finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+            await end_tasks(waits)
 
     def _stop_hung(self, run: StepRun) -> None:
         """Stops a step that hangs while other steps make progress. The step may succeed on another replica."""
@@ -282,15 +279,5 @@ class StageRuntime:
 async def _all_left(runs: Sequence[StepRun]) -> bool:
     """Waits at most LEAVE_S seconds until no step has a caller. Returns whether this is the case."""
     # The caller that has ended its calls may be ahead of them.
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LEAVE_S):
-            await asyncio.gather(*(run.left() for run in runs))
+    await wait_within(LEAVE_S, asyncio.gather(*(run.left() for run in runs)))
     return not any(run.has_callers for run in runs)
-
-
-def _sent_chunks(edge: str, _connector: ConnectorName, meter: EdgeMeter) -> stage_pb2.SentChunks:
-    return stage_pb2.SentChunks(edge=edge, chunks=meter.transfer_s.count, size_bytes=meter.size_bytes)
-
-
-def _call_cost(frames: int, seconds: float) -> stage_pb2.CallCost:
-    return stage_pb2.CallCost(frames=frames, seconds=seconds)

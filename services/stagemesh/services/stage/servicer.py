@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from google.protobuf.message import DecodeError
@@ -16,6 +16,7 @@ from stagemesh.common.plugins.descriptors import signature_to_wire
 from stagemesh.common.process import settings
 from stagemesh.common.process.host import host_token
 from stagemesh.common.process.logs import bind_log_context
+from stagemesh.common.tasks import end_tasks, wait_within
 from stagemesh.common.wire.messages import embedded, tag_of, varint
 from stagemesh.common.wire.versions import OFFERS, check_version, own_protocol, unknown_kind
 from stagemesh.connectors.flow.flow_control import ReadyQueue
@@ -130,8 +131,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
                     intervals = 0
                     yield load
                 intervals, was_busy, adapters = intervals + 1, is_busy, list(load.adapters)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._runtime.closed.wait(), interval_s)
+                await wait_within(interval_s, self._runtime.closed.wait())
 
     async def CancelStep(self, request: stage_pb2.CancelStepRequest, context: _Context) -> stage_pb2.CancelStepResponse:
         return await self._runtime.cancel(
@@ -268,10 +268,7 @@ class StepSession:
                     # The message is deleted, because it may be large and the next message may arrive much later.
                     del message
         finally:
-            tasks = [ending, *self._calls.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks((ending, *self._calls.values()))
 
     # -- StreamHandler
 

@@ -96,13 +96,12 @@ def _check_pause(spec: StepSpec) -> None:
     if not spec.task.max_steps:
         raise InvalidRequestError("max_steps is 0; set it to at least 1, or leave it unset")
     for binding in spec.outputs:
-        if binding.edge == STATE_EDGE:
-            continue
-        raise InvalidRequestError(
-            f"max_steps is set together with the outgoing edge {binding.edge}; bind outgoing edges to the step that "
-            "runs to its end, without max_steps",
-            reason="INVALID_EDGE",
-        )
+        if binding.edge != STATE_EDGE:
+            raise InvalidRequestError(
+                f"max_steps is set together with the outgoing edge {binding.edge}; bind outgoing edges to the step "
+                "that runs to its end, without max_steps",
+                reason="INVALID_EDGE",
+            )
 
 
 def _check_abilities(task: Task, signature: Signature, abilities: EngineAbilities, *, engine: str) -> None:

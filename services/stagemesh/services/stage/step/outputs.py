@@ -255,8 +255,10 @@ class FileOutputs:
         - `emits` describes the stage's outputs by name.
         - `store` is the store in which outputs with a URI are stored, or None if the stage has none.
         """
-        self._sent = [_SentFile(each, emits[each.tensor]) for each in wanted if not each.uri]
-        self._stored = [_stored_output(each, emits[each.tensor], store) for each in wanted if each.uri]
+        self._wanted, self._emits = wanted, emits
+        self._stores = {each.tensor: _store_for(each, store) for each in wanted if each.uri}
+        self._sent: list[_SentFile] = []
+        self._stored: list[_StoredFile | _StoredImages] = []
 
     async def open(self) -> None:
         """Prepares the files, so that a store that cannot be written to fails the run before the engine computes.
@@ -264,8 +266,20 @@ class FileOutputs:
         Raises the errors of `MediaStore.create`, and NotReadyError (MISSING_MODULE) if a package for an encoding is not
         installed.
         """
-        for file in (*self._sent, *self._stored):
-            await file.open()
+        for each in self._wanted:
+            emitted, store = self._emits[each.tensor], self._stores.get(each.tensor)
+            if store is not None and emitted.kind == "image":
+                self._stored.append(_StoredImages(each, store))
+                continue
+            # The encoders' library is loaded at the first use, which would block the event loop.
+            encoder = await asyncio.to_thread(
+                make_encoder, each.media_type, sample_rate_hz=emitted.sample_rate_hz, frame_rate=each.frame_rate
+            )
+            if store is None:
+                self._sent.append(_SentFile(each, encoder))
+            else:
+                writer = await store.create(each.uri, each.media_type or emitted.media_type)
+                self._stored.append(_StoredFile(each.tensor, encoder, writer))
 
     async def push(self, packet: Packet) -> Sequence[request_pb2.Output]:
         """Adds a packet's tensors to the files, apart from previews. Returns the parts that are sent.
@@ -305,14 +319,9 @@ class FileOutputs:
 class _SentFile:
     """An output that is encoded, and sent while it is made."""
 
-    def __init__(self, wanted: StreamedOutput, emitted: Emitted) -> None:
-        self._wanted, self._emitted = wanted, emitted
-        self.name = wanted.tensor
-        self._encoder: Encoder
+    def __init__(self, wanted: StreamedOutput, encoder: Encoder) -> None:
+        self.name, self._media_type, self._encoder = wanted.tensor, wanted.media_type, encoder
         self._sent_bytes = 0
-
-    async def open(self) -> None:
-        self._encoder = await _make_encoder(self._wanted, self._emitted)
 
     async def push(self, tensor: Array) -> Sequence[request_pb2.Output]:
         return self._parts(await asyncio.to_thread(self._encoder.push, tensor), last=False)
@@ -324,23 +333,15 @@ class _SentFile:
     def _parts(self, data: Buffer, *, last: bool) -> Sequence[request_pb2.Output]:
         offset = self._sent_bytes
         self._sent_bytes += len(data)
-        parts = _media_parts(data, media_type=self._wanted.media_type, offset=offset, last=last)
+        parts = _media_parts(data, media_type=self._media_type, offset=offset, last=last)
         return [request_pb2.Output(name=self.name, position=media.offset, media=media) for media in parts]
 
 
 class _StoredFile:
     """An output that is stored as one file. Nothing is stored if the stage emits nothing."""
 
-    def __init__(self, wanted: StreamedOutput, emitted: Emitted, store: MediaStore) -> None:
-        self._wanted, self._emitted, self._store = wanted, emitted, store
-        self.name = wanted.tensor
-        self._encoder: Encoder
-        self._writer: StoredFileWriter | None = None
-
-    async def open(self) -> None:
-        media_type = self._wanted.media_type or self._emitted.media_type
-        self._encoder = await _make_encoder(self._wanted, self._emitted)
-        self._writer = await self._store.create(self._wanted.uri, media_type)
+    def __init__(self, name: str, encoder: Encoder, writer: StoredFileWriter) -> None:
+        self.name, self._encoder, self._writer = name, encoder, writer
 
     async def push(self, tensor: Array) -> Sequence[request_pb2.Output]:
         await self._write(await asyncio.to_thread(self._encoder.push, tensor))
@@ -350,18 +351,15 @@ class _StoredFile:
         await self._write(await asyncio.to_thread(self._encoder.finish))
 
     async def commit(self) -> Sequence[request_pb2.MediaFile]:
-        assert self._writer is not None, "`open` has been called"
         if not self._writer.size_bytes:
             await self.discard()
             return ()
         return [await self._writer.commit()]
 
     async def discard(self) -> None:
-        if self._writer is not None:
-            await self._writer.discard()
+        await self._writer.discard()
 
     async def _write(self, data: Buffer) -> None:
-        assert self._writer is not None, "`open` has been called"
         if data:
             await self._writer.write(data)
 
@@ -373,9 +371,6 @@ class _StoredImages:
         self._uri, self._store = wanted.uri, store
         self.name = wanted.tensor
         self._writers: list[StoredFileWriter] = []
-
-    async def open(self) -> None:
-        """Does nothing, because the number of images is not known."""
 
     async def push(self, tensor: Array) -> Sequence[request_pb2.Output]:
         number = len(self._writers) + 1
@@ -394,20 +389,13 @@ class _StoredImages:
         await asyncio.gather(*(writer.discard() for writer in self._writers))
 
 
-def _stored_output(wanted: StreamedOutput, emitted: Emitted, store: MediaStore | None) -> _StoredFile | _StoredImages:
+def _store_for(wanted: StreamedOutput, store: MediaStore | None) -> MediaStore:
     if store is None or not store.config.store:
         raise UnsupportedError(
             f"output {wanted.tensor} cannot be stored, because this stage has no object store; set media.store in the "
             "pipeline file and restart the stage, or let the output be sent"
         )
-    return _StoredImages(wanted, store) if emitted.kind == "image" else _StoredFile(wanted, emitted, store)
-
-
-async def _make_encoder(wanted: StreamedOutput, emitted: Emitted) -> Encoder:
-    # The encoders' library is loaded at the first use, which would block the event loop.
-    return await asyncio.to_thread(
-        make_encoder, wanted.media_type, sample_rate_hz=emitted.sample_rate_hz, frame_rate=wanted.frame_rate
-    )
+    return store
 
 
 def _ended(name: str, parts: Sequence[request_pb2.Output], finish: Finish) -> Sequence[request_pb2.Output]:

@@ -5,7 +5,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 
 from stagemesh.common.errors import (
     CancelledRequestError,
@@ -390,17 +390,9 @@ class StepRun:
 
     def usage(self) -> request_pb2.Usage:
         """Returns the work that the run has done so far."""
-        done = self._usage
-        return request_pb2.Usage(
-            prompt_tokens=done.prompt_tokens,
-            output_tokens=done.output_tokens,
-            steps=done.steps,
-            cached_tokens=done.cached_tokens,
-            media_tokens=done.media_tokens,
-            audio_s=self._audio_s,
-            images=done.images,
-            frames=done.frames,
-        )
+        counts = asdict(self._usage)
+        del counts["finish"]
+        return request_pb2.Usage(**counts, audio_s=self._audio_s)
 
     def _with_counts(self, checkpoint: Checkpoint) -> Checkpoint:
         return replace(checkpoint, outputs=self._outputs.made, rows=dict(self._rows))
