@@ -9,7 +9,6 @@ RESULTS ?= benchmarks/results
 BENCHMARKS ?= speech edges ar_stage split omni diffusion_stage orchestrator orchestrator_idle sessions overhead flood gateway simulate media_uploads media_outputs client_import admission
 MINUTES ?= 30
 SOAKS ?= tests
-MODELS ?= tests
 FUZZ_MESSAGES ?= 100000
 FUZZ_SECONDS ?= 600
 
@@ -32,14 +31,16 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests often wait, so that three files at once end sooner than two, even on two cores. Each process of tests needs
-# namespaces of its own, which only root can create. tests/scheduling.py says which files run in which order.
-AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 3)
+# namespaces of its own, which only root can create. tests/targets.py says which files a target runs, and
+# tests/scheduling.py in which order.
+AT_ONCE = 3
+TESTS = pytest -m "not gpu and not soak" --target $@ $(if $(filter 0,$(shell id -u)),-n $(AT_ONCE)) $(DURATIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight venv typescript kubernetes livekit browser go models demo demo-image test test-durations soak models-check fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
+.PHONY: help preflight venv typescript kubernetes livekit browser go models demo demo-image test test-durations models-check packages-check pods-check soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
 
 help: ## List the commands
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 preflight: # Say what this machine lacks
 	@$(PYTHON) tools/preflight.py
@@ -103,18 +104,22 @@ demo-image: PROMPT := $(if $(filter file,$(origin PROMPT)),the digit seven,$(PRO
 demo-image: venv ## Draw PROMPT="the digit seven" into out/digit.png, by three services
 	stagemesh demo examples/digits/pipeline.yaml --prompt "$$PROMPT" --image out/digit.png
 
-test: models typescript kubernetes livekit browser go ## Run every test that needs no GPU
+test: models typescript kubernetes livekit browser go ## Run the tests that need no GPU, but not those of the longer commands below
 	@python tools/preflight.py tests
-	pytest -m "not gpu and not soak and not models" $(AT_ONCE)
+	$(TESTS)
 
-test-durations: AT_ONCE += --write-durations
-test-durations: test ## Run every test, and write their durations, by which `make test` orders the files
+models-check: models typescript browser ## Run the tests of engines with models, without those that passed since the last change
+packages-check: models typescript livekit go ## Run the tests of packages, and of clients in other languages, in the same way
+pods-check: models kubernetes ## Run the tests of the chart's pods, in the same way
+models-check pods-check: AT_ONCE = 2
+models-check packages-check pods-check:
+	$(TESTS) --resume
+
+test-durations: DURATIONS = --write-durations
+test-durations: test models-check packages-check pods-check ## Run all of these, and write their durations, by which the files are ordered
 
 soak: models ## Run the long forms of the fault tests in SOAKS="tests" (all), about an hour
 	pytest -m "soak and not gpu" $(SOAKS)
-
-models-check: models ## Run the long comparisons of models in MODELS="tests" (all), without those that passed since the last change
-	pytest -m "models and not gpu and not soak" --resume $(AT_ONCE) $(MODELS)
 
 fuzz: venv ## Send FUZZ_MESSAGES=100000 random messages to each surface, then fuzz each reader for FUZZ_SECONDS=600 by coverage
 	$(call PIP,-r requirements/fuzz.txt)

@@ -21,6 +21,7 @@ pytest_plugins = (
     "tests.resuming",
     "tests.scheduling",
     "tests.shared",
+    "tests.targets",
 )
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000

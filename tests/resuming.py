@@ -11,7 +11,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option of `make models-check`."""
+    """Adds the option of the longer targets of the Makefile."""
     parser.addoption("--resume", action="store_true", help="leave out tests that passed with the same files")
 
 

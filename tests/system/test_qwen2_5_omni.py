@@ -95,7 +95,6 @@ def check(result: Result, expected: reference.Result) -> None:
     assert np.abs(samples - expected.waveform).max() < 1e-4
 
 
-@pytest.mark.models
 @pytest.mark.parametrize("number", range(len(cases())), ids=[each.name for each in cases()])
 def test_a_request_equals_transformers(omni: Deployment, expected: Sequence[reference.Result], number: int) -> None:
     with omni.client() as client:

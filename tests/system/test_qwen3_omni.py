@@ -111,7 +111,6 @@ def check(result: Result, expected: reference.Result) -> None:
     assert np.abs(samples[: len(expected.waveform)] - expected.waveform).max() < 1e-4
 
 
-@pytest.mark.models
 @pytest.mark.parametrize("number", range(len(cases())), ids=[each.name for each in cases()])
 def test_a_request_equals_transformers(omni_up: Deployment, expected: Sequence[reference.Result], number: int) -> None:
     with omni_up.client() as client:
