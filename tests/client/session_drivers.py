@@ -1,4 +1,4 @@
-"""Sessions of all clients behind one interface, so that one test states what all of them do."""
+"""Sessions of all clients behind one interface: one test states what all of them do."""
 
 import asyncio
 from abc import ABC, abstractmethod

@@ -294,7 +294,7 @@ async def test_a_detected_turn_divides_the_audio(
 async def test_silence_is_not_kept(
     orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator, converse: Converse
 ) -> None:
-    # Each grant is the credit for the next second of audio, so that each append waits for the former grant.
+    # Each grant is the credit for the next second of audio: each append waits for the former grant.
     second_bytes = SECOND.samples.nbytes
     grants: Talk = [item for n in range(1, 31) for item in ("append", granted((n + 1) * second_bytes, accepted=n))]
     orchestrator.talks.append([opened(limit=second_bytes), *grants, Pause.BREAK])

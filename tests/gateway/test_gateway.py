@@ -31,7 +31,7 @@ def ai(url: str) -> Iterator[openai.OpenAI]:
 
 
 def chat(ai: openai.OpenAI, words: object, **arguments: Any) -> Any:
-    """Sends a message of the user, and returns the answer."""
+    """Sends a user's message, and returns the answer."""
     create: Any = ai.chat.completions.create
     return create(model=MODEL, messages=[{"role": "user", "content": words}], **arguments)
 

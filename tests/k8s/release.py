@@ -161,7 +161,7 @@ class Release(Render):
     def value(self, place: str) -> Any:
         """Returns the value at `KIND NAME PATH`, or None if there is none.
 
-        KIND and NAME are those of an object, or a method of this class and its argument: "container thinker image".
+        KIND and NAME identify an object, or are a method of this class and its argument: "container thinker image".
         """
         kind, name, *path = place.split()
         if kind == "volume":

@@ -16,7 +16,7 @@ _SPECS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("custom_resourc
 
 
 def _closed(schema: Any) -> Any:
-    """Returns a schema whose mappings are not empty, and have no other fields than those of `properties`."""
+    """Returns a schema whose mappings are not empty, and have only the fields in `properties`."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
