@@ -1,8 +1,8 @@
 """`stagemesh pipeline` and `stagemesh k8s`: pipeline files are checked, explained, drawn and rendered."""
 
+import itertools
 import json
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import yaml
 
 from stagemesh.common.errors import ExitCode
 from tests.cli.commands import Ran, invoke
+from tests.k8s.manifests import field
 from tests.system.added_transforms import add_function
 
 
@@ -217,6 +218,7 @@ def test_a_valid_file_has_a_generation(tmp_path: Path) -> None:
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+RENDERED = yaml.safe_load(Path(__file__).with_name("rendered_values.yaml").read_text())
 CHART_EXAMPLES = sorted((ROOT / "k8s" / "chart" / "ci").glob("*-values.yaml"))
 MODELS = """\
 pipeline: song
@@ -267,9 +269,12 @@ def test_the_pipeline_is_that_of_the_file(song: Path) -> None:
     assert _render(str(song))["pipeline"] == yaml.safe_load(MODELS)
 
 
-def test_overrides_are_part_of_the_pipeline(song: Path) -> None:
-    pipeline = _render(str(song), "--replicas", "vocoder=3", "--set", "edges.1.connector=grpc")["pipeline"]
-    assert (pipeline["stages"]["vocoder"]["replicas"], pipeline["edges"][1]["connector"]) == (3, "grpc")
+@pytest.mark.parametrize("name", RENDERED)
+def test_options_of_a_pipeline_become_values(name: str, song: Path) -> None:
+    case = RENDERED[name]
+    options = [(f"--{option}", each) for option in ("set", "replicas") for each in case.get(option, [])]
+    values = _render(str(song), *itertools.chain(*options))
+    assert {path: field(values, path) for path in case["values"]} == case["values"]
 
 
 def test_variables_remain_variables() -> None:
@@ -289,16 +294,6 @@ def test_text_that_looks_like_another_type_is_quoted(text: str, song: Path) -> N
 def test_a_key_that_looks_like_another_type_is_quoted(song: Path) -> None:
     ran = invoke("k8s", "render", str(song), "--set", "stages.thinker.options.mm_processor_kwargs={'y': 1}")
     assert '"y": 1\n' in ran.stdout
-
-
-def test_text_that_looks_like_a_variable_is_escaped(song: Path) -> None:
-    pipeline = _render(str(song), "--set", "stages.thinker.options.tokenizer='${A} $${B}'")["pipeline"]
-    assert pipeline["stages"]["thinker"]["options"]["tokenizer"] == "$${A} $$${B}"
-
-
-def test_the_number_of_gpus_follows_from_the_options(song: Path) -> None:
-    stages = _render(str(song))["stages"]
-    assert {name: stage.get("gpus", 0) for name, stage in stages.items()} == {"thinker": 4, "acoustic": 0, "vocoder": 0}
 
 
 @pytest.mark.parametrize(
@@ -327,39 +322,9 @@ def test_images_are_named_by_repository_and_tag(song: Path) -> None:
 def test_every_value_that_depends_on_the_cluster_is_marked(song: Path) -> None:
     lines = invoke("k8s", "render", str(song), "--set", "edges.*.connector=nixl").stdout.splitlines()
     keys = ("repository:", "tag:", "gpus:", "image:", "resources:", "rdma:", "modelCache:")
-    found = [(before, line) for before, line in pairwise(lines) if line.strip().startswith(keys)]
+    found = [(before, line) for before, line in itertools.pairwise(lines) if line.strip().startswith(keys)]
     assert {line.split()[0] for _, line in found} == set(keys)
     assert [line for before, line in found if not before.strip().startswith("# CHANGE: ")] == []
-
-
-@pytest.mark.parametrize("size", ["null", "two", "[2]"])
-def test_an_option_that_is_not_a_number_does_not_count(size: str, song: Path) -> None:
-    values = _render(str(song), "--set", f"stages.thinker.options.tensor_parallel_size={size}")
-    assert values["stages"]["thinker"]["gpus"] == 2
-
-
-def test_memory_includes_the_arena(song: Path) -> None:
-    large = _render(str(song), "--set", "stages.vocoder.data_plane.arena_bytes=8589934592")["stages"]["vocoder"]
-    assert large["resources"] == {"requests": {"cpu": "1", "memory": "10Gi"}, "limits": {"memory": "10Gi"}}
-
-
-def test_a_stage_with_a_model_has_a_model_cache(song: Path) -> None:
-    stages = _render(str(song))["stages"]
-    assert [name for name, stage in stages.items() if "modelCache" in stage] == ["thinker", "acoustic"]
-
-
-def test_stages_that_share_a_pod_share_its_settings(song: Path) -> None:
-    values = _render(str(song), "--set", "stages.acoustic.group=voice", "--set", "stages.vocoder.group=voice")
-    assert [name for name, stage in values["stages"].items() if "modelCache" in stage] == ["thinker"]
-    assert values["groups"] == {"voice": {"modelCache": {"existingClaim": "models"}}}
-
-
-def test_edges_by_nixl_between_pods_have_rdma(song: Path) -> None:
-    stages = _render(str(song), "--set", "edges.1.connector=nixl")["stages"]
-    assert [name for name, stage in stages.items() if "rdma" in stage] == ["acoustic", "vocoder"]
-    together = ["--set", "stages.acoustic.group=voice", "--set", "stages.vocoder.group=voice"]
-    stages = _render(str(song), "--set", "edges.1.connector=nixl", *together)["stages"]
-    assert not any("rdma" in stage for stage in stages.values())
 
 
 def test_an_external_stage_without_addresses_refers_to_a_service() -> None:

@@ -132,37 +132,12 @@ def test_the_report_goes_to_stderr() -> None:
     ) in ran.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is not valid YAML"),
-        ("a: &a [*a]", "contains itself by an alias"),
-        ("[1]", "it has neither `stage_args` nor `stages`"),
-        ("stages: {a: {engine: fake}}", "is a pipeline file of Stagemesh already"),
-        ("stage_args: []", "stage_args: "),
-        ("stage_args: [{engine_args: {}}]", "stage_args[0].stage_id: it is missing"),
-        ("stage_args: [{stage_id: x}]", "stage_args[0].stage_id: input should be a valid integer"),
-        ("stage_args: [{stage_id: 0}, {stage_id: 0}]", "stage_args[1].stage_id is 0, the id of stage_args[0]"),
-        (
-            "stage_args: [{stage_id: 0, engine_input_source: [3]}]",
-            "stage_args[0].engine_input_source[0]: there is no stage 3",
-        ),
-        (
-            "stage_args: [{stage_id: 0}]\nruntime: {edges: [{from: 0, to: 4}]}",
-            "runtime.edges[0]: there is no stage 4",
-        ),
-        ("stage_args: [{stage_id: 0, engine_input_source: [0]}]", "stage 0 is its own input"),
-        (
-            "pipeline: qwen3_tts\nstages: [{stage_id: 0, output_connectors: {to_stage_1: shm}}]",
-            "stages[0].output_connectors.to_stage_1: unknown connector 'shm'",
-        ),
-        ("pipeline: qwen3_tts\nstages: [{stage_id: 0, num_replicas: many}]", "stages[0].num_replicas is 'many'"),
-        ("base_config: config.yaml\nstages: [{stage_id: 0}]", "is its own base"),
-        ("base_config: other.yaml", "other.yaml cannot be read"),
-    ],
-)
-def test_a_wrong_config_is_an_error_with_its_path(text: str, message: str, tmp_path: Path) -> None:
-    assert message in _refuse(tmp_path, text)
+WRONG = yaml.safe_load((CONFIGS / "wrong.yaml").read_text())
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: case["message"])
+def test_a_wrong_config_is_an_error_with_its_path(case: dict[str, str], tmp_path: Path) -> None:
+    assert case["message"] in _refuse(tmp_path, case["config"])
 
 
 def test_all_mistakes_of_a_kind_are_reported_at_once(tmp_path: Path) -> None:
