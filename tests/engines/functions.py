@@ -2,16 +2,21 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
 from stagemesh.common.wire.tensors import Array, Tensors, TensorSpec, Value
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call, OpensWithout, Saves
+from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.engines.prompts import MediaFile
+from tests.engines.support import stage_config, started
 
 NUMBERS = TensorSpec("float32", ("count",))
 GATE = threading.Event()
@@ -19,6 +24,25 @@ GATE = threading.Event()
 
 ENTERED = threading.Event()
 """Set when a call has started."""
+
+
+def engine_of(descriptor: FunctionDescriptor, **options: JsonValue) -> FunctionEngine:
+    """Returns the engine of a stage with one of these functions."""
+    return FunctionEngine(stage_config("function", function="tested", options=options), descriptor=descriptor)
+
+
+def running(descriptor: FunctionDescriptor, **options: JsonValue) -> AbstractAsyncContextManager[FunctionEngine]:
+    """Starts an engine with one of these functions."""
+    return started(engine_of(descriptor, **options))
+
+
+class _Function:
+    """A function without settings, whose requests have no state."""
+
+    def __init__(self, model: object, options: Mapping[str, object]) -> None: ...
+
+    def open(self, *, seed: int, options: Mapping[str, Value]) -> Any:
+        return None
 
 
 @dataclass
@@ -30,11 +54,8 @@ class Total:
     seen: list[float] = field(default_factory=list[float])
 
 
-class Summing:
+class Summing(_Function):
     """Emits each number times `factor`, and at the end the seed and the sum; rejects negative numbers."""
-
-    def __init__(self, model: object, options: Mapping[str, object]) -> None:
-        self.options = options
 
     def open(self, *, seed: int, options: Mapping[str, Value]) -> Total:
         return Total(seed, float(options["factor"]))
@@ -89,11 +110,8 @@ BATCHES: list[list[tuple[int, int]]] = []
 """The batches of `Speaking`: the seed and the number of samples of each call."""
 
 
-class Speaking:
+class Speaking(_Function):
     """Emits each input as audio. Records its batches. A call takes 0.25 s on `CLOCK`."""
-
-    def __init__(self, model: object, options: Mapping[str, object]) -> None:
-        pass
 
     def open(self, *, seed: int, options: Mapping[str, Value]) -> int:
         return seed
@@ -106,11 +124,8 @@ class Speaking:
         return [[] if call.packet is None else [Packet({"audio": call.packet.tensors["x"]})] for call in batch]
 
 
-class Delaying:
+class Delaying(_Function):
     """Emits each input as audio, but retains the last sample of a request until its next input or its end."""
-
-    def __init__(self, model: object, options: Mapping[str, object]) -> None:
-        pass
 
     def open(self, *, seed: int, options: Mapping[str, Value]) -> list[Array]:
         return []
@@ -127,14 +142,8 @@ class Delaying:
         return [Packet({"audio": samples[:-1]})]
 
 
-class ListingMedia:
+class ListingMedia(_Function):
     """Emits the text of the prompt, and the types of its media."""
-
-    def __init__(self, model: object, options: Mapping[str, object]) -> None:
-        self.options = options
-
-    def open(self, *, seed: int, options: Mapping[str, Value]) -> None:
-        return None
 
     def __call__(self, batch: Sequence[Call[None]]) -> Sequence[Sequence[Packet]]:
         return [[] if call.packet is None else [self._list(call.packet, call)] for call in batch]
@@ -145,24 +154,15 @@ class ListingMedia:
         return Packet({"text": np.frombuffer(" ".join(words).encode(), np.uint8)})
 
 
-class Echo:
+class Echo(_Function):
     """Emits the prompt's text."""
-
-    def __init__(self, model: object, options: Mapping[str, object]) -> None:
-        pass
-
-    def open(self, *, seed: int, options: Mapping[str, Value]) -> None:
-        return None
 
     def __call__(self, batch: Sequence[Call[None]]) -> Sequence[Sequence[Packet]]:
         return [[] if call.packet is None else [call.packet] for call in batch]
 
 
-class AbsentNames(OpensWithout[frozenset[str]]):
+class AbsentNames(_Function, OpensWithout[frozenset[str]]):
     """Emits the length of the name of each absent tensor, and nothing else."""
-
-    def __init__(self, model: object, options: Mapping[str, object]) -> None:
-        pass
 
     def open_without(self, absent: frozenset[str], *, seed: int, options: Mapping[str, Value]) -> frozenset[str]:
         return absent

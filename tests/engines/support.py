@@ -1,7 +1,8 @@
 """Helpers of the engines' tests."""
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import JsonValue
@@ -12,6 +13,8 @@ from stagemesh.services.engines.abilities import AdapterControl, CacheControl, P
 from stagemesh.services.engines.base import Emission, Engine, EngineEvent, Task
 from stagemesh.services.engines.controls import Profiles
 from stagemesh.services.engines.prompts import Conversation, Prompt, RawPrompt
+
+EngineType = TypeVar("EngineType", bound=Engine)
 
 
 def stage_config(
@@ -33,6 +36,16 @@ def stage_config(
         model=model,
         options=options or {},
     )
+
+
+@asynccontextmanager
+async def started(engine: EngineType) -> AsyncGenerator[EngineType]:
+    """Starts an engine, and closes it at the end."""
+    try:
+        await engine.start(lambda _line: None)
+        yield engine
+    finally:
+        await engine.close()
 
 
 class Controls(NamedTuple):
@@ -61,16 +74,20 @@ def hand_partitions(engine: Engine, partitions: PartitionsArena) -> None:
     use_partitions(partitions)
 
 
-async def stream(*values: Iterable[float]) -> AsyncIterator[Packet]:
+async def flow(packets: Iterable[Packet]) -> AsyncIterator[Packet]:
+    """Yields packets as an edge does."""
+    for packet in packets:
+        yield packet
+
+
+def stream(*values: Iterable[float]) -> AsyncIterator[Packet]:
     """Yields packets with the float32 tensor "x"."""
-    for value in values:
-        yield Packet({"x": np.array(value, np.float32)})
+    return flow(Packet({"x": np.array(value, np.float32)}) for value in values)
 
 
-async def text_stream(*texts: str) -> AsyncIterator[Packet]:
+def text_stream(*texts: str) -> AsyncIterator[Packet]:
     """Yields packets with the tensor "text"."""
-    for text in texts:
-        yield Packet({"text": np.frombuffer(text.encode(), np.uint8)})
+    return flow(Packet({"text": np.frombuffer(text.encode(), np.uint8)}) for text in texts)
 
 
 def numbers_task(request_id: str, *values: Iterable[float], seed: int = 0, **options: float) -> Task:

@@ -4,7 +4,6 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ from stagemesh.services.engines.base import (
     Task,
     Usage,
 )
-from tests.engines.support import collect, packets, stage_config, text_of, text_stream
+from tests.engines.support import collect, flow, packets, stage_config, text_of, text_stream
 
 BOUND_S = 5
 
@@ -139,11 +138,7 @@ async def test_mix_adds_the_sum_of_the_text_to_the_frames() -> None:
     async def mixed(**tensors: bytes) -> bytes:
         data = {name: np.frombuffer(text, np.uint8) for name, text in tensors.items()}
         both = {name: text_to_frames(text) if name == "frames" else text for name, text in data.items()}
-
-        async def flow() -> AsyncIterator[Packet]:
-            yield Packet(both)
-
-        events = await collect(fake("mix").submit(Task("r", 0, inlets={"in": flow()})))
+        events = await collect(fake("mix").submit(Task("r", 0, inlets={"in": flow([Packet(both)])})))
         return packets(events)[0].tensors["frames"].tobytes()
 
     assert await mixed(frames=b"ab") == text_to_frames(np.frombuffer(b"ab", np.uint8)).tobytes()
@@ -152,10 +147,8 @@ async def test_mix_adds_the_sum_of_the_text_to_the_frames() -> None:
 
 
 async def test_audio_stays_within_its_bounds() -> None:
-    async def flow() -> AsyncIterator[Packet]:
-        yield Packet({"frames": text_to_frames(np.frombuffer(bytes(range(256)), np.uint8))})
-
-    sound = packets(await collect(fake("sound").submit(Task("r", 0, inlets={"in": flow()}))))[0].tensors["audio"]
+    frames = flow([Packet({"frames": text_to_frames(np.frombuffer(bytes(range(256)), np.uint8))})])
+    sound = packets(await collect(fake("sound").submit(Task("r", 0, inlets={"in": frames}))))[0].tensors["audio"]
     assert sound.shape == (256 * 8,)
     assert 0 <= sound.min() < sound.max() <= 1
 
@@ -315,12 +308,9 @@ async def test_a_task_with_swapped_outputs_can_pause() -> None:
 
 
 async def test_a_consumer_rejects_inputs_out_of_order() -> None:
-    async def flow() -> AsyncIterator[Packet]:
-        for step in (0, 2, 1):
-            yield Packet({"text": np.frombuffer(b"x", np.uint8)}, {"step": step})
-
+    disordered = flow(Packet({"text": np.frombuffer(b"x", np.uint8)}, {"step": step}) for step in (0, 2, 1))
     with pytest.raises(InvalidChunkError, match="output of step 1 arrived after that of step 2") as caught:
-        await collect(fake("relay").submit(Task("r", 0, inlets={"in": flow()})))
+        await collect(fake("relay").submit(Task("r", 0, inlets={"in": disordered})))
     assert caught.value.reason == "OUT_OF_ORDER"
 
 
@@ -328,20 +318,22 @@ async def test_a_consumer_rejects_inputs_out_of_order() -> None:
 
 
 def fed(function: str, **more: object) -> Task:
-    """Returns a task with four inputs."""
-    return replace(Task("r", 3, inlets={"in": text_stream("ab", "c", "de", "f")}), **more)  # type: ignore[arg-type]
+    """Returns a task with four inputs, or with a prompt for a source."""
+    inputs = (
+        Task("r", 3, "hi") if function == "source" else Task("r", 3, inlets={"in": text_stream("ab", "c", "de", "f")})
+    )
+    return replace(inputs, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("function", ["source", "relay", "frames"])
 async def test_a_paused_task_resumes_where_it_stopped(function: str) -> None:
-    def task(**more: object) -> Task:
-        return replace(Task("r", 3, "hi"), **more) if function == "source" else fed(function, **more)  # type: ignore[arg-type]
-
-    whole = await collect(fake(function).submit(task()))
-    events = await collect(fake(function).submit(task(max_steps=1)))
+    whole = await collect(fake(function).submit(fed(function)))
+    events = await collect(fake(function).submit(fed(function, max_steps=1)))
     parts = made(events)
     while isinstance(paused := events[-1], Paused):
-        events = await collect(fake(function).submit(task(max_steps=1, resume_from=paused.checkpoint, inlets={})))
+        events = await collect(
+            fake(function).submit(fed(function, max_steps=1, resume_from=paused.checkpoint, inlets={}))
+        )
         parts += made(events)
     assert isinstance(events[-1], Usage)
     assert parts == made(whole)
@@ -349,12 +341,9 @@ async def test_a_paused_task_resumes_where_it_stopped(function: str) -> None:
 
 @pytest.mark.parametrize("function", ["source", "relay", "frames"])
 async def test_a_new_attempt_skips_outputs_before_its_checkpoint(function: str) -> None:
-    def task(**more: object) -> Task:
-        return replace(Task("r", 3, "hi"), **more) if function == "source" else fed(function, **more)  # type: ignore[arg-type]
-
-    whole = await collect(fake(function, checkpoint_steps=2).submit(task()))
+    whole = await collect(fake(function, checkpoint_steps=2).submit(fed(function)))
     checkpoint = next(event for event in whole if isinstance(event, Checkpoint))
-    rest = await collect(fake(function).submit(task(resume_from=checkpoint, attempt=2)))
+    rest = await collect(fake(function).submit(fed(function, resume_from=checkpoint, attempt=2)))
     assert steps_of(whole) == [0, 1, 2, 3]
     assert steps_of(rest) == [2, 3]
 

@@ -1,22 +1,41 @@
-"""The function engine: batching, state, joining and errors."""
+"""The function engine: batching, state, joining, errors and checkpoints."""
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from stagemesh.common.errors import InternalError, InvalidChunkError, InvalidRequestError, NotReadyError
-from stagemesh.common.plugins.descriptors import FunctionDescriptor
+from stagemesh.common.errors import (
+    InternalError,
+    InvalidChunkError,
+    InvalidRequestError,
+    NotReadyError,
+    UnsupportedError,
+)
+from stagemesh.common.wire.tensors import Tensors
 from stagemesh.connectors.packets import Packet
-from stagemesh.services.engines.base import Progress, Task, Usage
+from stagemesh.services.engines.base import Checkpoint, EngineEvent, Progress, Task, Usage
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.engines.input_join import prompt_packet
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile, Prompt, RawPrompt
-from tests.engines.functions import ABSENT_NAMES, ECHO, ENTERED, GATE, LISTING_MEDIA, SUMMING
-from tests.engines.support import collect, numbers_task, packets, stage_config, stream, text_of
+from stagemesh.services.stage.step.spec import checkpoint_to_wire, spec_from_wire
+from stagemesh.v1 import stage_pb2
+from tests.engines.functions import (
+    ABSENT_NAMES,
+    ECHO,
+    ENTERED,
+    GATE,
+    LISTING_MEDIA,
+    SAVING_SUM,
+    SUMMING,
+    engine_of,
+    running,
+)
+from tests.engines.support import collect, flow, numbers_task, packets, stream, text_of
 
 
 @pytest.fixture(autouse=True)
@@ -29,15 +48,9 @@ def _gate() -> Iterator[None]:
 
 @pytest.fixture
 async def engine() -> AsyncIterator[FunctionEngine]:
-    engine = make(SUMMING)
-    await engine.start(quiet)
-    yield engine
-    await engine.close()
-    await engine.close()
-
-
-def make(descriptor: FunctionDescriptor, **options: int) -> FunctionEngine:
-    return FunctionEngine(stage_config("function", function="tested", options=options), descriptor=descriptor)
+    async with running(SUMMING) as engine:
+        yield engine
+        await engine.close()
 
 
 def values(packet: Packet) -> list[float]:
@@ -46,10 +59,6 @@ def values(packet: Packet) -> list[float]:
 
 async def a_call_has_begun() -> None:
     assert await asyncio.to_thread(ENTERED.wait, 5)
-
-
-def quiet(_line: str) -> None:
-    """Ignores the lines that an engine reports while it loads."""
 
 
 async def test_each_request_keeps_its_own_state(engine: FunctionEngine) -> None:
@@ -88,32 +97,25 @@ async def test_a_defect_names_the_function(engine: FunctionEngine, caplog: pytes
     assert "a defect of the function" in caplog.text
 
 
-async def test_edges_are_joined_packet_by_packet() -> None:
-    engine = make(SUMMING)
-    await engine.start(quiet)
-    other = _renamed(stream([5], [6]))
-    events = await collect(engine.submit(Task("r", 0, inlets={"in": stream([1], [2]), "side": other})))
+async def test_edges_are_joined_packet_by_packet(engine: FunctionEngine) -> None:
+    events = await collect(engine.submit(Task("r", 0, inlets={"in": stream([1], [2]), "side": side_stream(5, 6)})))
     assert values(packets(events)[-1]) == [0, 3]
-    await engine.close()
 
 
-async def _renamed(source: AsyncIterator[Packet]) -> AsyncIterator[Packet]:
-    async for packet in source:
-        yield Packet({"side": packet.tensors["x"]})
+def side_stream(*numbers: float) -> AsyncIterator[Packet]:
+    return flow(Packet({"side": np.array([number], np.float32)}) for number in numbers)
 
 
 async def test_an_edge_that_ends_early_is_named(engine: FunctionEngine) -> None:
-    task = Task("r", 0, inlets={"long": stream([1], [2]), "short": _renamed(stream([5]))})
+    task = Task("r", 0, inlets={"long": stream([1], [2]), "short": side_stream(5)})
     with pytest.raises(InvalidChunkError, match="edge short ended sooner"):
         await collect(engine.submit(task))
 
 
 async def test_a_function_is_notified_of_absent_tensors() -> None:
-    engine = make(ABSENT_NAMES)
-    await engine.start(quiet)
-    events = await collect(engine.submit(Task("r", 0, inlets={"in": stream([1])}, absent=frozenset({"side"}))))
+    async with running(ABSENT_NAMES) as engine:
+        events = await collect(engine.submit(Task("r", 0, inlets={"in": stream([1])}, absent=frozenset({"side"}))))
     assert values(packets(events)[-1]) == [len("side")]
-    await engine.close()
 
 
 async def test_a_wrong_tensor_is_rejected(engine: FunctionEngine) -> None:
@@ -131,12 +133,10 @@ async def test_options_are_completed_and_checked(engine: FunctionEngine) -> None
 
 
 async def test_the_prompt_becomes_a_packet() -> None:
-    engine = make(ECHO)
-    await engine.start(quiet)
-    events = await collect(engine.submit(Task("r", 0, "héllo", tensors={"z": np.zeros(2)})))
+    async with running(ECHO) as engine:
+        events = await collect(engine.submit(Task("r", 0, "héllo", tensors={"z": np.zeros(2)})))
     assert text_of(events) == "héllo"
     assert packets(events)[0].tensors.keys() == {"text", "z"}
-    await engine.close()
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,8 @@ VOICE = MediaFile("audio", b"x", "audio/wav")
     ids=["raw", "message"],
 )
 async def test_a_function_that_accepts_media_receives_them_with_the_text(prompt: Prompt) -> None:
-    engine = make(LISTING_MEDIA)
-    await engine.start(quiet)
-    assert text_of(await collect(engine.submit(Task("r", 0, prompt)))) == "Hi audio/wav"
-    await engine.close()
+    async with running(LISTING_MEDIA) as engine:
+        assert text_of(await collect(engine.submit(Task("r", 0, prompt)))) == "Hi audio/wav"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +225,7 @@ async def test_an_idle_engine_retains_no_input(engine: FunctionEngine) -> None:
 
 
 async def test_submit_before_start_is_rejected() -> None:
-    engine = make(SUMMING)
+    engine = engine_of(SUMMING)
     with pytest.raises(NotReadyError, match="still loading"):
         await collect(engine.submit(numbers_task("r", [1])))
     await engine.close()
@@ -235,4 +233,119 @@ async def test_submit_before_start_is_rejected() -> None:
 
 def test_max_batch_must_be_a_positive_integer() -> None:
     with pytest.raises(InvalidRequestError, match="max_batch is 0"):
-        make(SUMMING, max_batch=0)
+        engine_of(SUMMING, max_batch=0)
+
+
+# -- checkpoints
+
+
+NUMBERS = [float(number) for number in range(20)]
+CUTS: Sequence[Sequence[int]] = ([3, 7], [1, 2, 3, 4, 5, 6], [10], [])
+
+
+def cut(places: Sequence[int]) -> list[list[float]]:
+    return [NUMBERS[start:end] for start, end in zip([0, *places], [*places, len(NUMBERS)], strict=True)]
+
+
+def task(places: Sequence[int], checkpoint: Checkpoint | None = None) -> Task:
+    return replace(numbers_task("r", *cut(places), seed=9, factor=2), resume_from=checkpoint)
+
+
+def outputs(events: Sequence[EngineEvent]) -> list[float]:
+    return [float(value) for packet in packets(events) for value in packet.tensors["y"]]
+
+
+def checkpoints(events: Sequence[EngineEvent]) -> list[tuple[Checkpoint, list[float]]]:
+    """Returns each checkpoint, and the outputs before it."""
+    found = [(number, event) for number, event in enumerate(events) if isinstance(event, Checkpoint)]
+    return [(event, outputs(events[:number])) for number, event in found]
+
+
+def over_the_wire(checkpoint: Checkpoint) -> Checkpoint:
+    message = stage_pb2.ExecuteStepRequest(resume_from=checkpoint_to_wire(checkpoint))
+    resumed = spec_from_wire(stage_pb2.ExecuteStepRequest.FromString(message.SerializeToString())).task.resume_from
+    assert resumed is not None
+    return resumed
+
+
+async def test_a_checkpoint_follows_every_few_rows() -> None:
+    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
+        found = checkpoints(await collect(engine.submit(task([2, 4, 5, 8, 11, 17]))))
+    assert [(each.steps, len(before)) for each, before in found] == [(2, 4), (4, 8), (6, 17), (7, 20)]
+
+
+@pytest.mark.parametrize("again", CUTS, ids=str)
+async def test_a_request_resumes_from_each_checkpoint_with_the_rows_after_it(again: Sequence[int]) -> None:
+    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
+        whole = await collect(engine.submit(task(CUTS[0])))
+        found = checkpoints(whole)
+        assert [checkpoint.steps for checkpoint, _ in found] == [2, 3]
+        for checkpoint, before in found:
+            rest = await collect(engine.submit(task(again, over_the_wire(checkpoint))))
+            assert before + outputs(rest) == outputs(whole)
+            # The first row after the checkpoint is the first one that the function receives.
+            assert len(outputs(rest)) == len(NUMBERS) + 2 - len(before)
+
+
+async def test_a_resumed_request_reports_later_checkpoints_and_all_steps() -> None:
+    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
+        events = await collect(engine.submit(task([4, 8, 12])))
+        (first, _), *later = checkpoints(events)
+        rest = await collect(engine.submit(task([4, 8, 12], first)))
+    assert [(each.steps, each.tensors.keys()) for each, _ in checkpoints(rest)] == [
+        (each.steps, each.tensors.keys()) for each, _ in later
+    ]
+    assert rest[-1] == events[-1] == Usage(steps=4)
+
+
+@pytest.mark.parametrize("checkpoint_rows", [0, len(NUMBERS) + 1])
+async def test_the_option_can_disable_checkpoints(checkpoint_rows: int) -> None:
+    async with running(SAVING_SUM, checkpoint_rows=checkpoint_rows) as engine:
+        assert not checkpoints(await collect(engine.submit(task(CUTS[0]))))
+
+
+async def test_repeated_rows_are_not_counted_so_that_chunks_with_context_have_no_checkpoints() -> None:
+    packets = [Packet({"x": np.array(part, np.float32)}, {"context_frames": 0}) for part in cut([8])]
+    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
+        assert not checkpoints(await collect(engine.submit(Task("r", 0, inlets={"in": flow(packets)}))))
+
+
+async def test_a_function_without_saved_states_cannot_resume() -> None:
+    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
+        (checkpoint, _), *_ = checkpoints(await collect(engine.submit(task(CUTS[0]))))
+        assert engine.abilities.can_resume
+    async with running(SUMMING, checkpoint_rows=4) as engine:
+        assert not checkpoints(await collect(engine.submit(task(CUTS[0]))))
+        assert not engine.abilities.can_resume
+        with pytest.raises(UnsupportedError, match="resumes only if its function implements Saves"):
+            await collect(engine.submit(task(CUTS[0], checkpoint)))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"function": np.frombuffer(b"another", np.uint8)}, "not contain a state of the function tested"),
+        ({"state.seen": np.zeros((2, 2))}, "seen must have one axis"),
+        ({"input.x": np.array(21)}, "includes more input rows than the request has"),
+        ({"input.x": np.array(-4)}, "includes no input rows"),
+        ({"input.x": np.array([4, 4])}, "has damaged numbers of input rows"),
+    ],
+    ids=["function", "state", "more rows", "no rows", "damaged rows"],
+)
+async def test_a_checkpoint_of_something_else_is_rejected(change: Tensors, problem: str) -> None:
+    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
+        (checkpoint, _), *_ = checkpoints(await collect(engine.submit(task(CUTS[0]))))
+        wrong = replace(checkpoint, tensors={**checkpoint.tensors, **change})
+        with pytest.raises(InvalidRequestError, match=problem) as caught:
+            await collect(engine.submit(task(CUTS[0], wrong)))
+    assert caught.value.reason == "INVALID_CHECKPOINT"
+
+
+@pytest.mark.parametrize("name", ["function", "state.seen", "input.x"])
+async def test_an_incomplete_checkpoint_is_rejected(name: str) -> None:
+    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
+        (checkpoint, _), *_ = checkpoints(await collect(engine.submit(task(CUTS[0]))))
+        rest = {key: tensor for key, tensor in checkpoint.tensors.items() if key != name}
+        with pytest.raises(InvalidRequestError) as caught:
+            await collect(engine.submit(task(CUTS[0], replace(checkpoint, tensors=rest))))
+    assert caught.value.reason == "INVALID_CHECKPOINT"

@@ -2,8 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import pytest
@@ -16,30 +15,24 @@ from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.fake_engine.outputs import decoded_text, state_content
 from stagemesh.fake_engine.state_store import StateCounts, StateStore, read_state
 from stagemesh.services.engines.base import SamplingOptions, Task
-from tests.engines.support import collect, packets, stage_config, text_of
+from tests.engines.support import collect, flow, packets, stage_config, started, text_of
 
 TASK = Task("r", seed=3, prompt="hello", sampling=SamplingOptions(max_tokens=5))
 
 
-@asynccontextmanager
-async def started(function: str, **options: JsonValue) -> AsyncGenerator[FakeEngine]:
-    engine = FakeEngine(stage_config("fake", function=function, options=options))
-    await engine.start(lambda _: None)
-    yield engine
-    await engine.close()
+def running(function: str, **options: JsonValue) -> AbstractAsyncContextManager[FakeEngine]:
+    return started(FakeEngine(stage_config("fake", function=function, options=options)))
 
 
-async def offered(engine: FakeEngine, task: Task = TASK) -> Packet:
-    [packet] = packets(await collect(engine.submit(task)))
-    return packet
+async def offered(engine: FakeEngine) -> OfferedTicket:
+    [packet] = packets(await collect(engine.submit(TASK)))
+    ticket = packet.tickets[STATE]
+    assert isinstance(ticket, OfferedTicket)
+    return ticket
 
 
 def decoding(*tickets: OfferedTicket) -> Task:
-    async def edge() -> AsyncIterator[Packet]:
-        for ticket in tickets:
-            yield Packet({}, tickets={STATE: ticket})
-
-    return replace(TASK, inlets={"prefill->decode": edge()})
+    return replace(TASK, inlets={"prefill->decode": flow(Packet({}, tickets={STATE: ticket}) for ticket in tickets)})
 
 
 def bogus(descriptor: bytes) -> OfferedTicket:
@@ -52,9 +45,8 @@ def expected() -> str:
 
 
 async def test_decode_computes_its_text_from_the_state() -> None:
-    async with started("prefill", state_bytes=100_000) as prefill, started("decode") as decode:
-        ticket = (await offered(prefill)).tickets[STATE]
-        assert isinstance(ticket, OfferedTicket)
+    async with running("prefill", state_bytes=100_000) as prefill, running("decode") as decode:
+        ticket = await offered(prefill)
         assert (ticket.kind, ticket.size_bytes) == (KIND, 100_000)
         assert text_of(await collect(decode.submit(decoding(ticket)))) == expected()
         assert prefill.states.counts == StateCounts(offered=1, released=1)
@@ -79,7 +71,7 @@ async def test_state_that_is_released_while_it_is_read_is_counted() -> None:
     "descriptor", [b"", b"{}", b"\xff\xfe", b"[1]", b'{"socket": 1, "state": 2}', b"null", b"9" * 9999]
 )
 async def test_descriptor_that_cannot_be_read_is_an_error_of_the_request(descriptor: bytes) -> None:
-    async with started("decode", recompute=True) as decode:
+    async with running("decode", recompute=True) as decode:
         with pytest.raises(InvalidRequestError) as refused:
             await collect(decode.submit(decoding(bogus(descriptor))))
         assert refused.value.reason == "INVALID_TICKET"
@@ -87,42 +79,39 @@ async def test_descriptor_that_cannot_be_read_is_an_error_of_the_request(descrip
 
 @pytest.mark.parametrize("recompute", [False, True])
 async def test_lost_state_is_recomputed_or_an_error_that_restarts_the_steps(recompute: bool) -> None:
-    async with started("prefill") as prefill, started("decode", recompute=recompute) as decode:
-        ticket = (await offered(prefill)).tickets[STATE]
+    async with running("prefill") as prefill, running("decode", recompute=recompute) as decode:
+        ticket = await offered(prefill)
         await prefill.close()
         try:
-            assert text_of(await collect(decode.submit(decoding(ticket)))) == expected()  # type: ignore[arg-type]
+            assert text_of(await collect(decode.submit(decoding(ticket)))) == expected()
             assert recompute
         except StagemeshError as exc:
             assert (exc.reason, recompute) == ("TICKET_LOST", False)  # noqa: PT017 - the other case has no error
 
 
 async def test_edge_without_a_ticket_is_an_error() -> None:
-    async with started("decode") as decode:
+    async with running("decode") as decode:
         with pytest.raises(StagemeshError, match="received no ticket"):
             await collect(decode.submit(decoding()))
 
 
 async def test_stopped_task_releases_its_ticket() -> None:
-    async with started("prefill") as prefill, started("decode", state_s=30.0) as decode:
-        ticket = (await offered(prefill)).tickets[STATE]
-        running = asyncio.create_task(collect(decode.submit(decoding(ticket))))  # type: ignore[arg-type]
+    async with running("prefill") as prefill, running("decode", state_s=30.0) as decode:
+        ticket = await offered(prefill)
+        stopped = asyncio.create_task(collect(decode.submit(decoding(ticket))))
         await asyncio.sleep(0.1)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        stopped.cancel()
+        await asyncio.gather(stopped, return_exceptions=True)
         gc.collect()
         assert prefill.states.counts.released == 1
 
 
 async def test_waiting_task_prefetches_if_the_queue_is_short() -> None:
-    async with started("prefill") as prefill, started("decode", max_running=1, prefetch=1, step_s=0.2) as decode:
-        running = [
-            asyncio.create_task(collect(decode.submit(decoding((await offered(prefill)).tickets[STATE]))))  # type: ignore[arg-type]
-            for _ in range(3)
-        ]
+    async with running("prefill") as prefill, running("decode", max_running=1, prefetch=1, step_s=0.2) as decode:
+        tasks = [asyncio.create_task(collect(decode.submit(decoding(await offered(prefill))))) for _ in range(3)]
         await asyncio.sleep(0.1)
         # The first task runs, the second one waits, and the queue is too long for the third one.
         assert prefill.states.counts.released == 2
-        for task in running:
+        for task in tasks:
             assert text_of(await task) == expected()
         assert prefill.states.counts == StateCounts(offered=3, released=3)

@@ -25,9 +25,10 @@ BOUND_S = 5
 class Edge:
     """An incoming edge whose packets a test sends."""
 
-    def __init__(self, tensor: str) -> None:
+    def __init__(self, tensor: str, *values: float) -> None:
         self._tensor = tensor
         self._packets: asyncio.Queue[Packet | Exception | None] = asyncio.Queue()
+        self.bring(*values)
 
     def bring(self, *values: float) -> None:
         for value in values:
@@ -43,6 +44,13 @@ class Edge:
             yield packet
 
 
+def ended(tensor: str, *values: float, error: Exception | None = None) -> Edge:
+    """Returns an edge that ends after these values."""
+    edge = Edge(tensor, *values)
+    edge.end(error)
+    return edge
+
+
 def values(packets: Iterable[Packet]) -> list[dict[str, float]]:
     return [{name: float(tensor[0]) for name, tensor in packet.tensors.items()} for packet in packets]
 
@@ -53,22 +61,13 @@ async def all_of(task: Task, signature: Signature) -> list[dict[str, float]]:
 
 
 async def test_joined_edges_make_one_input_from_a_packet_of_each() -> None:
-    left, right = Edge("x"), Edge("y")
-    left.bring(1, 2)
-    right.bring(10, 20)
-    left.end()
-    right.end()
-    task = Task("r", 0, inlets={"left": left, "right": right})
+    task = Task("r", 0, inlets={"left": ended("x", 1, 2), "right": ended("y", 10, 20)})
     assert await all_of(task, BOTH) == [{"x": 1, "y": 10}, {"x": 2, "y": 20}]
 
 
 async def test_a_joined_edge_that_ends_early_is_named() -> None:
-    left, right = Edge("x"), Edge("y")
-    left.bring(1)
-    left.end()
-    right.end()
     with pytest.raises(InvalidChunkError, match="edge right ended sooner than left"):
-        await all_of(Task("r", 0, inlets={"left": left, "right": right}), BOTH)
+        await all_of(Task("r", 0, inlets={"left": ended("x", 1), "right": ended("y")}), BOTH)
 
 
 async def test_packets_of_edges_apart_keep_their_arrival_order() -> None:
@@ -101,17 +100,13 @@ async def test_an_edge_apart_does_not_wait_for_joined_edges() -> None:
 
 
 async def test_a_missing_required_tensor_is_named() -> None:
-    left = Edge("x")
-    left.bring(1)
-    left.end()
     with pytest.raises(InvalidChunkError, match="'y' is missing; the packet contains x"):
-        await all_of(Task("r", 0, inlets={"left": left}), BOTH)
+        await all_of(Task("r", 0, inlets={"left": ended("x", 1)}), BOTH)
 
 
 async def test_a_failed_edge_ends_the_reading_of_all_edges() -> None:
-    left, right = Edge("x"), Edge("y")
-    left.end(InvalidChunkError("left is broken"))
-    task = Task("r", 0, inlets={"left": left, "right": right}, apart=frozenset({"left", "right"}))
+    inlets = {"left": ended("x", error=InvalidChunkError("left is broken")), "right": Edge("y")}
+    task = Task("r", 0, inlets=inlets, apart=frozenset(inlets))
     with pytest.raises(InvalidChunkError, match="left is broken"):
         await all_of(task, EITHER)
     assert len(asyncio.all_tasks()) == 1
@@ -141,9 +136,8 @@ async def test_a_used_packet_is_released_before_the_next() -> None:
 
 
 async def test_a_caller_that_stops_reading_leaves_no_reader_running() -> None:
-    left, right = Edge("x"), Edge("y")
-    left.bring(1)
-    task = Task("r", 0, inlets={"left": left, "right": right}, apart=frozenset({"left", "right"}))
+    inlets = {"left": Edge("x", 1), "right": Edge("y")}
+    task = Task("r", 0, inlets=inlets, apart=frozenset(inlets))
     async with asyncio.timeout(BOUND_S), aclosing(packets_of(task, EITHER)) as packets:
         await anext(packets)
     assert len(asyncio.all_tasks()) == 1

@@ -13,8 +13,8 @@ from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Emission, Task
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.engines.function.playout import AudioStream, AudioTensor, CallCosts, CallQueue
-from tests.engines.functions import BATCHES, CLOCK, DELAYING, ENTERED, GATE, SPEAKING, SUMMING
-from tests.engines.support import stage_config, stream
+from tests.engines.functions import BATCHES, CLOCK, DELAYING, ENTERED, GATE, SPEAKING, SUMMING, running
+from tests.engines.support import stage_config, started, stream
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,6 @@ class Streams:
             run.cancel()
             with suppress(asyncio.CancelledError):
                 await run
-        await self.engine.close()
 
     async def _run(self, seed: int) -> None:
         async for event in self.engine.submit(Task(str(seed), seed, inlets={"in": self._inputs(seed)})):
@@ -94,12 +93,11 @@ class Streams:
 @pytest.fixture
 async def streams() -> AsyncIterator[Streams]:
     config = stage_config("function", function="tested", options={"max_batch": 2})
-    engine = FunctionEngine(config, descriptor=SPEAKING, clock=CLOCK)
-    await engine.start(lambda _line: None)
-    streams = Streams(engine)
-    await streams.open(6)
-    yield streams
-    await streams.close()
+    async with started(FunctionEngine(config, descriptor=SPEAKING, clock=CLOCK)) as engine:
+        streams = Streams(engine)
+        await streams.open(6)
+        yield streams
+        await streams.close()
 
 
 async def test_first_chunks_run_before_the_stream_that_runs_dry_first(streams: Streams) -> None:
@@ -196,17 +194,13 @@ async def test_the_load_contains_the_costs_of_calls(streams: Streams) -> None:
 
 
 async def test_the_load_contains_the_audio_that_a_function_retains() -> None:
-    engine = FunctionEngine(stage_config("function", function="tested"), descriptor=DELAYING)
-    await engine.start(lambda _line: None)
-    try:
+    async with running(DELAYING) as engine:
         for sizes in ([4, 20], [6, 3, 3], [12]):
             inputs = stream(*(np.zeros(samples) for samples in sizes))
             events = [event async for event in engine.submit(Task("1", 1, inlets={"in": inputs}))]
             emitted = [len(event.packet.tensors["audio"]) for event in events if isinstance(event, Emission)]
             assert emitted == [sizes[0] - 1, *sizes[1:], 1]
         load = engine.load()
-    finally:
-        await engine.close()
     assert load.frame_audio_s == pytest.approx(0.1)
     assert load.audio_delay_s == pytest.approx(0.1)
 
