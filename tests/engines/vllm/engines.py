@@ -9,6 +9,7 @@ from pydantic import JsonValue
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.abilities import PartitionsArena
 from stagemesh.services.engines.vllm.engine import VllmEngine
+from tests.engines import support
 from tests.engines.support import hand_partitions, stage_config
 
 
@@ -20,11 +21,8 @@ async def started(
     engine = VllmEngine(stage_config("vllm", model=str(model), options=options))
     if partitions is not None:
         hand_partitions(engine, partitions)
-    try:
-        await engine.start(lambda _: None)
+    async with support.started(engine):
         yield engine
-    finally:
-        await engine.close()
 
 
 @asynccontextmanager

@@ -3,6 +3,8 @@
 import io
 import re
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from stagemesh.services.engines.prompts import MediaFile, Samples
 from tests.engines.vllm.media_files import encoded, pixels, tone, video_file, wav
 
 PLENTY = 64 << 20
+Reader = Callable[[Any, DecodedBytes], object]
 
 
 def image_file(data: bytes, media_type: str = "image/png") -> MediaFile:
@@ -73,42 +76,49 @@ def test_all_frames_of_a_short_video_are_read() -> None:
     assert read.metadata["frames_indices"] == [0, 1, 2]
 
 
+def test_a_wav_file_of_unknown_length_is_read_to_its_end() -> None:
+    data = wav(tone())
+    piped = data[:4] + b"\xff\xff\xff\xff" + data[8:40] + b"\xff\xff\xff\xff" + data[44:]
+    read, expected = (read_audio(audio(each), DecodedBytes(PLENTY)).samples for each in (piped, data))
+    np.testing.assert_array_equal(read, expected)
+
+
+def test_channels_of_samples_are_averaged() -> None:
+    both = Samples(np.stack([tone(), np.zeros_like(tone())], axis=1), 16_000)
+    np.testing.assert_allclose(read_samples(both, DecodedBytes(PLENTY)).samples, tone() / 2)
+
+
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://127.0.0.1:9/a.ts\n"
-WRONG: list[tuple[Callable[[DecodedBytes], object], str, str]] = [
-    (lambda counted: read_image(image_file(b"%!PS-Adobe"), counted), "INVALID_MEDIA", "the image cannot be read"),
-    (
-        lambda counted: read_image(image_file(encoded(pixels()), "image/gif"), counted),
-        "INVALID_MEDIA",
-        "cannot be read",
-    ),
-    (
-        lambda counted: read_image(image_file(encoded(np.zeros((1, 900, 3), np.uint8))), counted),
-        "INVALID_MEDIA",
-        "900 by 1",
-    ),
-    (lambda counted: read_image(image_file(encoded(pixels(600, 600))), counted), "MEDIA_TOO_LARGE", "of 1000000"),
-    (lambda counted: read_audio(audio(PLAYLIST), counted), "INVALID_MEDIA", "the audio cannot be read"),
-    (
-        lambda counted: read_audio(audio(video_file([0]), "audio/mp4"), counted),
-        "INVALID_MEDIA",
-        "it has no audio track",
-    ),
-    (lambda counted: read_audio(audio(wav(tone(20.0))), counted), "MEDIA_TOO_LARGE", "the audio exceeds the limit"),
-    (lambda counted: read_samples(Samples(np.full(5, np.inf, np.float32), 8_000), counted), "INVALID_MEDIA", "is inf"),
-    (lambda counted: read_video(video(PLAYLIST), counted, max_frames=4), "INVALID_MEDIA", "the video cannot be read"),
-    (lambda counted: read_video(video(wav(tone())), counted, max_frames=4), "INVALID_MEDIA", "video cannot be read"),
-    (
-        lambda counted: read_video(video(video_file([0] * 9, width=400, height=400)), counted, max_frames=4),
-        "MEDIA_TOO_LARGE",
-        "video",
-    ),
+read_few_frames = partial(read_video, max_frames=4)
+WRONG: list[tuple[Reader, MediaFile | Samples, str]] = [
+    (read_image, image_file(b"%!PS-Adobe"), "the image cannot be read"),
+    (read_image, image_file(encoded(pixels())[:200]), "the image cannot be read"),
+    (read_image, image_file(encoded(pixels()), "image/gif"), "not that of its media type"),
+    (read_image, image_file(encoded(np.zeros((1, 900, 3), np.uint8))), "900 by 1"),
+    (read_audio, audio(PLAYLIST), "the audio cannot be read"),
+    (read_audio, audio(video_file([0]), "audio/mp4"), "it has no audio track"),
+    (read_audio, audio(wav(tone())[:20_000]), "it ends after 20000 of 32044 bytes"),
+    (read_audio, audio(wav(tone(0.0))), "it has no samples"),
+    (read_samples, Samples(np.full(5, np.inf, np.float32), 8_000), "is inf"),
+    (read_samples, Samples(np.array([0.0, np.nan] * 8, np.float32), 8_000), "sample 1 of the audio is nan"),
+    (read_few_frames, video(PLAYLIST), "the video cannot be read"),
+    (read_few_frames, video(wav(tone())), "the video cannot be read"),
+]
+TOO_LARGE: list[tuple[Reader, MediaFile, str]] = [
+    (read_image, image_file(encoded(pixels(600, 600))), "the image exceeds the limit of 1000000"),
+    (read_audio, audio(wav(tone(20.0))), "the audio exceeds the limit"),
+    (read_few_frames, video(video_file([0] * 9, width=400, height=400)), "video"),
 ]
 
 
-@pytest.mark.parametrize(("read", "reason", "message"), WRONG, ids=lambda value: "" if callable(value) else None)
-def test_unreadable_media_are_rejected(read: Callable[[DecodedBytes], object], reason: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("read", "media", "message", "reason"),
+    [*((*each, "INVALID_MEDIA") for each in WRONG), *((*each, "MEDIA_TOO_LARGE") for each in TOO_LARGE)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unreadable_media_are_rejected(read: Reader, media: MediaFile | Samples, message: str, reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=re.escape(message)) as caught:
-        read(DecodedBytes(1_000_000))
+        read(media, DecodedBytes(1_000_000))
     assert caught.value.reason == reason
 
 
@@ -127,27 +137,22 @@ def test_all_media_of_a_request_share_one_limit() -> None:
         read_samples(Samples(np.zeros(100_000, np.float32), 8_000), counted)
 
 
-GOOD = {
-    "image": encoded(pixels(20, 20)),
-    "audio": wav(tone(0.1)),
-    "video": video_file([0, 50, 100]),
+GOOD: dict[str, tuple[Reader, Callable[[bytes], MediaFile], bytes]] = {
+    "image": (read_image, image_file, encoded(pixels(20, 20))),
+    "audio": (read_audio, audio, wav(tone(0.1))),
+    "video": (read_few_frames, video, video_file([0, 50, 100])),
 }
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(sorted(GOOD)))
 def test_damaged_files_are_read_or_rejected(data: st.DataObject, kind: str) -> None:
-    damaged = bytearray(GOOD[kind])
+    read, file_of, good = GOOD[kind]
+    damaged = bytearray(good)
     for _ in range(data.draw(st.integers(1, 8))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(damaged[: data.draw(st.integers(1, len(damaged)))])
     try:
-        match kind:
-            case "image":
-                read_image(image_file(cut), DecodedBytes(PLENTY))
-            case "audio":
-                read_audio(audio(cut), DecodedBytes(PLENTY))
-            case _:
-                read_video(video(cut), DecodedBytes(PLENTY), max_frames=4)
+        read(file_of(cut), DecodedBytes(PLENTY))
     except InvalidRequestError as exc:
         assert exc.reason in {"INVALID_MEDIA", "MEDIA_TOO_LARGE"}  # noqa: PT017  # either is right

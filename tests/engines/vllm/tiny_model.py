@@ -1,7 +1,7 @@
 """A Qwen3 with a few thousand random weights and a tokenizer with one token for each byte."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -29,16 +29,22 @@ _SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 def write_tiny_model(folder: Path, *, chat: bool = True, positions: int = MAX_MODEL_LEN) -> Path:
     """Writes a model that vLLM loads with load_format="dummy"."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(_SPECIAL))
+    tokenizer = byte_tokenizer(_SPECIAL)
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write(folder / "config.json", _config(len(words), positions))
+    _write(folder / "config.json", _config(tokenizer.get_vocab_size(), positions))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
     _write(folder / "tokenizer_config.json", {**settings, **({"chat_template": CHAT_TEMPLATE} if chat else {})})
     return folder
+
+
+def byte_tokenizer(special: Sequence[str]) -> Tokenizer:
+    """Returns a tokenizer with one token for each of the special words and each byte."""
+    words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    return tokenizer
 
 
 def _config(vocabulary: int, positions: int) -> dict[str, object]:
