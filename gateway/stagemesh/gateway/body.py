@@ -111,6 +111,18 @@ class SamplingBody(StageBody):
         return arguments
 
 
+def option_values(model: Model, given: BaseModel, *names: str, within: str = "") -> dict[str, OptionValue]:
+    """Returns the values of parameters that are options of a model's stages, by the names of the options.
+
+    - `given` has the parameters. Those that are None are omitted.
+    - `names` are the names of the parameters, which errors name after the prefix `within`.
+
+    Raises ParameterError if no stage has the option of a parameter.
+    """
+    values = {name: value for name in names if (value := getattr(given, name)) is not None}
+    return {model.find_option(name, param=f"{within}{name}"): value for name, value in values.items()}
+
+
 B = TypeVar("B", bound=BaseModel)
 
 

@@ -1,9 +1,10 @@
 """The metrics of a gateway: HTTP requests by endpoint and status, and their times."""
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,20 +29,11 @@ class Metrics:
             "stagemesh_gateway_running_requests", "HTTP requests that are being answered.", registry=registry
         )
         self._sockets = Gauge("stagemesh_gateway_open_websockets", "Open WebSockets.", registry=registry)
-        self._first_s = Histogram(
-            "stagemesh_gateway_first_byte_seconds",
-            "Time from a request to the first byte of its answer's body.",
-            ["endpoint"],
-            buckets=_SECONDS,
-            registry=registry,
+        times = partial(Histogram, labelnames=["endpoint"], buckets=_SECONDS, registry=registry)
+        self._first_s = times(
+            "stagemesh_gateway_first_byte_seconds", "Time from a request to the first byte of its answer's body."
         )
-        self._whole_s = Histogram(
-            "stagemesh_gateway_request_seconds",
-            "Time from a request to the end of its answer.",
-            ["endpoint"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
+        self._whole_s = times("stagemesh_gateway_request_seconds", "Time from a request to the end of its answer.")
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] == "websocket":
@@ -71,8 +63,3 @@ class Metrics:
                 self._whole_s.labels(endpoint).observe(time.perf_counter() - began_s)
                 if first_s:
                     self._first_s.labels(endpoint).observe(first_s)
-
-
-def render(registry: CollectorRegistry) -> bytes:
-    """Returns the metrics in the format of Prometheus."""
-    return generate_latest(registry)

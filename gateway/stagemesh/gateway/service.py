@@ -10,15 +10,16 @@ from pathlib import Path
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
-from stagemesh.gateway import errors, metrics
+from stagemesh.gateway import errors
 from stagemesh.gateway.body import BodyLimit
 from stagemesh.gateway.catalog import Callers
 from stagemesh.gateway.config import GatewayConfig
+from stagemesh.gateway.metrics import Metrics
 from stagemesh.gateway.realtime import connection
 from stagemesh.gateway.routes import chat, completions, images, models, speech, transcriptions, videos, voices
 from stagemesh.gateway.voices import VoiceStore
@@ -93,7 +94,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
     @app.get("/metrics")
     async def read_metrics() -> Response:
         """Returns the metrics of the gateway."""
-        return Response(metrics.render(registry), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
     app.add_exception_handler(StagemeshError, errors.on_stagemesh_error)
     app.add_exception_handler(RequestValidationError, errors.on_invalid_body)
@@ -101,7 +102,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
     app.add_exception_handler(Exception, errors.on_defect)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     app.add_middleware(WebSocketLimit, most=config.max_websockets)
-    app.add_middleware(metrics.Metrics, registry=registry)
+    app.add_middleware(Metrics, registry=registry)
     return app
 
 

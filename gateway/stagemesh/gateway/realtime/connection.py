@@ -162,19 +162,8 @@ class Connection:
 
     async def _handle(self, event: ClientEvent) -> None:
         match event:
-            case AppendAudio() | CommitAudio() | ClearAudio():
-                await self._handle_audio(event)
             case UpdateSession():
                 await self._update(event.session)
-            case CreateResponse():
-                await self._respond(event.response)
-            case CancelResponse():
-                await self._cancel(event.response_id)
-            case _:
-                await self._handle_item(event)
-
-    async def _handle_audio(self, event: AppendAudio | CommitAudio | ClearAudio) -> None:
-        match event:
             case AppendAudio():
                 await self._append(event.audio)
             case CommitAudio():
@@ -183,9 +172,6 @@ class Connection:
                 await self._stop_listening()
                 self._buffer.take()
                 await self._send("input_audio_buffer.cleared")
-
-    async def _handle_item(self, event: CreateItem | DeleteItem | RetrieveItem | TruncateItem) -> None:
-        match event:
             case CreateItem():
                 await self._add_item(event.item, previous_id=event.previous_item_id)
             case DeleteItem():
@@ -194,7 +180,11 @@ class Connection:
             case RetrieveItem():
                 item = self._conversation.find(event.item_id)
                 await self._send("conversation.item.retrieved", item=item.to_json(with_audio=True))
-            case TruncateItem():
+            case CreateResponse():
+                await self._respond(event.response)
+            case CancelResponse():
+                await self._cancel(event.response_id)
+            case _:
                 await self._truncate(event)
 
     # -- settings and items

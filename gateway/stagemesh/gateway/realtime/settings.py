@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 from pydantic import Field
 
 from stagemesh.client import GenerateArguments, Tool, TurnDetection
-from stagemesh.gateway.body import Body, Object, StageBody
+from stagemesh.gateway.body import Body, Object, StageBody, option_values
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.realtime.items import ItemBody, ItemReference
@@ -46,10 +46,7 @@ class ServerVad(Body):
             "padding_ms": self.prefix_padding_ms,
             "silence_ms": self.silence_duration_ms,
         }
-        return {
-            "detects_only": True,
-            "options": {name: value for name, value in options.items() if value is not None},
-        }
+        return {"detects_only": True, "options": {name: value for name, value in options.items() if value is not None}}
 
 
 class InputAudio(Body):
@@ -151,17 +148,11 @@ class Settings(StageBody):
         """
         arguments = self.stage_arguments(model)
         arguments["outputs"] = [model.require_output("text", param="session.output_modalities")]
-        options = dict(self.options)
         if self.speaks:
-            arguments["outputs"] = [
-                *arguments["outputs"],
-                model.require_output("audio", param="session.output_modalities"),
-            ]
-            output = self.audio.output
-            for name, value in (("voice", output.voice), ("speed", output.speed)):
-                if value is not None:
-                    options[model.find_option(name, param=f"session.audio.output.{name}")] = value
-        arguments["options"] = options
+            audio = model.require_output("audio", param="session.output_modalities")
+            arguments["outputs"] = [*arguments["outputs"], audio]
+            own = option_values(model, self.audio.output, "voice", "speed", within="session.audio.output.")
+            arguments["options"] = {**self.options, **own}
         if self.callable_tools:
             arguments["tools"] = [Tool(each.name, each.description, each.parameters or "") for each in self.tools or ()]
         if forced := self.forced_tools:

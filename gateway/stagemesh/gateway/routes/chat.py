@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: a conversation in, and text, audio and tool calls out."""
 
 import base64
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, cast
 from uuid import uuid4
 
@@ -23,7 +23,7 @@ from stagemesh.client import (
 )
 from stagemesh.gateway.answers import DONE, limit_logprob, now_s, respond, sse, usage_of
 from stagemesh.gateway.audio import AudioFormat, make_encoder
-from stagemesh.gateway.body import Body, Object, SamplingBody
+from stagemesh.gateway.body import Body, Object, SamplingBody, option_values
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import MessageBody
 from stagemesh.gateway.errors import ParameterError
@@ -137,7 +137,9 @@ class ChatBody(SamplingBody):
             arguments["logprobs"] = self.top_logprobs or 0
         if self.chat_template_kwargs:
             arguments["template_arguments"] = self.chat_template_kwargs
-        return arguments | self._structure() | self._voice(model, arguments)
+        if self.audio is not None:
+            arguments["options"] = {**self.options, **option_values(model, self.audio, "voice", within="audio.")}
+        return arguments | self._structure()
 
     @property
     def forces_call(self) -> bool:
@@ -158,12 +160,6 @@ class ChatBody(SamplingBody):
                 raise ParameterError("audio.format", "a stream has pcm16 alone")
             names.append(model.require_output("audio", param="modalities"))
         return names
-
-    def _voice(self, model: Model, arguments: GenerateArguments) -> GenerateArguments:
-        if self.audio is None or self.audio.voice is None:
-            return {}
-        option = model.find_option("voice", param="audio.voice")
-        return {"options": {**arguments.get("options", {}), option: self.audio.voice}}
 
     def _forced_call(self) -> GenerateArguments:
         """Returns the structure of a tool call that the model must make, or nothing if it may answer in text."""
@@ -197,19 +193,13 @@ class ChatBody(SamplingBody):
             return {"json_schema": wanted.json_schema.schema_}
         if given is None:
             return {}
-        return cast(
-            "GenerateArguments",
-            {
-                name: value
-                for name, value in {
-                    "json_schema": given.json_,
-                    "regex": given.regex,
-                    "allowed_texts": given.choice,
-                    "grammar": given.grammar,
-                }.items()
-                if value is not None
-            },
-        )
+        values = {
+            "json_schema": given.json_,
+            "regex": given.regex,
+            "allowed_texts": given.choice,
+            "grammar": given.grammar,
+        }
+        return cast("GenerateArguments", {name: value for name, value in values.items() if value is not None})
 
 
 @router.post("/v1/chat/completions")
@@ -317,54 +307,35 @@ class _Answer:
 
     async def whole(self, generation: AsyncGeneration) -> dict[str, Any]:
         """Returns the whole answer."""
-        messages = [_Message(choice) for choice in self._choices]
+        pieces: list[list[Piece]] = [[] for _ in self._choices]
         usage: Mapping[str, Any] = {}
         async for event in generation:
             if isinstance(event, Text | AudioChunk | OutputFinished):
-                messages[event.index].add(event)
+                pieces[event.index] += self._choices[event.index].pieces(event)
             elif isinstance(event, Finished):
                 usage = usage_of(event, self._model)
-        choices = [{"index": index, **message.to_choice()} for index, message in enumerate(messages)]
+        choices = [{"index": n, **_whole_choice(choice, pieces[n])} for n, choice in enumerate(self._choices)]
         return {"object": "chat.completion", **self._fields, "choices": choices, "usage": usage}
 
 
-class _Message:
-    """A whole message, to which pieces are added."""
-
-    def __init__(self, choice: _Choice) -> None:
-        self._choice = choice
-        self._text: list[str] = []
-        self._calls: list[Mapping[str, Any]] = []
-        self._audio = bytearray()
-
-    def add(self, event: Text | AudioChunk | OutputFinished) -> None:
-        """Adds what an event contains."""
-        for piece in self._choice.pieces(event):
-            match piece:
-                case str():
-                    self._text.append(piece)
-                case bytes():
-                    self._audio += piece
-                case FoundCall():
-                    self._calls.append(_tool_call(piece))
-
-    def to_choice(self) -> dict[str, Any]:
-        """Returns the choice with the message in OpenAI's form."""
-        text = "".join(self._text)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if self._choice.audio_id:
-            message["content"] = None
-            message["audio"] = {
-                "id": self._choice.audio_id,
-                "data": base64.b64encode(self._audio).decode(),
-                "transcript": text,
-                # The audio is not kept: a later request cannot refer to it.
-                "expires_at": now_s(),
-            }
-        if self._calls:
-            message |= {"tool_calls": self._calls, "content": text or None}
-        logprobs, reason = self._choice.take_logprobs(), self._choice.finish_reason
-        return {"message": message, "logprobs": logprobs, "finish_reason": reason}
+def _whole_choice(choice: _Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Returns a choice with its message, which consists of these pieces, in OpenAI's form."""
+    text = "".join(piece for piece in pieces if isinstance(piece, str))
+    calls = [_tool_call(piece) for piece in pieces if isinstance(piece, FoundCall)]
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if choice.audio_id:
+        audio = b"".join(piece for piece in pieces if isinstance(piece, bytes))
+        message["content"] = None
+        message["audio"] = {
+            "id": choice.audio_id,
+            "data": base64.b64encode(audio).decode(),
+            "transcript": text,
+            # The audio is not kept: a later request cannot refer to it.
+            "expires_at": now_s(),
+        }
+    if calls:
+        message |= {"tool_calls": calls, "content": text or None}
+    return {"message": message, "logprobs": choice.take_logprobs(), "finish_reason": choice.finish_reason}
 
 
 def _delta(piece: Piece, choice: _Choice) -> dict[str, Any]:

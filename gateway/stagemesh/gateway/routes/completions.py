@@ -49,12 +49,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Continues a text."""
     model = await find_model(request, body.model)
     generation = model.client.generate(**body.arguments(model))
-    fields = {
-        "id": f"cmpl-{generation.request_id}",
-        "object": "text_completion",
-        "created": now_s(),
-        "model": model.id,
-    }
+    fields = {"id": f"cmpl-{generation.request_id}", "object": "text_completion", "created": now_s(), "model": model.id}
     return await respond(
         request,
         generation,

@@ -52,7 +52,7 @@ class ImageBody(StageBody):
             "negative_prompt": self.negative_prompt,
             "choices": self.n or 1,
         }
-        return arguments | {"options": {**arguments.get("options", {}), **size_options(self.size, model)}}
+        return arguments | {"options": {**self.options, **size_options(self.size, model)}}
 
     def check_format(self, image: Image) -> None:
         """Raises InvalidRequestError if the pipeline makes images of another format."""

@@ -27,7 +27,7 @@ from stagemesh.client.session_events import SessionEvent
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, token_counts
 from stagemesh.gateway.audio import MEDIA_TYPES, PCM_RATE_HZ, AudioFormat, make_encoder
-from stagemesh.gateway.body import Object, StageBody
+from stagemesh.gateway.body import Object, StageBody, option_values
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import Url, file_at
 from stagemesh.gateway.errors import ParameterError
@@ -58,11 +58,8 @@ class VoiceBody(StageBody):
         """Returns the arguments of the client for this request, without the text."""
         arguments = self.stage_arguments(model)
         arguments["outputs"] = [model.require_output("audio")]
-        options = dict(arguments.get("options", {}))
-        for name in ("voice", "instructions", "language", "speed", "ref_text"):
-            if (value := getattr(self, name)) is not None:
-                options[model.find_option(name, param=name)] = value
-        return arguments | {"options": options}
+        own = option_values(model, self, "voice", "instructions", "language", "speed", "ref_text")
+        return arguments | {"options": {**self.options, **own}}
 
 
 class SpeechBody(VoiceBody):
@@ -107,13 +104,7 @@ async def create_speech(body: SpeechBody, request: Request) -> Response:
     else:
         events = aiter(model.client.generate(body.input, **arguments))
     media_type = EVENT_STREAM if body.stream_format == "sse" else MEDIA_TYPES[body.response_format]
-    return await stream(
-        request,
-        events,
-        lambda each: _parts(each, body, model),
-        media_type=media_type,
-        begins=_begins,
-    )
+    return await stream(request, events, lambda each: _parts(each, body, model), media_type=media_type, begins=_begins)
 
 
 def _begins(event: Event | SessionEvent) -> bool:

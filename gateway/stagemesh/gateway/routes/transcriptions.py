@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from stagemesh.client import AsyncGeneration, AudioFile, Event, Finished, GenerateArguments, Message, Text
 from stagemesh.gateway.answers import sse, stream, token_counts, until_disconnected
 from stagemesh.gateway.audio import find_media_type, measure
-from stagemesh.gateway.body import SamplingBody, read_form, validate
+from stagemesh.gateway.body import SamplingBody, option_values, read_form, validate
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
 
@@ -50,11 +50,7 @@ class TranscriptionBody(SamplingBody):
             # The most probable text, as OpenAI's API returns it by default.
             arguments.setdefault("temperature", 0.0)
             return arguments
-        options = dict(arguments.get("options", {}))
-        for name in ("language", "prompt"):
-            if (value := getattr(self, name)) is not None:
-                options[model.find_option(name, param=name)] = value
-        return arguments | {"options": options}
+        return arguments | {"options": {**self.options, **option_values(model, self, "language", "prompt")}}
 
     def _instruction(self) -> str:
         """Returns the instruction to a language model."""

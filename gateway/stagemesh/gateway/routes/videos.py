@@ -12,9 +12,9 @@ from fastapi.responses import FileResponse
 from pydantic import Field
 from starlette.background import BackgroundTask
 
-from stagemesh.client import Content, GenerateArguments, Job, MediaFile
+from stagemesh.client import Content, GenerateArguments, Job
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError
-from stagemesh.gateway.body import StageBody, validate
+from stagemesh.gateway.body import StageBody, option_values, validate
 from stagemesh.gateway.catalog import Model, find_model, find_models
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.routes.images import read_images, size_options
@@ -47,14 +47,8 @@ class VideoBody(StageBody):
         arguments = self.stage_arguments(model)
         # The later requests for the video do not contain a user.
         arguments.pop("caller", None)
-        options = {**arguments.get("options", {}), **size_options(self.size, model)}
-        if self.seconds is not None:
-            options[model.find_option("seconds", param="seconds")] = self.seconds
-        return arguments | {
-            "outputs": [_output_of(model)],
-            "negative_prompt": self.negative_prompt,
-            "options": options,
-        }
+        options = {**self.options, **size_options(self.size, model), **option_values(model, self, "seconds")}
+        return arguments | {"outputs": [_output_of(model)], "negative_prompt": self.negative_prompt, "options": options}
 
     def labels(self) -> Mapping[str, str]:
         """Returns the labels of the job, which contain the parameters that the responses repeat."""
@@ -117,7 +111,7 @@ async def read_content(video_id: str, request: Request, variant: str = _VIDEO) -
     model, job = await _find(request, video_id)
     if job.state != "succeeded":
         raise NotReadyError(f"the video {video_id} is {_STATUSES[job.state]}; read its content when it is completed")
-    file = _file_of(job)
+    file = next(file for output in job.outputs for file in output.files)
     folder = Path(tempfile.mkdtemp(prefix="video-"))
     try:
         await model.client.download(file, folder / _VIDEO)
@@ -181,10 +175,6 @@ def _output_of(model: Model) -> str:
     if name is None:
         raise ParameterError("model", f"the model {model.id!r} has no video output; use another model")
     return name
-
-
-def _file_of(job: Job) -> MediaFile:
-    return next(file for output in job.outputs for file in output.files)
 
 
 def _to_object(job: Job) -> dict[str, Any]:
