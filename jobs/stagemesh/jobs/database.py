@@ -181,10 +181,9 @@ def _unavailable(exc: Exception) -> UnavailableError:
     )
 
 
-METADATA = MetaData()
 JOBS = Table(
     "jobs",
-    METADATA,
+    MetaData(),
     # SQLite generates numbers only for the type INTEGER.
     Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
     Column("uid", String(32), nullable=False),
@@ -195,15 +194,15 @@ JOBS = Table(
     Column("priority", Integer, nullable=False),
     Column("state", Integer, nullable=False),
     Column("report", LargeBinary, nullable=False),
-    Column("attempts", Integer, nullable=False),
-    Column("failures", Integer, nullable=False),
-    Column("requests", Integer, nullable=False),
+    Column("attempts", Integer, nullable=False, default=0),
+    Column("failures", Integer, nullable=False, default=0),
+    Column("requests", Integer, nullable=False, default=0),
     Column("created_s", Double, nullable=False),
     Column("started_s", Double),
     Column("ended_s", Double),
     Column("expires_s", Double),
-    Column("not_before_s", Double, nullable=False),
-    Column("cancel_requested", Boolean, nullable=False),
+    Column("not_before_s", Double, nullable=False, default=0.0),
+    Column("cancel_requested", Boolean, nullable=False, default=False),
     Column("worker", String(128)),
     Column("lease", String(32)),
     Column("lease_until_s", Double),

@@ -232,12 +232,7 @@ class JobTable:
             "priority": max(-10, min(10, request.priority)),
             "state": QUEUED,
             "report": report_of(stored).SerializeToString(),
-            "attempts": 0,
-            "failures": 0,
-            "requests": 0,
             "created_s": now_s(),
-            "not_before_s": 0.0,
-            "cancel_requested": False,
         }
         connection.execute(JOBS.insert().values(values))
         return _job_of(self._find(connection, request.caller, request.request_id))

@@ -2,23 +2,16 @@
 
 import asyncio
 import logging
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from stagemesh.client import (
-    Admitted,
-    AsyncClient,
-    AsyncGeneration,
-    Event,
-    Finished,
-    Progress,
-    Queued,
-)
+from stagemesh.client import Admitted, AsyncClient, AsyncGeneration, Event, Finished, Progress, Queued
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
 from stagemesh.common.media.store import MediaStore
+from stagemesh.common.tasks import end_tasks, wait_within
 from stagemesh.jobs.config import JobServerConfig
 from stagemesh.jobs.database import when_available
 from stagemesh.jobs.job_table import CANCELLED, FAILED, SUCCEEDED, Claim, JobTable, Renewal, report_of
@@ -40,7 +33,6 @@ _CALLS_PER_ATTEMPT = 100
 """The calls of an attempt have numbers above those of the calls of earlier attempts, which they supersede."""
 
 _log = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
 
 
 class Worker:
@@ -76,9 +68,7 @@ class Worker:
             claim = await when_available(self._table.claim)
             if claim is not None:
                 return claim
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_POLL_S):
-                    await self._wake.wait()
+            await wait_within(_POLL_S, self._wake.wait())
 
     async def _run_job(self, claim: Claim) -> None:
         attempt = _Attempt(claim)
@@ -112,11 +102,10 @@ class Worker:
             if generating.done():
                 await self._finish(attempt, outputs, generating)
             elif renewing.result() is Renewal.CANCELLED:
-                await _cancel(generating)
+                await end_tasks([generating])
                 await self._end_without_outputs(claim, CANCELLED, attempt.report)
         finally:
-            await _cancel(generating)
-            await _cancel(renewing)
+            await end_tasks([generating, renewing])
         if renewing.done() and not renewing.cancelled() and renewing.result() is Renewal.LOST:
             await self._forget(claim)
 
@@ -143,11 +132,12 @@ class Worker:
             if not ending.done() or ending.result():
                 # The database may have committed the job's end. Otherwise the next attempt removes the files.
                 outputs.keep()
-            await _cancel(ending)
+            await end_tasks([ending])
             raise
         if is_ended:
             outputs.keep()
-            await self._remove_files(claim.prefix, keep=_folders_of(attempt.report))
+            files = [file for output in attempt.report.outputs for file in output.files]
+            await remove_files(self._store, claim.prefix, keep={file.uri.split("/")[-2] for file in files})
         else:
             await self._forget(claim)
 
@@ -168,7 +158,7 @@ class Worker:
     async def _end_without_outputs(self, claim: Claim, state: int, report: jobs_pb2.Job) -> None:
         """Ends a job that has failed or was cancelled, and removes the files of all of its attempts."""
         if await self._end(claim, state, report):
-            await self._remove_files(claim.prefix)
+            await remove_files(self._store, claim.prefix)
         else:
             await self._forget(claim)
 
@@ -179,7 +169,7 @@ class Worker:
         """
         _log.info("job %s was deleted, or is run by another process", claim.request_id)
         if await when_available(lambda: self._table.is_deleted(claim)):
-            await self._remove_files(claim.prefix)
+            await remove_files(self._store, claim.prefix)
 
     async def _renew(self, attempt: "_Attempt") -> Renewal:
         """Renews the lease until it is lost or the job is cancelled. Returns which of them has happened."""
@@ -195,15 +185,12 @@ class Worker:
         while True:
             for number, prefix in await when_available(self._table.find_expired):
                 # The row remains until the files are deleted, so that a failure is repeated.
-                if await self._remove_files(prefix):
+                if await remove_files(self._store, prefix):
                     await when_available(partial(self._table.remove, number))
             await asyncio.sleep(_SWEEP_S)
 
-    async def _remove_files(self, prefix: str, *, keep: frozenset[str] = frozenset()) -> bool:
-        return await remove_files(self._store, prefix, keep=keep)
 
-
-async def remove_files(store: MediaStore, prefix: str, *, keep: frozenset[str] = frozenset()) -> bool:
+async def remove_files(store: MediaStore, prefix: str, *, keep: Collection[str] = ()) -> bool:
     """Removes the files of a job from a store. Returns whether that succeeded.
 
     - `prefix` is the prefix of the names of the job's folders.
@@ -254,17 +241,6 @@ class _Attempt:
         report.error.CopyFrom(error_to_wire(error))
         report.progress.extend(self.report.progress)
         return report
-
-
-def _folders_of(report: jobs_pb2.Job) -> frozenset[str]:
-    """Returns the names of the folders in which the files of a job's outputs are."""
-    return frozenset(file.uri.split("/")[-2] for output in report.outputs for file in output.files)
-
-
-async def _cancel(task: "asyncio.Task[_Result]") -> None:
-    """Cancels a task, and waits until it has ended."""
-    task.cancel()
-    await asyncio.wait([task])
 
 
 def _request_of(claim: Claim, *, keeps_caller: bool) -> orchestrator_pb2.GenerateRequest:
