@@ -4,7 +4,6 @@ Each call runs in its own thread, with a time limit, and raises Stagemesh's erro
 """
 
 import asyncio
-import contextlib
 import errno
 import hashlib
 import logging
@@ -15,7 +14,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from stagemesh.common.errors import NotFoundError, NotReadyError, OverloadedError, StagemeshError
 from stagemesh.v1 import request_pb2
@@ -184,7 +183,7 @@ class StoredFileWriter:
 
         Waits at most 2 seconds. If the store is slower, the file is deleted later.
         """
-        with contextlib.suppress(StagemeshError, TimeoutError):
+        with suppress(StagemeshError, TimeoutError):
             async with asyncio.timeout(_DISCARD_S):
                 await self._call(self._target.discard)
 
@@ -233,7 +232,7 @@ class RemoteTarget(Target):
     def __init__(self, file_system: "AbstractFileSystem", uri: str) -> None:
         self._file_system, self._uri = file_system, uri
         # autocommit=False: closing the file sends its last block, but does not complete the upload.
-        self._file = file_system.open(uri, "wb", block_size=_BLOCK_BYTES, autocommit=False)
+        self._file: Any = file_system.open(uri, "wb", block_size=_BLOCK_BYTES, autocommit=False)
         self._is_committed = False
 
     def write(self, data: bytes | memoryview) -> None:
@@ -244,18 +243,13 @@ class RemoteTarget(Target):
     def commit(self) -> None:
         self._file.close()
         self._is_committed = True
-        cast("_Upload", self._file).commit()
+        self._file.commit()
 
     def discard(self) -> None:
         if self._is_committed:
             self._file_system.rm_file(self._uri)
         else:
-            cast("_Upload", self._file).discard()
-
-
-class _Upload(Protocol):
-    def commit(self) -> None: ...
-    def discard(self) -> None: ...
+            self._file.discard()
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
