@@ -1,17 +1,20 @@
 """The vllm engine on a tiny random model: its inputs, outputs and errors."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError, UnsupportedError
 from stagemesh.services.engines.base import SamplingOptions, Task, Usage
-from stagemesh.services.engines.prompts import ChatMessage, Conversation, Prompt, RawPrompt, Tool
+from stagemesh.services.engines.prompts import ChatMessage, Conversation, Prompt, RawPrompt, Role, Tool, ToolCall
 from stagemesh.services.engines.vllm.engine import VllmEngine
+from stagemesh.services.engines.vllm.requests import prompt_tokens
 from tests.engines.support import as_prompt, collect, controls_of, packets, stage_config, text_of
 from tests.engines.vllm.engines import started
 from tests.engines.vllm.tiny_adapter import write_adapter
@@ -20,6 +23,9 @@ from tests.engines.vllm.tiny_model import CHAT_TEMPLATE, MAX_MODEL_LEN, OPTIONS
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
 AT_ONCE = 8
+HI = ChatMessage("user", "hi")
+WEATHER = Tool("weather", "Tells the weather.", {"type": "object", "properties": {"city": {"type": "string"}}})
+CALL = ToolCall("c1", "weather", {"city": "Bern"})
 
 
 def task(
@@ -27,19 +33,6 @@ def task(
 ) -> Task:
     options = SamplingOptions(**{"max_tokens": 12, "temperature": 1.0} | sampling)  # type: ignore[arg-type]
     return Task(request_id, seed, as_prompt(prompt) if prompt is not None else None, sampling=options)
-
-
-async def test_seeded_text_repeats(text_engine: VllmEngine) -> None:
-    first, second, other = [text_of(await collect(text_engine.submit(task(seed=seed)))) for seed in (3, 3, 4)]
-    assert first == second != other
-
-
-async def test_requests_of_a_batch_keep_their_seeds(text_engine: VllmEngine) -> None:
-    alone = [text_of(await collect(text_engine.submit(task(seed=seed)))) for seed in range(AT_ONCE)]
-    together = await asyncio.gather(
-        *(collect(text_engine.submit(task(seed=seed, request_id=f"r{seed}"))) for seed in range(AT_ONCE))
-    )
-    assert [text_of(events) for events in together] == alone
 
 
 async def test_text_is_streamed_and_usage_is_last(text_engine: VllmEngine) -> None:
@@ -52,10 +45,7 @@ async def test_text_is_streamed_and_usage_is_last(text_engine: VllmEngine) -> No
 
 
 async def test_text_goes_through_the_chat_template(text_engine: VllmEngine) -> None:
-    as_text, as_chat = [
-        (await collect(text_engine.submit(task(prompt))))[-1]
-        for prompt in ("hi", Conversation([ChatMessage("user", "hi")]))
-    ]
+    as_text, as_chat = [(await collect(text_engine.submit(task(prompt))))[-1] for prompt in ("hi", Conversation([HI]))]
     assert as_text == as_chat
     assert isinstance(as_text, Usage)
     assert as_text.prompt_tokens == len("hi") + 3  # user, end, assistant
@@ -66,14 +56,6 @@ async def test_max_tokens_defaults_to_the_space_left(text_engine: VllmEngine) ->
     events = await collect(text_engine.submit(Task("r", 1, RawPrompt(prompt))))
     assert isinstance(events[-1], Usage)
     assert events[-1].output_tokens <= 5
-
-
-async def test_long_prompts_are_seeded_too(text_engine: VllmEngine) -> None:
-    prompts = [[10 + number] * (MAX_MODEL_LEN - 20) for number in range(6)]
-    runs = await asyncio.gather(
-        *(collect(text_engine.submit(task(prompt, request_id=str(number)))) for number, prompt in enumerate(prompts))
-    )
-    assert all(isinstance(events[-1], Usage) for events in runs)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +80,7 @@ async def test_tools_are_rejected_if_the_template_accepts_none(
     text_engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_engine.control.llm.get_tokenizer(), "chat_template", CHAT_TEMPLATE)
-    wrong = task(Conversation([ChatMessage("user", "hi")], [Tool("weather", "", {})]))
+    wrong = task(Conversation([HI], [WEATHER]))
     with pytest.raises(UnsupportedError, match="the model's chat template accepts no tools") as caught:
         await collect(text_engine.submit(wrong))
     assert caught.value.metadata["ability"] == "tools"
@@ -173,3 +155,89 @@ async def test_error_names_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(NotReadyError, match=f"vLLM cannot load {tmp_path}"):
         async with started(tmp_path, **OPTIONS):
             pass
+
+
+# -- conversations, and prompts without a template
+
+
+def rendered(engine: VllmEngine, prompt: Prompt) -> str:
+    llm = engine.control.llm
+    return str(llm.get_tokenizer().decode(prompt_tokens(prompt, llm)))
+
+
+async def test_template_receives_tools_their_calls_and_results(text_engine: VllmEngine) -> None:
+    messages = [
+        HI,
+        ChatMessage("assistant", tool_calls=[CALL, ToolCall("c2", "weather", {"city": "Rom"})]),
+        ChatMessage("tool", "12 degrees", result_of=CALL),
+    ]
+    text = rendered(text_engine, Conversation(messages, [WEATHER, Tool("now", "", {})]))
+    *tools, conversation = text.split("|", 2)
+    kinds, functions = zip(*(tool.split(":", 1) for tool in tools), strict=True)
+    assert kinds == ("function", "function")
+    assert [json.loads(function) for function in functions] == [
+        {"name": "weather", "description": "Tells the weather.", "parameters": WEATHER.parameters},
+        {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}},
+    ]
+    assert conversation == (
+        "<|user|>hi<|end|><|assistant|>[c1 weather Bern][c2 weather Rom]<|end|>"
+        "<|tool|>12 degrees(c1 weather)<|end|><|assistant|>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [
+        ({}, "<|assistant|>"),
+        ({"thinking": False, "unused": [1]}, "<|assistant|>no thoughts"),
+        ({"add_generation_prompt": False}, ""),
+    ],
+    ids=str,
+)
+async def test_template_receives_its_arguments(
+    text_engine: VllmEngine, arguments: dict[str, JsonValue], end: str
+) -> None:
+    assert rendered(text_engine, Conversation([HI], template_arguments=arguments)) == f"<|user|>hi<|end|>{end}"
+
+
+async def test_assistants_message_can_be_continued(text_engine: VllmEngine) -> None:
+    arguments: dict[str, JsonValue] = {"add_generation_prompt": False, "continue_final_message": True}
+    asked = Conversation([HI, ChatMessage("assistant", "Well,")], template_arguments=arguments)
+    assert rendered(text_engine, asked) == "<|user|>hi<|end|><|assistant|>Well,"
+
+
+@pytest.mark.parametrize(("role", "name"), [("developer", "system"), ("system", "system"), ("tool", "tool")])
+async def test_template_receives_each_role(text_engine: VllmEngine, role: Role, name: str) -> None:
+    assert rendered(text_engine, Conversation([ChatMessage(role, "x"), HI])).startswith(f"<|{name}|>x<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tools": []}, "contain tools, which the request or the stage sets itself"),
+        ({"chat_template": "{{ 1 }}"}, "contain chat_template, which"),
+        ({"tokenize": True}, "contain tokenize, which"),
+        ({"refuse": "no"}, "the model's chat template rejects the conversation: refused: no"),
+        ({"continue_final_message": True}, "the model's chat template rejects the conversation"),
+    ],
+    ids=str,
+)
+async def test_wrong_template_arguments_are_rejected(
+    text_engine: VllmEngine, arguments: dict[str, JsonValue], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        await collect(text_engine.submit(task(Conversation([HI], template_arguments=arguments))))
+    assert caught.value.reason == "INVALID_PROMPT"
+
+
+async def test_raw_text_goes_past_the_template(text_engine: VllmEngine) -> None:
+    raw = "<|user|>hi<|end|><|assistant|>"
+    assert rendered(text_engine, RawPrompt(raw)) == raw == rendered(text_engine, "hi")
+    assert prompt_tokens(RawPrompt(raw), text_engine.control.llm) == prompt_tokens("hi", text_engine.control.llm)
+
+
+async def test_conversation_with_tools_is_answered(text_engine: VllmEngine) -> None:
+    conversation = Conversation([HI], [WEATHER])
+    events = await collect(text_engine.submit(task(conversation, max_tokens=4)))
+    assert isinstance(events[-1], Usage)
+    assert events[-1].prompt_tokens == len(prompt_tokens(conversation, text_engine.control.llm))
