@@ -46,7 +46,7 @@ class NotReadyYetError(UnavailableError):
     """Raised if a stage has no ready replica, but at least one of its replicas may become ready soon."""
 
 
-def _unready(message: str, *, soon: bool, **metadata: str) -> UnavailableError:
+def _unready(message: str, *, soon: bool, metadata: Mapping[str, str] = _NONE) -> UnavailableError:
     """Returns the error of a stage without a suitable replica, a NotReadyYetError if it may have one `soon`."""
     kind = NotReadyYetError if soon else UnavailableError
     return kind(message, reason="STAGE_NOT_READY", metadata=metadata, retry_after_s=_RETRY_AFTER_S)
@@ -249,11 +249,11 @@ class Planner:
         expected = self._adapters.path_of(stage, adapter) is not None
         ready = [replica for replica in self._registry.of(stage) if replica.state is ReplicaState.READY]
         if expected or any(replica.adapters is None for replica in ready):
-            return _unready(
+            return NotReadyYetError(
                 f"no ready replica of stage {stage!r} has loaded adapter {adapter!r} yet; try again later",
-                soon=True,
-                stage=stage,
-                adapter=adapter,
+                reason="STAGE_NOT_READY",
+                metadata={"stage": stage, "adapter": adapter},
+                retry_after_s=_RETRY_AFTER_S,
             )
         known = sorted({name for replica in ready for name in replica.adapters or ()})
         return NotFoundError(
@@ -290,7 +290,7 @@ class Planner:
         return _unready(
             f"no replica of stage {stage!r} is ready: {states}{more}; try again when `stagemesh stages` shows it ready",
             soon=any(map(self._may_become_ready, replicas)),
-            stage=stage,
+            metadata={"stage": stage},
         )
 
     def _without_generation(self, generation: str, stages: Sequence[str]) -> StagemeshError:
