@@ -7,8 +7,10 @@ import subprocess
 import sys
 import wave
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,7 @@ from stagemesh.client import AudioChunk, Result, StageArguments, Text, WavWriter
 from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import InvalidRequestError
 from tests.deployment import Deployment, eventually
-from tests.gateway.making import client, gateway, serving
+from tests.gateway.making import client, gateway
 from tests.gateway.page import visiting
 from tests.gateway.test_realtime import Talker
 from tests.repository.code_blocks import read_blocks
@@ -38,12 +40,24 @@ PROMPTS = (
 TOPICS = ("river", "castle", "garden", "mountain", "kitchen", "library", "desert", "forest")
 SEED = 7
 MAX_TOKENS = 70
-PAGE_RATE_HZ = 24_000
+RATE_HZ = 24_000
+"""The sample rate of what the gateway sends."""
+SPOKEN = "The quick brown fox jumps over the lazy dog. It was a bright day in the garden."
 
 
 def _ask(up: Deployment, prompt: str, *, seed: int = SEED, max_tokens: int = MAX_TOKENS) -> Result:
     with up.client() as client:
         return client.generate(prompt, seed=seed, max_tokens=max_tokens).result()
+
+
+@pytest.fixture(scope="module")
+def url(speech_up: Deployment) -> Iterator[str]:
+    with gateway(speech_up.endpoint) as url:
+        yield url
+
+
+def _samples(pcm: bytes) -> npt.NDArray[np.float32]:
+    return np.frombuffer(pcm, np.int16).astype(np.float32) / np.float32(32768)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -170,8 +184,8 @@ def test_invalid_prompts_are_rejected_with_a_reason(speech_up: Deployment, promp
     eventually(speech_up.idle, timeout_s=10)
 
 
-def test_the_gateway_streams_text_and_speech(speech_up: Deployment) -> None:
-    with speech_up.client() as own, gateway(speech_up.endpoint) as url, client(url) as ai:
+def test_the_gateway_streams_text_and_speech(speech_up: Deployment, url: str) -> None:
+    with speech_up.client() as own, client(url) as ai:
         expected = own.generate(messages=[("user", PROMPTS[2])], seed=SEED, max_tokens=20).result()
         stream = ai.chat.completions.create(
             model="speech",
@@ -189,53 +203,40 @@ def test_the_gateway_streams_text_and_speech(speech_up: Deployment) -> None:
     deltas = [chunk.choices[0].delta.model_dump(exclude_none=True) for chunk in chunks if chunk.choices]
     parts = [delta["audio"] for delta in deltas if "audio" in delta]
     assert "".join(part.get("transcript", "") for part in parts) == expected.text
-    pcm = np.frombuffer(b"".join(base64.b64decode(part.get("data", "")) for part in parts), np.int16)
-    assert len(pcm) / 24_000 == pytest.approx(len(expected.audio) / expected.sample_rate_hz, abs=0.01)
-    said = transcribe(pcm.astype(np.float32) / np.float32(32768), 24_000)
-    assert word_error_rate(expected.text, said) <= 0.10
-    tokens = [
-        each
-        for chunk in chunks
-        for choice in chunk.choices
-        if choice.logprobs
-        for each in choice.logprobs.content or ()
-    ]
+    samples = _samples(b"".join(base64.b64decode(part.get("data", "")) for part in parts))
+    assert len(samples) / RATE_HZ == pytest.approx(len(expected.audio) / expected.sample_rate_hz, abs=0.01)
+    assert word_error_rate(expected.text, transcribe(samples, RATE_HZ)) <= 0.10
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    tokens = [each for choice in choices if choice.logprobs for each in choice.logprobs.content or ()]
     assert "".join(each.token for each in tokens).startswith(expected.text)
     assert all(len(each.top_logprobs) == 2 for each in tokens)
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 20
-    assert (
-        next(choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason) == "length"
-    )
+    assert next(choice.finish_reason for choice in choices if choice.finish_reason) == "length"
 
 
-def test_the_gateway_speaks_a_text_as_it_is(speech_up: Deployment) -> None:
-    spoken = "The quick brown fox jumps over the lazy dog. It was a bright day in the garden."
-    with gateway(speech_up.endpoint) as url, client(url) as ai:
-        file = ai.audio.speech.create(model="speech", voice=None, input=spoken, response_format="wav")  # type: ignore[arg-type]
-        form = ai.chat.completions.create(
+def test_the_gateway_speaks_a_text_as_it_is(url: str) -> None:
+    with client(url) as ai:
+        file = ai.audio.speech.create(model="speech", voice=None, input=SPOKEN, response_format="wav")  # type: ignore[arg-type]
+    with wave.open(io.BytesIO(file.content)) as audio:
+        heard = transcribe(_samples(audio.readframes(1 << 30)), audio.getframerate())
+    assert word_error_rate(SPOKEN, heard) <= 0.10
+
+
+def test_the_gateway_answers_in_the_form_of_a_schema(url: str) -> None:
+    schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "colour", "schema": schema}}
+    with client(url) as ai:
+        answer = ai.chat.completions.create(
             model="speech",
             messages=[{"role": "user", "content": "Name a colour as JSON."}],
-            response_format={
-                "type": "json_schema",
-                "json_schema": {
-                    "name": "colour",
-                    "schema": {
-                        "type": "object",
-                        "properties": {"colour": {"enum": ["red", "blue"]}},
-                        "required": ["colour"],
-                    },
-                },
-            },
+            response_format=form,
             max_tokens=30,
         )
-    with wave.open(io.BytesIO(file.content)) as audio:
-        samples = np.frombuffer(audio.readframes(1 << 30), np.int16).astype(np.float32) / np.float32(32768)
-        assert word_error_rate(spoken, transcribe(samples, audio.getframerate())) <= 0.10
-    assert json.loads(form.choices[0].message.content or "")["colour"] in {"red", "blue"}
+    assert json.loads(answer.choices[0].message.content or "")["colour"] in {"red", "blue"}
 
 
-def test_the_examples_of_the_gateway_run(speech_up: Deployment, tmp_path: Path) -> None:
+def test_the_examples_of_the_gateway_run(url: str, tmp_path: Path) -> None:
     blocks = [each for each in read_blocks("docs/gateway.md") if each.language == "python" and not each.is_fragment]
     first, realtime = (each.code for each in blocks)
 
@@ -243,69 +244,61 @@ def test_the_examples_of_the_gateway_run(speech_up: Deployment, tmp_path: Path) 
         command = [sys.executable, "-c", code.replace("http://127.0.0.1:8000", url)]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True, timeout=120).stdout
 
-    with gateway(speech_up.endpoint) as url:
-        assert len(run(first)) > 50
-        *transcript, summary = run(realtime).splitlines()
+    assert len(run(first)) > 50
+    *transcript, summary = run(realtime).splitlines()
     with wave.open(str(tmp_path / "calm.wav")) as audio:
         assert audio.getnframes() > audio.getframerate()
     assert "".join(transcript).strip()
     assert float(summary.split(" ")[0]) > 1
 
 
-async def test_a_realtime_response_is_spoken(speech_up: Deployment) -> None:
+async def test_a_realtime_response_is_spoken(url: str) -> None:
     async with (
-        serving(speech_up.endpoint) as url,
-        openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none") as ai,
-        ai.realtime.connect(model="speech") as connection,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as ai,
+        ai.realtime.connect(model="speech") as it,
     ):
-        talker = Talker(connection)
+        talker = Talker(it)
         await talker.until("session.created")
-        await talker.send("session.update", session={"type": "realtime", "seed": SEED, "max_output_tokens": 40})
-        await talker.until("session.updated")
+        await talker.update(seed=SEED, max_output_tokens=40)
         await talker.say(PROMPTS[2])
         response = await talker.respond()
     deltas = [event["delta"] for event in talker.received if event["type"] == "response.output_audio.delta"]
-    pcm = np.frombuffer(b"".join(map(base64.b64decode, deltas)), np.int16)
-    said = transcribe(pcm.astype(np.float32) / np.float32(32768), 24_000)
+    said = transcribe(_samples(b"".join(map(base64.b64decode, deltas))), RATE_HZ)
     assert word_error_rate(response["output"][0]["content"][0]["transcript"], said) <= 0.10
 
 
-async def test_the_gateway_speaks_a_text_while_it_is_written(speech_up: Deployment) -> None:
-    text = "The quick brown fox jumps over the lazy dog. It was a bright day in the garden."
-    words = text.split()
+async def test_the_gateway_speaks_a_text_while_it_is_written(speech_up: Deployment, url: str) -> None:
+    words = SPOKEN.split()
     with speech_up.client() as client, client.converse(input_mode="stream", outputs=["audio"], seed=SEED) as session:
         for word in words:
             session.append(f"{word} ")
         session.commit()
-        expected_s = sum(
-            len(each.samples) / each.sample_rate_hz for each in session.answer() if isinstance(each, AudioChunk)
-        )
-    async with serving(speech_up.endpoint) as url:
-        address = f"ws://{url}/v1/audio/speech/stream?model=speech&seed={SEED}"
-        async with websockets.connect(address, max_size=None) as socket:
-            for word in words:
-                await socket.send(json.dumps({"type": "input.text", "text": f"{word} "}))
-            await socket.send(json.dumps({"type": "input.done"}))
-            pcm = b""
-            while isinstance(frame := await socket.recv(), bytes) or json.loads(frame)["type"] != "audio.done":
-                pcm += frame if isinstance(frame, bytes) else b""
-    samples = np.frombuffer(pcm, np.int16)
-    assert len(samples) / 24_000 == pytest.approx(expected_s, abs=0.01)
-    assert word_error_rate(text, transcribe(samples.astype(np.float32) / np.float32(32768), 24_000)) <= 0.10
+        chunks = [each for each in session.answer() if isinstance(each, AudioChunk)]
+    expected_s = sum(len(each.samples) / each.sample_rate_hz for each in chunks)
+    address = f"{url.replace('http', 'ws')}/v1/audio/speech/stream?model=speech&seed={SEED}"
+    async with websockets.connect(address, max_size=None) as socket:
+        for word in words:
+            await socket.send(json.dumps({"type": "input.text", "text": f"{word} "}))
+        await socket.send(json.dumps({"type": "input.done"}))
+        pcm = b""
+        while isinstance(frame := await socket.recv(), bytes) or json.loads(frame)["type"] != "audio.done":
+            pcm += frame if isinstance(frame, bytes) else b""
+    samples = _samples(pcm)
+    assert len(samples) / RATE_HZ == pytest.approx(expected_s, abs=0.01)
+    assert word_error_rate(SPOKEN, transcribe(samples, RATE_HZ)) <= 0.10
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_the_page_of_the_gateway_speaks_and_is_interrupted(speech_up: Deployment, page: Page) -> None:
-    async with serving(speech_up.endpoint) as address:
-        await page.goto(f"http://{address}/")
-        await visiting.send(page, "Tell me everything about the sea.")
+async def test_the_page_of_the_gateway_speaks_and_is_interrupted(url: str, page: Page) -> None:
+    await page.goto(url)
+    await visiting.send(page, "Tell me everything about the sea.")
 
-        async def is_heard() -> bool:
-            return await visiting.samples(page, "heard") > PAGE_RATE_HZ // 2
+    async def is_heard() -> bool:
+        return await visiting.samples(page, "heard") > RATE_HZ // 2
 
-        await visiting.until(is_heard)
-        await page.keyboard.press("Escape")
-        await expect(visiting.answer(page).get_by_text("Interrupted")).to_be_visible()
-        assert PAGE_RATE_HZ // 2 < await visiting.samples(page, "heard") < await visiting.samples(page, "received")
-        assert await visiting.answer(page).locator(".text").inner_text()
-        await page.close()
+    await visiting.until(is_heard)
+    await page.keyboard.press("Escape")
+    await expect(visiting.answer(page).get_by_text("Interrupted")).to_be_visible()
+    assert RATE_HZ // 2 < await visiting.samples(page, "heard") < await visiting.samples(page, "received")
+    assert await visiting.answer(page).locator(".text").inner_text()
+    await page.close()

@@ -1,5 +1,6 @@
 """A replica of the stage in TypeScript between Python data planes, driven as an orchestrator would."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -9,14 +10,14 @@ import grpc
 import numpy as np
 
 from stagemesh.common.wire.chunk_sizes import StepPolicy
+from stagemesh.conformance import Host, assert_same, receive_all, send_all
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc, tensor_pb2
-from tests.connectors.hosts import Host
-from tests.typescript.nodes import RunningStage, running_stage
+from tests.typescript.nodes import QUICK, RunningStage, running_stage
 
 IN, OUT = "a->m", "m->c"
 
@@ -112,6 +113,34 @@ def outlet_to(stage_endpoint: str, plane: DataPlane, request_id: str, *, attempt
 def inlet_from(plane: DataPlane, request_id: str, *, attempt: int = 1) -> Inlet:
     """Expects a flow from the stage in TypeScript."""
     return plane.open_inlet(EdgeKey(request_id, OUT, attempt), producer="m-0")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A step of the stage in TypeScript, with a flow from the host "a-0" and a flow to the host "c-0"."""
+
+    stage: Upper
+    a: Host
+    c: Host
+    step: Step
+    outlet: Outlet
+    inlet: Inlet
+
+    async def convey(self, sent: Sequence[Packet]) -> None:
+        """Sends packets. Checks that the stage's packets arrive, and that the step finishes."""
+        _, received = await asyncio.gather(send_all(self.outlet, sent), receive_all(self.inlet))
+        assert_same(received, upper(sent))
+        await self.step.finished()
+
+
+@asynccontextmanager
+async def chain(*, window_bytes: int | None = None, **fields: Any) -> AsyncIterator[Chain]:
+    """Starts a step of the request "r" with these fields. `window_bytes` is the window of credit of "c-0"."""
+    limits = {} if window_bytes is None else {"window_bytes": window_bytes}
+    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0", **limits) as c:
+        inlet = inlet_from(c.plane, "r")
+        step = await stage.start("r", consumer=c.endpoint, **fields)
+        yield Chain(stage, a, c, step, outlet_to(stage.endpoint, a.plane, "r"), inlet)
 
 
 def text(seq: int, size_bytes: int) -> Packet:

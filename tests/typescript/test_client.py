@@ -4,7 +4,7 @@ import asyncio
 import base64
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,27 +17,30 @@ from stagemesh.common.process.config import TokenConfig
 from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
 from stagemesh.v1 import request_pb2
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
-from tests.client.scripted import Pause, admitted, audio, ended, finished, progress, queued, served, text
+from tests.client.scripted import (
+    Pause,
+    ScriptedOrchestrator,
+    admitted,
+    audio,
+    ended,
+    finished,
+    progress,
+    queued,
+    served,
+    text,
+)
 from tests.credentials import issue, process_credentials
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment
 from tests.later_contract import later_class
 from tests.system.breakable_relay import breakable_relay
-from tests.system.pipelines import relays
 from tests.typescript.nodes import PACKAGE, RunningClient, node, running_client
 
 STEPS = 30
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = tmp_path_factory.mktemp("relays")
-    with deployed(relays(folder, steps=STEPS, step_s=0.03, size_bytes=2000)) as up:
-        yield up
-
-
-@pytest.fixture(scope="module")
-def undisturbed(up: Deployment) -> Result:
-    with up.client() as client:
+def undisturbed(relays_up: Deployment) -> Result:
+    with relays_up.client() as client:
         return client.generate("hello", seed=7).result()
 
 
@@ -100,8 +103,8 @@ def check(received: Received, undisturbed: Result) -> None:
     assert received.kinds[-1] == "finished"
 
 
-async def test_outputs_usage_and_finish_reasons_arrive(up: Deployment, undisturbed: Result) -> None:
-    async with running_client(up.endpoint, "hello", "--seed", "7") as client:
+async def test_outputs_usage_and_finish_reasons_arrive(relays_up: Deployment, undisturbed: Result) -> None:
+    async with running_client(relays_up.endpoint, "hello", "--seed", "7") as client:
         received = await receive(client)
     check(received, undisturbed)
     usages = {stage: report["usage"] for stage, report in received.stages.items()}
@@ -109,33 +112,28 @@ async def test_outputs_usage_and_finish_reasons_arrive(up: Deployment, undisturb
         stage: report.usage.output_tokens for stage, report in undisturbed.finished.stages.items()
     }
     (edge,) = received.stages["source"]["edges"]
-    assert (edge["edge"], int(edge["sizeBytes"])) == ("source->relay", STEPS * 2000)
+    assert (edge["edge"], int(edge["sizeBytes"])) == ("source->relay", len(undisturbed.text))
 
 
-async def test_killed_orchestrator_loses_and_doubles_nothing(up: Deployment, undisturbed: Result) -> None:
-    async with running_client(up.endpoint, "hello", "--seed", "7") as client:
-        received = await receive(client, {STEPS // 3: lambda: up.kill("orchestrator")})
+async def test_killed_orchestrator_loses_and_doubles_nothing(relays_up: Deployment, undisturbed: Result) -> None:
+    async with running_client(relays_up.endpoint, "hello", "--seed", "7") as client:
+        received = await receive(client, {STEPS // 3: lambda: relays_up.kill("orchestrator")})
     check(received, undisturbed)
 
 
-async def test_broken_connections_lose_and_double_nothing(up: Deployment, undisturbed: Result) -> None:
-    with breakable_relay(up.endpoint) as way:
+async def test_broken_connections_lose_and_double_nothing(relays_up: Deployment, undisturbed: Result) -> None:
+    with breakable_relay(relays_up.endpoint) as way:
         async with running_client(way.endpoint, "hello", "--seed", "7") as client:
             received = await receive(client, dict.fromkeys((1, 5, 6, 20), way.cut))
     check(received, undisturbed)
 
 
-async def test_next_call_sends_the_ends_of_what_has_arrived() -> None:
-    async with served() as orchestrator:
-        orchestrator.scripts.extend(
-            [
-                [admitted(seed=9), text("Zoë😀"), audio([0.5, 1]), Pause.BREAK],
-                [admitted(seed=9), text("!"), finished()],
-            ]
-        )
-        async with running_client(orchestrator.endpoint, "hello") as client:
-            received = await receive(client)
-        first, second = orchestrator.requests
+async def test_next_call_sends_the_ends_of_what_has_arrived(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(seed=9), text("Zoë😀"), audio([0.5, 1]), Pause.BREAK])
+    orchestrator.scripts.append([admitted(seed=9), text("!"), finished()])
+    async with running_client(orchestrator.endpoint, "hello") as client:
+        received = await receive(client)
+    first, second = orchestrator.requests
     assert received.text == "Zoë😀!"
     assert {each.name: each.position for each in second.next_positions} == {"text": 4, "audio": 2}
     assert (second.parameters.seed, second.earlier_calls, second.request_id) == (9, 1, first.request_id)
@@ -146,52 +144,43 @@ async def test_next_call_sends_the_ends_of_what_has_arrived() -> None:
     assert first.linger_s == second.linger_s == 30
 
 
-async def test_request_without_outputs_may_restart_in_another_generation() -> None:
-    async with served() as orchestrator:
-        orchestrator.scripts.extend(
-            [
-                [admitted(generation="old"), Pause.BREAK],
-                [admitted(generation="new"), text("Hi"), Pause.BREAK],
-                [admitted(generation="new"), text("!"), finished()],
-            ]
-        )
-        async with running_client(orchestrator.endpoint, "hello") as client:
-            assert (await receive(client)).text == "Hi!"
-        assert [request.generation for request in orchestrator.requests] == ["", "", "new"]
+async def test_request_without_outputs_may_restart_in_another_generation(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(generation="old"), Pause.BREAK])
+    orchestrator.scripts.append([admitted(generation="new"), text("Hi"), Pause.BREAK])
+    orchestrator.scripts.append([admitted(generation="new"), text("!"), finished()])
+    async with running_client(orchestrator.endpoint, "hello") as client:
+        assert (await receive(client)).text == "Hi!"
+    assert [request.generation for request in orchestrator.requests] == ["", "", "new"]
 
 
-async def test_each_choice_continues_at_its_own_position() -> None:
-    async with served() as orchestrator:
-        orchestrator.scripts.extend(
+async def test_each_choice_continues_at_its_own_position(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.extend(
+        [
+            [admitted(choices=2), progress("a", steps=2), text("ab"), text("x", index=1), ended(), Pause.BREAK],
             [
-                [admitted(choices=2), progress("a", steps=2), text("ab"), text("x", index=1), ended(), Pause.BREAK],
-                [
-                    *(admitted(choices=2), progress("a", steps=1), progress("a", steps=1, index=1)),
-                    *(ended(), text("yz", index=1), ended(index=1), finished(2)),
-                ],
-            ]
-        )
-        async with running_client(orchestrator.endpoint, "hello", "--choices", "2") as client:
-            received = await receive(client)
-        first, second = orchestrator.requests
+                *(admitted(choices=2), progress("a", steps=1), progress("a", steps=1, index=1)),
+                *(ended(), text("yz", index=1), ended(index=1), finished(2)),
+            ],
+        ]
+    )
+    async with running_client(orchestrator.endpoint, "hello", "--choices", "2") as client:
+        received = await receive(client)
+    first, second = orchestrator.requests
     assert (received.texts, received.kinds.count("progress")) == ({0: "ab", 1: "xyz"}, 2)
     assert received.finishes == dict.fromkeys(("text", "text of choice 1"), request_pb2.FINISH_REASON_END)
     assert {each.index: each.position for each in second.next_positions} == {0: 2, 1: 1}
     assert (first.parameters.choices, second.parameters.choices) == (2, 2)
 
 
-async def test_repeated_events_are_dropped() -> None:
+async def test_repeated_events_are_dropped(orchestrator: ScriptedOrchestrator) -> None:
     events = [admitted(), progress("thinker", steps=3), text("Hi"), ended()]
-    async with served() as orchestrator:
-        orchestrator.scripts.extend(
-            [
-                [queued(2), *events, Pause.BREAK],
-                [queued(1), *events[:2], progress("thinker", steps=4), ended(), finished(), Pause.BREAK],
-                [admitted(), finished()],
-            ]
-        )
-        async with running_client(orchestrator.endpoint, "hello") as client:
-            received = await receive(client)
+    orchestrator.scripts.append([queued(2), *events, Pause.BREAK])
+    orchestrator.scripts.append(
+        [queued(1), *events[:2], progress("thinker", steps=4), ended(), finished(), Pause.BREAK]
+    )
+    orchestrator.scripts.append([admitted(), finished()])
+    async with running_client(orchestrator.endpoint, "hello") as client:
+        received = await receive(client)
     assert received.kinds == ["queued", "admitted", "progress", "output", "output", "progress", "finished"]
 
 
@@ -203,13 +192,12 @@ async def test_another_orchestrator_takes_over() -> None:
             assert (await receive(client)).text == "Hi you"
 
 
-async def test_full_queue_is_tried_again_when_it_says() -> None:
+async def test_full_queue_is_tried_again_when_it_says(orchestrator: ScriptedOrchestrator) -> None:
     full = OverloadedError("the queue is full", reason="ADMISSION_LIMIT", retry_after_s=0.01)
-    async with served() as orchestrator:
-        orchestrator.scripts.extend([[full], [full], [queued(1), admitted(), text("Hi"), finished()]])
-        async with running_client(orchestrator.endpoint, "hello") as client:
-            assert (await receive(client)).text == "Hi"
-        assert [request.earlier_calls for request in orchestrator.requests] == [0, 1, 2]
+    orchestrator.scripts.extend([[full], [full], [queued(1), admitted(), text("Hi"), finished()]])
+    async with running_client(orchestrator.endpoint, "hello") as client:
+        assert (await receive(client)).text == "Hi"
+    assert [request.earlier_calls for request in orchestrator.requests] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -217,23 +205,21 @@ async def test_full_queue_is_tried_again_when_it_says() -> None:
     [InternalError("out of luck"), OverloadedError("too late", reason="CALLER_LIMIT", retry_after_s=0.01)],
     ids=["final", "after the start"],
 )
-async def test_other_errors_are_final(error: StagemeshError) -> None:
-    async with served() as orchestrator:
-        orchestrator.scripts.append([admitted(), error])
-        async with running_client(orchestrator.endpoint, "hello") as client:
-            assert error.message in await client.error()
-        assert len(orchestrator.requests) == 1
+async def test_other_errors_are_final(orchestrator: ScriptedOrchestrator, error: StagemeshError) -> None:
+    orchestrator.scripts.append([admitted(), error])
+    async with running_client(orchestrator.endpoint, "hello") as client:
+        assert error.message in await client.error()
+    assert len(orchestrator.requests) == 1
 
 
-async def test_interrupted_client_cancels_its_request() -> None:
-    async with served() as orchestrator:
-        orchestrator.scripts.append([admitted(), Pause.FOREVER])
-        async with running_client(orchestrator.endpoint, "hello", "--request-id", "mine") as client:
-            await anext(aiter(client))
-            client.process.send_signal(signal.SIGINT)
-            assert "aborted" in await client.error()
-        await asyncio.wait_for(orchestrator.hung_up.wait(), 10)
-        assert [(cancel.request_id, cancel.when_left) for cancel in orchestrator.cancels] == [("mine", True)]
+async def test_interrupted_client_cancels_its_request(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), Pause.FOREVER])
+    async with running_client(orchestrator.endpoint, "hello", "--request-id", "mine") as client:
+        await anext(aiter(client))
+        client.process.send_signal(signal.SIGINT)
+        assert "aborted" in await client.error()
+    await asyncio.wait_for(orchestrator.hung_up.wait(), 10)
+    assert [(cancel.request_id, cancel.when_left) for cancel in orchestrator.cancels] == [("mine", True)]
 
 
 def _later(*, ignorable: bool) -> GenerateResponse:
@@ -242,23 +228,21 @@ def _later(*, ignorable: bool) -> GenerateResponse:
     return GenerateResponse.FromString(event.SerializeToString())
 
 
-async def test_event_of_a_later_kind_is_refused_or_ignored() -> None:
-    async with served() as orchestrator:
-        orchestrator.scripts.extend(
-            [[admitted(), _later(ignorable=True), text("Hi"), finished()], [admitted(), _later(ignorable=False)]]
-        )
-        async with running_client(orchestrator.endpoint, "hello") as client:
-            assert (await receive(client)).text == "Hi"
-        async with running_client(orchestrator.endpoint, "hello") as client:
-            assert "UNKNOWN_KIND: the orchestrator sent a GenerateResponse" in await client.error()
+async def test_event_of_a_later_kind_is_refused_or_ignored(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.extend(
+        [[admitted(), _later(ignorable=True), text("Hi"), finished()], [admitted(), _later(ignorable=False)]]
+    )
+    async with running_client(orchestrator.endpoint, "hello") as client:
+        assert (await receive(client)).text == "Hi"
+    async with running_client(orchestrator.endpoint, "hello") as client:
+        assert "UNKNOWN_KIND: the orchestrator sent a GenerateResponse" in await client.error()
 
 
-async def test_orchestrator_without_a_common_version_is_refused() -> None:
-    async with served() as orchestrator:
-        orchestrator.description.protocol.lowest_version = 2
-        orchestrator.description.protocol.highest_version = 3
-        async with running_client(orchestrator.endpoint, "hello") as client:
-            assert "NO_COMMON_VERSION" in await client.error()
+async def test_orchestrator_without_a_common_version_is_refused(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.description.protocol.lowest_version = 2
+    orchestrator.description.protocol.highest_version = 3
+    async with running_client(orchestrator.endpoint, "hello") as client:
+        assert "NO_COMMON_VERSION" in await client.error()
 
 
 @pytest.mark.parametrize("by_token", [False, True])

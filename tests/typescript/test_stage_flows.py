@@ -16,7 +16,7 @@ from stagemesh.v1 import chunk_pb2
 from tests.connectors.relay_faults import Direction, Fault, Faults
 from tests.connectors.relays import relayed
 from tests.typescript.nodes import QUICK
-from tests.typescript.stage_harness import host, inlet_from, outlet_to, text, texts, upper, upper_stage
+from tests.typescript.stage_harness import chain, host, inlet_from, outlet_to, text, texts, upper, upper_stage
 
 CHUNKS = 12
 CHUNK_BYTES = 20_000
@@ -24,25 +24,16 @@ CHUNK_BYTES = 20_000
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 4096, 4097, 60_000, 300_000, 3 << 20])
 async def test_every_size_arrives(size_bytes: int) -> None:
-    sent = texts(4, size_bytes)
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0", window_bytes=100_000) as c:
-        inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint)
-        _, received = await asyncio.gather(send_all(outlet_to(stage.endpoint, a.plane, "r"), sent), receive_all(inlet))
-        assert_same(received, upper(sent))
-        (finished,) = [event.finished for event in await step.finished() if event.HasField("finished")]
+    async with chain(window_bytes=100_000) as running:
+        await running.convey(texts(4, size_bytes))
+        (finished,) = [event.finished for event in running.step.events if event.HasField("finished")]
         (edge,) = finished.edges
         assert (edge.connector, edge.chunks, edge.size_bytes) == (chunk_pb2.CONNECTOR_GRPC, 4, 4 * size_bytes)
 
 
 async def test_chunk_of_almost_the_window_follows_a_small_one() -> None:
-    sent = [text(seq, size) for seq, size in enumerate([12_000, 62_000, 12_000, 62_000, 40_000])]
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0", window_bytes=64 << 10) as c:
-        inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint)
-        _, received = await asyncio.gather(send_all(outlet_to(stage.endpoint, a.plane, "r"), sent), receive_all(inlet))
-        assert_same(received, upper(sent))
-        await step.finished()
+    async with chain(window_bytes=64 << 10) as running:
+        await running.convey([text(seq, size) for seq, size in enumerate([12_000, 62_000, 12_000, 62_000, 40_000])])
 
 
 async def test_requests_at_once_arrive_apart() -> None:
@@ -139,46 +130,37 @@ def _some(count: int) -> list[int]:
 
 async def test_slow_consumer_holds_the_whole_chain_back() -> None:
     sent = texts(40, 20_000)
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0", window_bytes=64 << 10) as c:
-        inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint)
-        outlet = outlet_to(stage.endpoint, a.plane, "r")
-        sending = asyncio.create_task(send_all(outlet, sent))
-        first = await anext(inlet)
+    async with chain(window_bytes=64 << 10) as running:
+        sending = asyncio.create_task(send_all(running.outlet, sent))
+        first = await anext(running.inlet)
         # The first packets fill the windows of both consumers. All others wait at the producer.
-        await until(lambda: c.plane.consumer.credit_bytes < 20_000, timeout_s=10)
-        assert outlet.usage.size_bytes <= 2 * (64 << 10) + 3 * 20_000
+        await until(lambda: running.c.plane.consumer.credit_bytes < 20_000, timeout_s=10)
+        assert running.outlet.usage.size_bytes <= 2 * (64 << 10) + 3 * 20_000
         assert not sending.done()
-        assert_same([first, *await receive_all(inlet)], upper(sent))
+        assert_same([first, *await receive_all(running.inlet)], upper(sent))
         await sending
-        await step.finished()
+        await running.step.finished()
 
 
 async def test_abort_arrives_after_what_was_sent() -> None:
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
-        inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint)
-        outlet = outlet_to(stage.endpoint, a.plane, "r")
-        await outlet.send(text(0, 50_000))
-        outlet.abort(InvalidRequestError("the engine refused"))
-        assert_same([await anext(inlet)], upper([text(0, 50_000)]))
+    async with chain() as running:
+        await running.outlet.send(text(0, 50_000))
+        running.outlet.abort(InvalidRequestError("the engine refused"))
+        assert_same([await anext(running.inlet)], upper([text(0, 50_000)]))
         with pytest.raises(InvalidRequestError, match="the engine refused") as caught:
-            await anext(inlet)
+            await anext(running.inlet)
         assert caught.value.metadata["stage"] == "upper"
-        await inlet.aclose()
+        await running.inlet.aclose()
         with pytest.raises(grpc.aio.AioRpcError, match="the engine refused"):
-            await step.finished()
+            await running.step.finished()
 
 
 async def test_consumer_that_stops_reading_stops_the_step() -> None:
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
-        inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint)
-        outlet = outlet_to(stage.endpoint, a.plane, "r")
-        await outlet.send(text(0, 1000))
-        await anext(inlet)
-        await inlet.aclose()
+    async with chain() as running:
+        await running.outlet.send(text(0, 1000))
+        await anext(running.inlet)
+        await running.inlet.aclose()
         with pytest.raises(StagemeshError, match="stopped reading"):
-            await send_all(outlet, texts(2000, 1000))
+            await send_all(running.outlet, texts(2000, 1000))
         with pytest.raises(grpc.aio.AioRpcError, match="stopped reading"):
-            await step.finished()
+            await running.step.finished()

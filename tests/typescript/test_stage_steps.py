@@ -15,17 +15,7 @@ from stagemesh.connectors.packets import Packet
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2
 from stagemesh.v1.stage_pb2 import StreamedOutput
-from tests.typescript.nodes import QUICK
-from tests.typescript.stage_harness import (
-    host,
-    inlet_from,
-    integer,
-    outlet_to,
-    step_request,
-    texts,
-    upper,
-    upper_stage,
-)
+from tests.typescript.stage_harness import chain, integer, step_request, texts, upper, upper_stage
 
 NOWHERE = "127.0.0.1:1"
 
@@ -50,21 +40,16 @@ async def test_describe_reports_identity_signature_and_protocol() -> None:
 
 async def test_repeated_call_receives_the_same_events_from_the_first_one_on() -> None:
     sent = texts(5, 1000)
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
-        options = request_pb2.StageParameters(options={"times": integer(2)})
-        inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint, parameters=options, streamed=[StreamedOutput(tensor="text")])
-        outlet = outlet_to(stage.endpoint, a.plane, "r")
-        await outlet.send(sent[0])
-        await anext(inlet)
-        step.call.cancel()
-        step = await stage.call(step.request)
-        for one in sent[1:]:
-            await outlet.send(one)
-        _, received = await asyncio.gather(outlet.finish(), receive_all(inlet))
+    options = request_pb2.StageParameters(options={"times": integer(2)})
+    async with chain(parameters=options, streamed=[StreamedOutput(tensor="text")]) as running:
+        await running.outlet.send(sent[0])
+        await anext(running.inlet)
+        running.step.call.cancel()
+        step = await running.stage.call(running.step.request)
+        _, received = await asyncio.gather(send_all(running.outlet, sent[1:]), receive_all(running.inlet))
         assert_same(received, [packet for packet in upper(sent) for _ in range(2)][1:])
         events = await step.finished()
-        repeated = await (await stage.call(step.request)).finished()
+        repeated = await (await running.stage.call(step.request)).finished()
     assert repeated == events
     assert [event.output.position for event in events if event.HasField("output")] == [*range(0, 11_000, 1000)]
     (finish,) = [event.output.finish for event in events if event.output.HasField("finish")]
@@ -120,43 +105,36 @@ async def test_what_the_stage_does_not_support_is_refused() -> None:
 
 
 async def test_cancelled_step_tells_its_consumer_and_its_producer() -> None:
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
-        inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint)
-        outlet = outlet_to(stage.endpoint, a.plane, "r")
-        await outlet.send(texts(1, 100)[0])
-        await anext(inlet)
+    async with chain() as running:
+        await running.outlet.send(texts(1, 100)[0])
+        await anext(running.inlet)
         cancel = stage_pb2.CancelStepRequest(request_id="r", reason="enough")
-        answer = await stage.stub.CancelStep(cancel, timeout=5)
+        answer = await running.stage.stub.CancelStep(cancel, timeout=5)
         assert (answer.stopped, answer.usage.steps) == (1, 1)
-        error = await error_of(step.finished())
+        error = await error_of(running.step.finished())
         assert (error.reason, error.message) == ("CANCELLED", "enough")
-        while not inlet.is_lost:
+        while not running.inlet.is_lost:
             await asyncio.sleep(0.001)
-        await inlet.aclose()
+        await running.inlet.aclose()
         with pytest.raises(StagemeshError, match=r"the consumer of edge .* has ended"):
-            await send_all(outlet, texts(2000, 100))
-        assert (await stage.stub.CancelStep(cancel, timeout=5)).stopped == 0
+            await send_all(running.outlet, texts(2000, 100))
+        assert (await running.stage.stub.CancelStep(cancel, timeout=5)).stopped == 0
 
 
 async def test_positions_of_a_text_count_code_points() -> None:
     content = "naïve 😀 x".encode()
     packets = [Packet({"text": np.frombuffer(content[start : start + 3], np.uint8)}) for start in range(0, 15, 3)]
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
-        inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint, streamed=[StreamedOutput(tensor="text")])
-        await asyncio.gather(send_all(outlet_to(stage.endpoint, a.plane, "r"), packets), receive_all(inlet))
-        outputs = [event.output for event in await step.finished() if event.HasField("output")]
+    async with chain(streamed=[StreamedOutput(tensor="text")]) as running:
+        await asyncio.gather(send_all(running.outlet, packets), receive_all(running.inlet))
+        outputs = [event.output for event in await running.step.finished() if event.HasField("output")]
     assert "".join(output.text for output in outputs) == "NAïVE 😀 X"
     lengths = [len(output.text) for output in outputs]
     assert [output.position for output in outputs] == [sum(lengths[:index]) for index in range(len(lengths))]
 
 
 async def test_sigterm_lets_running_steps_finish_and_refuses_new_ones() -> None:
-    sent = texts(3, 1000)
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
-        inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint)
+    async with chain() as running:
+        stage = running.stage
         stub: Any = health_pb2_grpc.HealthStub(stage.channel)
         health = stub.Watch(health_pb2.HealthCheckRequest())
         assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -164,8 +142,5 @@ async def test_sigterm_lets_running_steps_finish_and_refuses_new_ones() -> None:
         assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         error = await error_of(stage.start("later", consumer=NOWHERE))
         assert error.reason == "NOT_READY"
-        sending = send_all(outlet_to(stage.endpoint, a.plane, "r"), sent)
-        _, received = await asyncio.gather(sending, receive_all(inlet))
-        assert_same(received, upper(sent))
-        await step.finished()
+        await running.convey(texts(3, 1000))
         assert await stage.process.wait() == 0
