@@ -8,13 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from stagemesh.common.errors import (
-    ExistsError,
-    InvalidRequestError,
-    NotFoundError,
-    NotReadyError,
-    OverloadedError,
-)
+from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, NotReadyError, OverloadedError
 from stagemesh.services.engines.abilities import Adapter
 from stagemesh.services.engines.controls import run_to_completion
 

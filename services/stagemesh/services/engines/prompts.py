@@ -14,13 +14,7 @@ from stagemesh.v1 import request_pb2
 MediaKind: TypeAlias = Literal["image", "audio", "video"]
 
 MEDIA_TYPES: Mapping[MediaKind, Mapping[str, str]] = {
-    "image": {
-        "image/png": "PNG",
-        "image/jpeg": "JPEG",
-        "image/webp": "WEBP",
-        "image/gif": "GIF",
-        "image/bmp": "BMP",
-    },
+    "image": {f"image/{name}": name.upper() for name in ("png", "jpeg", "webp", "gif", "bmp")},
     "audio": {
         "audio/wav": "wav",
         "audio/x-wav": "wav",

@@ -60,14 +60,13 @@ class BatchCalls:
         try:
             made = self._function(calls)
         except (Exception, SystemExit) as exc:  # noqa: BLE001  # user code raises any exception
-            return [self._errors.to_stagemesh_error(exc)] if len(calls) == 1 else self._run_one_by_one(calls)
+            if len(calls) > 1:
+                return [self.run([call])[0] for call in calls]
+            return [self._errors.to_stagemesh_error(exc)]
         if problem := _result_problem(made, calls=len(calls)):
             error = self._errors.invalid_result(problem)
             return [copy(error) for _ in calls]
         return made
-
-    def _run_one_by_one(self, calls: Sequence[Call[object]]) -> Sequence[Outcome]:
-        return [self.run([call])[0] for call in calls]
 
 
 def _result_problem(made: object, *, calls: int) -> str:

@@ -23,22 +23,13 @@ from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.engines.calls import EngineCalls
-from stagemesh.services.engines.function import check_stage_options, function_options, own_options
+from stagemesh.services.engines.function import batch_runner, check_stage_options, function_options, own_options
 from stagemesh.services.engines.function.base import Call, Function, OpensWithout, Saves
-from stagemesh.services.engines.function.batch_runner import (
-    BatchCalls,
-    CallRunner,
-    FunctionErrors,
-    Outcome,
-    WaitingCall,
-)
 from stagemesh.services.engines.function.playout import EWMA_WEIGHT, AudioStream, AudioTensor, CallCosts
 from stagemesh.services.engines.input_join import packets_of
 from stagemesh.services.engines.options import request_options
 from stagemesh.services.engines.prompts import media_of
 from stagemesh.services.engines.user_errors import UserErrors
-
-T = TypeVar("T")
 
 _FUNCTION = "function"
 _STATE, _INPUT = "state.", "input."
@@ -155,7 +146,7 @@ class FunctionEngine:
         self._name = config.function
         self._descriptor = descriptor or load_function_descriptor(config.function)
         user_errors = UserErrors(details=config.error_details, log=config.log)
-        self._errors = FunctionErrors(
+        self._errors = batch_runner.FunctionErrors(
             config.function, stage=config.stage, module=self._descriptor.factory, user_errors=user_errors
         )
         self._model = config.model_path
@@ -164,7 +155,7 @@ class FunctionEngine:
         self._options = function_options(config.options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=config.function)
         self._function: Function[object] | None = None
-        self._runner: CallRunner | None = None
+        self._runner: batch_runner.CallRunner | None = None
         """Runs the calls of the function. None until the function is loaded."""
         self._audio, self._costs = AudioTensor(self._descriptor.signature), CallCosts()
         self._clock = clock
@@ -183,10 +174,10 @@ class FunctionEngine:
     async def start(self, report: Callable[[str], None]) -> None:
         report(f"loading {self._name}")
         self._function = function = await self._in_thread(self._load)
-        self._runner = CallRunner(
+        self._runner = batch_runner.CallRunner(
             self._name,
             self._thread,
-            BatchCalls(function, self._errors).run,
+            batch_runner.BatchCalls(function, self._errors).run,
             max_batch=self._own_options.max_batch,
             on_done=self._record,
             clock=self._clock,
@@ -281,7 +272,7 @@ class FunctionEngine:
         discarded.
         """
         assert self._runner is not None, "calls belong to requests, which are accepted when the function is loaded"
-        waiting = WaitingCall(call, asyncio.get_running_loop().create_future(), trace)
+        waiting = batch_runner.WaitingCall(call, asyncio.get_running_loop().create_future(), trace)
         shape = (stream.has_begun, _shape_of(call.packet)) if self._audio.exists else None
         self._runner.add(waiting, shape=shape, due_s=self._costs.due_s(stream, now_s=self._clock()))
         made = await waiting.done
@@ -291,16 +282,15 @@ class FunctionEngine:
         stream.add(audio_s, now_s=self._clock())
         return made
 
-    def _record(self, batch: Sequence[WaitingCall], outcomes: Sequence[Outcome], took_s: float) -> None:
-        self._measure([waiting.call for waiting in batch], outcomes, took_s=took_s)
+    def _record(
+        self, batch: Sequence[batch_runner.WaitingCall], outcomes: Sequence[batch_runner.Outcome], took_s: float
+    ) -> None:
         self._calls.add((waiting.trace for waiting in batch), seconds=took_s)
-
-    def _measure(self, calls: Sequence[Call[object]], outcomes: Sequence[Outcome], *, took_s: float) -> None:
-        call_s = took_s / len(calls)
+        call_s = took_s / len(batch)
         self._call_s += (call_s - self._call_s) * (EWMA_WEIGHT if self._call_s else 1.0)
         made = [outcome for outcome in outcomes if not isinstance(outcome, StagemeshError)]
-        if self._audio.exists and len(made) == len(calls):
-            frames = [_frames_of(call.packet) for call in calls]
+        if self._audio.exists and len(made) == len(batch):
+            frames = [_frames_of(waiting.call.packet) for waiting in batch]
             self._costs.add(frames, took_s=took_s, audio_s=sum(map(self._audio.seconds, made)))
 
 

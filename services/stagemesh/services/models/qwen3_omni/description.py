@@ -46,11 +46,10 @@ class TextTokens:
         thinker = config["thinker_config"]
         ends: list[int] | int = checkpoint.read_generation_config(model).get("eos_token_id", [])
         names = ("im_start", "user", "assistant", "tts_pad", "tts_bos", "tts_eos")
-        return cls(
-            *(config[f"{name}_token_id"] for name in names),
-            media=frozenset(thinker[f"{kind}_token_id"] for kind in ("audio", "image", "video")),
-            answer_ends=frozenset({config["im_end_token_id"], *(ends if isinstance(ends, list) else [ends])}),
-        )
+        start, user, assistant, pad, bos, eos = (config[f"{name}_token_id"] for name in names)
+        media = frozenset(thinker[f"{kind}_token_id"] for kind in ("audio", "image", "video"))
+        answer_ends = frozenset({config["im_end_token_id"], *(ends if isinstance(ends, list) else [ends])})
+        return cls(start, user, assistant, pad, bos, eos, media, answer_ends)
 
 
 class Talker(CodecModel):
