@@ -16,6 +16,12 @@ from stagemesh.common.process.host import retain_tensor_memory
 from stagemesh.common.process.settings import torch_threads
 
 
+class UnusableOptionError(NotReadyError):
+    """Raised if this machine, or the model, does not support the value of a stage's option."""
+
+    default_reason = "UNUSABLE_OPTION"
+
+
 def choose_device(device: str, *, ranks: int = 1, rank: int = 0) -> torch.device:
     """Returns the device on which a rank computes. If the stage has several ranks, each rank uses a separate GPU.
 
@@ -27,12 +33,11 @@ def choose_device(device: str, *, ranks: int = 1, rank: int = 0) -> torch.device
         return torch.device("cpu")
     if count < ranks:
         found = f"{count} GPUs" if count > 1 else "one GPU" if count else "no GPU"
-        raise NotReadyError(
+        raise UnusableOptionError(
             f"the stage's options device ({device}) and parallel need {ranks} GPUs, but this machine has "
             f"{found}; set device to cpu, or lower parallel"
             if ranks > 1
-            else "the stage's option device is cuda, but this machine has no GPU; set device to cpu or auto",
-            reason="UNUSABLE_OPTION",
+            else "the stage's option device is cuda, but this machine has no GPU; set device to cpu or auto"
         )
     return torch.device("cuda", rank) if ranks > 1 else torch.device("cuda")
 

@@ -16,15 +16,9 @@ import torch
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.services.engines.abilities import CacheStatistics
-from stagemesh.services.engines.diffusion.options import (
-    CacheDitOptions,
-    DiffusersCacheOptions,
-    FirstBlockOptions,
-    MagOptions,
-    StepCacheOptions,
-    TaylorSeerOptions,
-)
+from stagemesh.services.engines.diffusion.options import CacheDitOptions, DiffusersCacheOptions, StepCacheOptions
 from stagemesh.services.engines.diffusion.serialization import Tree, tensors_of
+from stagemesh.services.engines.torch_setup import UnusableOptionError
 
 diffusers: Any = _diffusers
 
@@ -62,7 +56,7 @@ class StepCaches:
         `name` is `<request id>/<index of the transformer call in the step>`. `total_steps` is the request's total
         number of denoising steps.
         """
-        if isinstance(self.options, MagOptions):
+        if self.options.kind == "mag":
             # The steps that may be skipped depend on the number of steps, which differs between requests.
             for hook in self._hooks:
                 hook.config = self._configs(total_steps)
@@ -171,11 +165,10 @@ def enable_caches(model: Any, options: StepCacheOptions) -> Caches:
     return CacheDitCaches(model, options) if isinstance(options, CacheDitOptions) else StepCaches(model, options)
 
 
-def _unsupported(model: Any, options: StepCacheOptions, problem: object) -> NotReadyError:
-    return NotReadyError(
+def _unsupported(model: Any, options: StepCacheOptions, problem: object) -> UnusableOptionError:
+    return UnusableOptionError(
         f"{type(model).__name__} does not support the step cache {options.kind}: {problem}; omit the option "
-        "step_cache, or choose another kind",
-        reason="UNUSABLE_OPTION",
+        "step_cache, or choose another kind"
     )
 
 
@@ -183,16 +176,13 @@ def _config(model: Any, options: DiffusersCacheOptions, steps: int) -> Any:
     # The options have the names of diffusers' parameters.
     parameters = asdict(options)
     del parameters["kind"]
-    match options:
-        case FirstBlockOptions():
-            return diffusers.FirstBlockCacheConfig(**parameters)
-        case MagOptions():
-            parameters["mag_ratios"] = list(options.mag_ratios) or _known_ratios(model)
-            return diffusers.MagCacheConfig(**parameters, num_inference_steps=steps)
-        case TaylorSeerOptions():
-            return diffusers.TaylorSeerCacheConfig(
-                **parameters, taylor_factors_dtype=model.dtype, cache_identifiers=[_ATTENTION]
-            )
+    if options.kind == "mag":
+        parameters["mag_ratios"] = list(options.mag_ratios) or _known_ratios(model)
+        return diffusers.MagCacheConfig(**parameters, num_inference_steps=steps)
+    if options.kind == "taylor_seer":
+        parameters |= {"taylor_factors_dtype": model.dtype, "cache_identifiers": [_ATTENTION]}
+        return diffusers.TaylorSeerCacheConfig(**parameters)
+    return diffusers.FirstBlockCacheConfig(**parameters)
 
 
 def _known_ratios(model: Any) -> Any:

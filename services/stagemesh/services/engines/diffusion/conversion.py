@@ -14,7 +14,7 @@ from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion.model.families import Family
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
-from stagemesh.services.engines.prompts import Conversation, MediaFile, Prompt, RawPrompt, media_of
+from stagemesh.services.engines.prompts import Conversation, MediaFile, Prompt, media_of, text_beside_media
 
 _MAX_SEED = (1 << 63) - 1
 _MAX_IMAGE_BYTES = 64 << 20
@@ -84,26 +84,17 @@ def _invalid_option(name: str, value: float, problem: str) -> InvalidRequestErro
 
 
 def _text(prompt: Prompt) -> str:
-    match prompt:
-        case str():
-            return prompt
-        case RawPrompt(content=str(text)):
-            return text
-        case RawPrompt():
-            raise UnsupportedError(
-                "a diffusion stage accepts text, but not token ids", metadata={"ability": "token_ids"}
-            )
-        case Conversation() if prompt.tools or prompt.template_arguments:
-            raise UnsupportedError(
-                "a diffusion stage accepts no tools and no template arguments; omit them", metadata={"ability": "tools"}
-            )
-        case Conversation(messages=[message]):
-            return message.content or "\n".join(part for part in message.parts if isinstance(part, str))
-        case Conversation():
-            raise InvalidRequestError(
-                f"the conversation has {len(prompt.messages)} messages; a diffusion stage accepts one",
-                reason="INVALID_PROMPT",
-            )
+    if (text := text_beside_media(prompt)) is not None:
+        return text
+    if not isinstance(prompt, Conversation):
+        raise UnsupportedError("a diffusion stage accepts text, but not token ids", metadata={"ability": "token_ids"})
+    if prompt.tools or prompt.template_arguments:
+        raise UnsupportedError(
+            "a diffusion stage accepts no tools and no template arguments; omit them", metadata={"ability": "tools"}
+        )
+    raise InvalidRequestError(
+        f"the conversation has {len(prompt.messages)} messages; a diffusion stage accepts one", reason="INVALID_PROMPT"
+    )
 
 
 def _prompt_and_image(prompt: Prompt, family: Family) -> tuple[str, bytes | None]:

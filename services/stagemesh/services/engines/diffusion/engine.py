@@ -4,7 +4,6 @@ requests.
 
 import asyncio
 import itertools
-import logging
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -76,7 +75,15 @@ class WorkerControls(SleepManager):
         self._executor, self._adapters = executor, adapters
         self.prompt_cache = CacheStatistics(limit_bytes=options.prompt_cache_bytes)
         """Statistics of the prompt cache, as last reported by the worker."""
-        self.profiles = _worker_profiles(executor, stage=stage, profile_dir=options.profile_dir)
+        # Each worker writes a separate file.
+        private = Path(private_folder(options.profile_dir)) if options.profile_dir else Path()
+        self.profiles = Profiles(
+            lambda prefix, max_steps: executor.call("start_profile", str(private / prefix), max_steps=max_steps),
+            lambda: executor.call("stop_profile"),
+            stage=stage,
+            base=options.profile_dir,
+            private=private,
+        )
 
     def check_sleep(self, level: int) -> None:
         if level not in LEVELS:
@@ -103,21 +110,6 @@ class WorkerControls(SleepManager):
         if WEIGHTS in tags and await self._executor.call("wake"):
             for adapter in self._adapters.list_adapters():
                 await self._executor.call("runner.adapters.load", adapter.name, adapter.path)
-
-
-def _worker_profiles(executor: Executor, *, stage: str, profile_dir: str | None) -> Profiles:
-    """Returns the control of the workers' profilers. Each worker writes a separate file."""
-    private = Path(private_folder(profile_dir)) if profile_dir else Path()
-    return Profiles(
-        lambda prefix, max_steps: executor.call("start_profile", str(private / prefix), max_steps=max_steps),
-        lambda: executor.call("stop_profile"),
-        stage=stage,
-        base=profile_dir,
-        private=private,
-    )
-
-
-_log = logging.getLogger(__name__)
 
 
 class DiffusionEngine:

@@ -149,11 +149,6 @@ class RankReply:
     If the call raised an error, contains the reason of that error. If the method returned a list of errors, contains
     one item for each request: the error's reason, or None if the request succeeded. Otherwise empty."""
 
-    @property
-    def has_failure(self) -> bool:
-        """Whether the call raised an error, or the method returned at least one error."""
-        return any(reason is not None for reason in self.failures)
-
 
 class ProcessExecutor:
     """Runs each call on all ranks in the same order, so that the ranks reach their collective operations together.
@@ -253,7 +248,7 @@ class ProcessExecutor:
                     f"the ranks disagree: one has failed ({_summary(requests)}) but others are still computing",
                     reason="ENGINE_FAILED",
                 )
-            if any(each.result().has_failure for each in done):
+            if any(any(each.result().failures) for each in done):
                 limit_s = _AGREE_S
         replies = [each.result() for each in requests]
         if len({reply.failures for reply in replies}) > 1:

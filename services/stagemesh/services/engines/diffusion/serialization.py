@@ -24,16 +24,7 @@ VERSION = 1
 _DTYPES: Mapping[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
-_READ_ERRORS = (
-    SafetensorError,
-    ArithmeticError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_READ_ERRORS = (SafetensorError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """The exceptions that reading can raise for data that `serialize` has not written. Includes RecursionError, a subclass
 of RuntimeError."""
 

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.plugins.entry_points import import_factory
 from stagemesh.common.wire.tensors import Array
+from stagemesh.services.engines import torch_setup
 from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS
 from stagemesh.services.engines.diffusion.caches import PromptCache, enable_caches
@@ -23,12 +24,6 @@ from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularS
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, LoadOptions
 from stagemesh.services.engines.diffusion.request_transfer import RequestTransfer
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState, to_stagemesh_error
-from stagemesh.services.engines.torch_setup import (
-    choose_device,
-    freeze_loaded_objects,
-    release_unused_memory,
-    set_up_torch,
-)
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.rank_group import RankGroup
@@ -171,8 +166,8 @@ class DiffusionWorker:
 
     def __init__(self, folder: Path, options: DiffusionOptions, *, rank_group: "RankGroup | None" = None) -> None:
         self._folder, self._options, self._rank_group = folder, options, rank_group
-        self._device = rank_group.device if rank_group is not None else choose_device(options.device)
-        set_up_torch(self._device)
+        self._device = rank_group.device if rank_group is not None else torch_setup.choose_device(options.device)
+        torch_setup.set_up_torch(self._device)
         self._runner: DiffusionRunner | None = None
         self._sleeping_runner: DiffusionRunner | None = None
         """The runner whose weights are in host memory while the engine is asleep. None if the engine is awake or has
@@ -232,7 +227,7 @@ class DiffusionWorker:
             runner.pipeline.components.to(torch.device("cpu"))
             self._sleeping_runner = runner
         del runner
-        release_unused_memory()
+        torch_setup.release_unused_memory()
 
     def wake(self) -> bool:
         """Restores the weights after `sleep`. Returns True if the weights were read from files, or False if they were
@@ -242,7 +237,7 @@ class DiffusionWorker:
         """
         if self._sleeping_runner is None:
             self.load()
-            freeze_loaded_objects()
+            torch_setup.freeze_loaded_objects()
             return True
         self._sleeping_runner.pipeline.components.to(self._device)
         self._runner, self._sleeping_runner = self._sleeping_runner, None
@@ -273,7 +268,7 @@ class DiffusionWorker:
         """Frees the model and all requests, and ends a profile in progress. May be called more than once."""
         self.stop_profile()
         self._runner = self._sleeping_runner = None
-        release_unused_memory()
+        torch_setup.release_unused_memory()
 
 
 def _pipeline_class(options: LoadOptions) -> type[ModularStepPipeline]:
@@ -288,8 +283,7 @@ def _pipeline_class(options: LoadOptions) -> type[ModularStepPipeline]:
             reason="MISSING_MODULE",
         ) from exc
     if not (isinstance(factory, type) and issubclass(factory, ModularStepPipeline)):
-        raise NotReadyError(
-            f"load.custom_pipeline {options.custom_pipeline!r} is not a subclass of ModularStepPipeline",
-            reason="UNUSABLE_OPTION",
+        raise torch_setup.UnusableOptionError(
+            f"load.custom_pipeline {options.custom_pipeline!r} is not a subclass of ModularStepPipeline"
         )
     return factory

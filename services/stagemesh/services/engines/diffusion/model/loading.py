@@ -19,6 +19,7 @@ from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProces
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, QuantizationOptions
+from stagemesh.services.engines.torch_setup import UnusableOptionError
 
 diffusers: Any = _diffusers
 
@@ -47,11 +48,9 @@ class Loader:
         self._dtype = getattr(torch, options.dtype)
         on_gpu = device.type == "cuda"
         if options.load.offload == "model" and not on_gpu:
-            raise NotReadyError("load.offload model needs a GPU; omit it, or set disk", reason="UNUSABLE_OPTION")
+            raise UnusableOptionError("load.offload model needs a GPU; omit it, or set disk")
         if options.load.compile and not on_gpu and shutil.which("g++") is None:
-            raise NotReadyError(
-                "load.compile needs the compiler g++ on a machine without a GPU; install g++", reason="UNUSABLE_OPTION"
-            )
+            raise UnusableOptionError("load.compile needs the compiler g++ on a machine without a GPU; install g++")
 
     def load(self, components: Any) -> None:
         """Loads the weights of all components, and moves the components to the device or offloads them.
@@ -156,9 +155,7 @@ class Loader:
         try:
             return Path(tempfile.mkdtemp(prefix="stagemesh-offload-", dir=self._options.offload_dir))
         except OSError as exc:
-            raise NotReadyError(
-                f"load.offload_dir {self._options.offload_dir} cannot be used: {exc}", reason="UNUSABLE_OPTION"
-            ) from exc
+            raise UnusableOptionError(f"load.offload_dir {self._options.offload_dir} cannot be used: {exc}") from exc
 
 
 def _models(components: Any) -> dict[str, torch.nn.Module]:
@@ -205,9 +202,7 @@ def _quantization_config(options: QuantizationOptions) -> Any:
             f"load.quantization {options.backend} needs the module {module}; install it", reason="MISSING_MODULE"
         ) from exc
     if module == "bitsandbytes" and not torch.cuda.is_available():
-        raise NotReadyError(
-            f"load.quantization {options.backend} needs a GPU; set torchao, or omit it", reason="UNUSABLE_OPTION"
-        )
+        raise UnusableOptionError(f"load.quantization {options.backend} needs a GPU; set torchao, or omit it")
     parameters: dict[str, Any] = dict(options.parameters)
     try:
         if options.backend == "torchao":
@@ -216,9 +211,7 @@ def _quantization_config(options: QuantizationOptions) -> Any:
             parameters[f"load_in_{options.backend.removeprefix('bitsandbytes_')}"] = True
         return getattr(diffusers, kind)(**parameters)
     except (TypeError, ValueError, KeyError, AttributeError) as exc:
-        raise NotReadyError(
-            f"load.quantization.parameters do not fit {kind}: {exc!r}", reason="UNUSABLE_OPTION"
-        ) from exc
+        raise UnusableOptionError(f"load.quantization.parameters do not fit {kind}: {exc!r}") from exc
 
 
 class _ImageProcessor(Qwen2VLProcessor):

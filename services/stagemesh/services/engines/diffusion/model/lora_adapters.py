@@ -16,16 +16,8 @@ from peft import LoraConfig
 from safetensors.torch import load
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError
-from stagemesh.services.engines.adapter_files import (
-    CONFIG,
-    WEIGHTS,
-    AdapterFiles,
-    Sizes,
-    invalid,
-    layers_of,
-    read_adapter,
-    read_head,
-)
+from stagemesh.services.engines import adapter_files
+from stagemesh.services.engines.adapter_files import AdapterFiles, Sizes, invalid
 from stagemesh.services.engines.adapters import check_rank
 
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
@@ -143,19 +135,19 @@ def read_lora(path: str) -> LoraFiles:
     adapter's files are invalid.
     """
     folder = Path(path)
-    if folder.is_absolute() and (folder / DIFFUSERS_WEIGHTS).exists() and not (folder / CONFIG).exists():
+    if folder.is_absolute() and (folder / DIFFUSERS_WEIGHTS).exists() and not (folder / adapter_files.CONFIG).exists():
         return _read_diffusers(folder)
-    files = read_adapter(path)
-    weights = folder / WEIGHTS
-    _check_names(folder, read_head(weights).shapes, _PEFT_PREFIX)
-    return _lora_files(files, json.loads((folder / CONFIG).read_bytes()), weights, _PEFT_PREFIX)
+    files = adapter_files.read_adapter(path)
+    weights = folder / adapter_files.WEIGHTS
+    _check_names(folder, adapter_files.read_head(weights).shapes, _PEFT_PREFIX)
+    return _lora_files(files, json.loads((folder / adapter_files.CONFIG).read_bytes()), weights, _PEFT_PREFIX)
 
 
 def _read_diffusers(folder: Path) -> LoraFiles:
     weights = folder / DIFFUSERS_WEIGHTS
-    head = read_head(weights)
+    head = adapter_files.read_head(weights)
     _check_names(folder, head.shapes, _DIFFUSERS_PREFIX)
-    layers = layers_of(folder, head.shapes)
+    layers = adapter_files.layers_of(folder, head.shapes)
     rank = max(shape[0] for name, shape in head.shapes.items() if name.endswith(_MATRICES[0]))
     config: dict[str, Any] | None = json.loads(head.metadata.get(_METADATA, "null"))
     if config is not None:
