@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tests.engines.vllm.tiny_model import byte_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -134,11 +134,7 @@ def _text_config(vocabulary: int) -> dict[str, Any]:
 def _tokenizer() -> "PreTrainedTokenizerFast":
     from transformers import PreTrainedTokenizerFast
 
-    words = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(_SPECIAL))
+    tokenizer = byte_tokenizer(_SPECIAL)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_SPECIAL[0], pad_token=_SPECIAL[0])  # type: ignore[no-untyped-call]
 
 
