@@ -29,16 +29,14 @@ if TYPE_CHECKING:
 
 
 class Controls:
-    """A replica's client for control calls: is always ready, and records the called methods."""
+    """A replica's client for control calls, which is always ready."""
 
     def __init__(self, error: StagemeshError | None = None) -> None:
-        self.asked: list[str] = []
         self.on_asked: Callable[[], object] = lambda: None
         self._error = error
 
     async def control(self, request: Message, response: type[Message], *, timeout_s: float) -> Message:
-        del timeout_s
-        self.asked.append(request.DESCRIPTOR.name.removesuffix("Request"))
+        del request, timeout_s
         self.on_asked()
         if self._error is not None:
             raise self._error

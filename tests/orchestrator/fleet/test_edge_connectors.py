@@ -68,13 +68,13 @@ def _replica(name: str, client: _Answering | None = None, *, host: str = "") -> 
 
 
 @asynccontextmanager
-async def _probing(links: EdgeConnectors) -> AsyncGenerator[Notifier]:
-    """Runs the task that probes the links. The notifier fires when a link was probed."""
-    changed = Notifier()
+async def _probing(edge: Edge = _EDGE) -> AsyncGenerator[tuple[EdgeConnectors, Notifier]]:
+    """Runs the task that probes the links of an edge. The notifier fires when a link was probed."""
+    links, changed = EdgeConnectors((edge,)), Notifier()
     task = asyncio.create_task(links.probe_links(on_change=changed.fire))
     try:
         async with asyncio.timeout(5):
-            yield changed
+            yield links, changed
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -161,8 +161,7 @@ async def test_replica_that_was_unreachable_is_probed_again(chain: Mesh) -> None
 
 
 async def test_a_replica_that_joins_does_not_stop_the_others() -> None:
-    links = EdgeConnectors((_EDGE,))
-    async with _probing(links) as changed:
+    async with _probing() as (links, changed):
         for name in ("a-0", "b-0"):
             links.join(_replica(name))
         assert not links.are_ready([_EDGE])
@@ -177,9 +176,8 @@ async def test_a_replica_that_joins_does_not_stop_the_others() -> None:
 
 
 async def test_a_replica_that_left_has_no_links() -> None:
-    links = EdgeConnectors((_EDGE,))
     replicas = [_replica(name) for name in ("a-0", "a-1", "b-0", "b-1")]
-    async with _probing(links) as changed:
+    async with _probing() as (links, changed):
         for replica in replicas:
             links.join(replica)
         await changed.wait()
@@ -206,9 +204,8 @@ async def test_closing_the_client_fails_a_probe_that_runs() -> None:
 
 
 async def test_links_grow_with_the_replicas_and_not_with_their_pairs() -> None:
-    links = EdgeConnectors((_EDGE,))
     before = len(asyncio.all_tasks())
-    async with _probing(links):
+    async with _probing() as (links, _):
         for number in range(100):
             links.join(_replica(f"a-{number}"))
             links.join(_replica(f"b-{number}"))
@@ -229,9 +226,9 @@ async def test_a_replica_whose_partners_all_left_gets_others() -> None:
 async def test_a_joining_replica_whose_fixed_connector_cannot_work_gets_no_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    links, producer = EdgeConnectors((_EDGE,)), _Answering("b-1")
+    producer = _Answering("b-1")
     good, broken = _replica("b-0"), _replica("b-1")
-    async with _probing(links) as changed:
+    async with _probing() as (links, changed):
         links.join(_replica("a-0", producer))
         links.join(good)
         await changed.wait()
@@ -246,9 +243,9 @@ async def test_a_joining_replica_whose_fixed_connector_cannot_work_gets_no_reque
 
 
 async def test_a_joining_replica_gets_requests_once_its_fixed_connector_is_known_to_work() -> None:
-    links, producer = EdgeConnectors((_EDGE,)), _Answering()
+    producer = _Answering()
     late = _replica("b-1")
-    async with _probing(links) as changed:
+    async with _probing() as (links, changed):
         links.join(_replica("a-0", producer))
         links.join(_replica("b-0"))
         await changed.wait()
@@ -263,9 +260,8 @@ async def test_a_joining_replica_gets_requests_once_its_fixed_connector_is_known
 
 async def test_a_fixed_shm_edge_links_only_replicas_of_one_host() -> None:
     edge = Edge(name="a->b", producer="a", consumer="b", connector="shm")
-    links = EdgeConnectors((edge,))
     pods = [[_replica(f"{stage}-{number}", host=f"pod-{number}") for stage in "ab"] for number in range(2)]
-    async with _probing(links) as changed:
+    async with _probing(edge) as (links, changed):
         for replica in (*pods[0], *pods[1]):
             links.join(replica)
         await _until(changed, lambda: all(link.is_answered for link in links.links_of(edge)))
@@ -275,9 +271,8 @@ async def test_a_fixed_shm_edge_links_only_replicas_of_one_host() -> None:
 
 async def test_a_replica_whose_shm_partner_left_gets_no_requests_until_another_is_on_its_host() -> None:
     edge = Edge(name="a->b", producer="a", consumer="b", connector="shm")
-    links = EdgeConnectors((edge,))
     here, left, there, stays = (_replica(name, host=name[-1]) for name in ("a-0", "b-0", "a-1", "b-1"))
-    async with _probing(links) as changed:
+    async with _probing(edge) as (links, changed):
         for replica in (here, left, there, stays):
             links.join(replica)
         await _until(changed, lambda: all(link.is_answered for link in links.links_of(edge)))
@@ -290,9 +285,8 @@ async def test_a_replica_whose_shm_partner_left_gets_no_requests_until_another_i
 
 
 async def test_the_working_replica_serves_even_if_the_broken_one_came_first() -> None:
-    links = EdgeConnectors((_EDGE,))
     broken, working = _replica("a-0", _Answering("b-0")), _replica("a-1")
-    async with _probing(links) as changed:
+    async with _probing() as (links, changed):
         links.join(broken)
         links.join(_replica("b-0"))
         await changed.wait()
@@ -306,10 +300,10 @@ async def test_the_working_replica_serves_even_if_the_broken_one_came_first() ->
 
 
 async def test_a_broken_replica_blames_no_replica_that_joins_later() -> None:
-    links, first = EdgeConnectors((_EDGE,)), _replica("a-0")
+    first = _replica("a-0")
     broken = _replica("a-1", _Answering("b-0", "b-1"))
     late = _replica("b-1")
-    async with _probing(links) as changed:
+    async with _probing() as (links, changed):
         for replica in (first, _replica("b-0")):
             links.join(replica)
         await _until(changed, lambda: links.are_ready([_EDGE]))
@@ -322,9 +316,9 @@ async def test_a_broken_replica_blames_no_replica_that_joins_later() -> None:
 
 
 async def test_the_pipeline_stops_serving_if_only_a_broken_replica_remains() -> None:
-    links, good = EdgeConnectors((_EDGE,)), _replica("b-0")
+    good = _replica("b-0")
     broken = _replica("b-1")
-    async with _probing(links) as changed:
+    async with _probing() as (links, changed):
         for replica in (_replica("a-0", _Answering("b-1")), good, broken):
             links.join(replica)
         await _until(changed, lambda: broken.state is ReplicaState.FAILED)

@@ -85,12 +85,15 @@ async def _fail(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> 
     yield FINISHED
 
 
-async def test_steps_share_a_stream_and_each_gets_its_own_events() -> None:
-    async with _calling() as caller:
-        await asyncio.gather(*(caller.run(f"r{number}") for number in range(8)))
+@pytest.mark.parametrize("minimal", [False, True], ids=["stream", "calls"])
+async def test_each_step_gets_its_own_events_over_a_shared_stream_or_a_call_of_its_own(minimal: bool) -> None:
+    async with _calling(minimal=minimal) as caller:
+        await asyncio.gather(*(caller.run(f"r{number}", text="kept") for number in range(8)))
+        await caller.run("later", text="kept")
     said = ["accepted", "progress", "output", "output", "finished"]
-    assert list(caller.received.values()) == [said] * 8
-    assert caller.stage.streams == 1
+    assert list(caller.received.values()) == [said] * 9
+    assert {request.input.text for request in caller.stage.requests} == {"kept"}
+    assert caller.stage.streams == (0 if minimal else 1)
 
 
 class LaterStage(ScriptedStage):
@@ -108,14 +111,6 @@ async def test_a_message_of_an_unknown_kind_ends_its_step_unless_it_is_ignorable
     assert (error.reason, error.metadata["replica"]) == ("UNKNOWN_KIND", "a-0")
     assert "sent a StepMessage of an unknown kind (field 1000)" in error.message
     assert caller.received["ignored"] == caller.received["other"] != []
-
-
-async def test_steps_are_calls_of_their_own_where_the_stream_is_not_served() -> None:
-    async with _calling(minimal=True) as caller:
-        await asyncio.gather(*(caller.run(f"r{number}", text="kept") for number in range(8)))
-        await caller.run("later", text="kept")
-    assert list(caller.received.values()) == [["accepted", "progress", "output", "output", "finished"]] * 9
-    assert {request.input.text for request in caller.stage.requests} == {"kept"}
 
 
 async def test_a_step_call_of_its_own_loses_its_replica() -> None:

@@ -1,7 +1,7 @@
 """Failures of stages, the errors that clients receive, and clients that leave, return and attach to a request."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from itertools import permutations
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from stagemesh.common.errors import (
     InvalidRequestError,
     NotFoundError,
     NotReadyError,
+    StagemeshError,
     StaleAttemptError,
     UnavailableError,
 )
@@ -46,27 +47,32 @@ async def test_the_stage_that_failed_is_named_and_all_others_stop(tmp_path: Path
     assert (error.message, error.metadata["stage"]) == ("out of luck", "b")
 
 
+async def _failure(folder: Path, **scripts: Script) -> StagemeshError:
+    """Runs a request over stages with these scripts. Other stages never end. Returns the error when no stage runs."""
+    async with mesh(folder, scripts={**dict.fromkeys("abc", hang), **scripts}) as chain:
+        error = await chain.failure()
+        await chain.until_idle()
+    return error
+
+
 async def test_a_reason_of_a_stages_own_reaches_the_client_unchanged(tmp_path: Path) -> None:
     own = InvalidRequestError("too loud", reason="X_TOO_LOUD", metadata={"loudness": "11"})
-    async with mesh(tmp_path, scripts={"a": hang, "b": failing(own), "c": hang}) as chain:
-        error = await chain.failure()
+    error = await _failure(tmp_path, b=failing(own))
     assert (type(error), error.reason, error.message) == (InvalidRequestError, "X_TOO_LOUD", "too loud")
     assert error.metadata["loudness"] == "11"
 
 
-async def test_a_stage_that_echoes_an_abort_is_not_blamed(tmp_path: Path) -> None:
-    echo = failing(UnavailableError("lost the producer", metadata={"edge": "b->c"}))
-    scripts = {"a": hang, "b": _slow_failure, "c": echo}
-    async with mesh(tmp_path, scripts=scripts) as chain:
-        error = await chain.failure()
-    assert (error.message, error.metadata["stage"]) == ("the real cause", "b")
+_ECHOES = {
+    "an abort": ("c", UnavailableError("lost the producer", metadata={"edge": "b->c"})),
+    "a lost peer": ("a", UnavailableError("b-0 cannot be reached", metadata={"peer": "replica b-0 at somewhere"})),
+}
 
 
-async def test_a_stage_that_lost_its_peer_does_not_count_as_lost(tmp_path: Path) -> None:
-    relayed = UnavailableError("replica b-0 cannot be reached", metadata={"peer": "replica b-0 at somewhere"})
-    scripts = {"a": failing(relayed), "b": _slow_failure, "c": hang}
-    async with mesh(tmp_path, scripts=scripts) as chain:
-        error = await chain.failure()
+@pytest.mark.parametrize(("stage", "echo"), _ECHOES.values(), ids=_ECHOES)
+async def test_a_stage_that_reports_the_failure_of_its_peer_is_not_blamed(
+    tmp_path: Path, stage: str, echo: StagemeshError
+) -> None:
+    error = await _failure(tmp_path, **{"b": _slow_failure, stage: failing(echo)})
     assert (error.message, error.metadata["stage"]) == ("the real cause", "b")
 
 
@@ -77,49 +83,41 @@ async def _slow_failure(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequ
     raise InternalError("the real cause")
 
 
-def _saying(*positions: int, then: Sequence[Response] = ()) -> Script:
+def _saying(*positions: int, finished_after: int | None = None) -> Script:
+    """Returns a script that emits characters at these positions. It finishes early, after this number of them."""
+
     async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
         del stage
         yield ACCEPTED
-        for position in positions:
+        for number, position in enumerate(positions):
+            if number == finished_after:
+                yield FINISHED
             yield Response(output=request_pb2.Output(name=request.streamed[0].tensor, text="x", position=position))
-        for response in then:
-            yield response
         await asyncio.Event().wait()
 
     return script
 
 
 @pytest.mark.parametrize(
-    ("positions", "said"),
+    ("script", "said"),
     [
-        ((1,), "sent output 'text' from position 1 where 0 was expected"),
-        ((0, 1, 3), "sent output 'text' from position 3 where 2 was expected"),
-        ((0, 1, 2, 1), "sent output 'text' from position 1 where 3 was expected"),
+        (_saying(1), "sent output 'text' from position 1 where 0 was expected"),
+        (_saying(0, 1, 3), "sent output 'text' from position 3 where 2 was expected"),
+        (_saying(0, 1, 2, 1), "sent output 'text' from position 1 where 3 was expected"),
+        (_saying(0, 1, finished_after=1), "stage 'a' sent output 'text' from position 1 after it had finished"),
     ],
+    ids=["late begin", "gap", "repetition", "after the end"],
 )
 async def test_a_stage_whose_outputs_are_out_of_order_fails_the_request(
-    tmp_path: Path, positions: tuple[int, ...], said: str
+    tmp_path: Path, script: Script, said: str
 ) -> None:
-    async with mesh(tmp_path, scripts={"a": _saying(*positions), "b": hang, "c": hang}) as chain:
-        error = await chain.failure()
-        await chain.until_idle()
+    error = await _failure(tmp_path, a=script)
     assert said in error.message
     assert (error.reason, error.metadata["stage"]) == ("OUTPUT_OUT_OF_ORDER", "a")
 
 
-async def test_an_output_after_the_end_of_its_stage_fails_the_request(tmp_path: Path) -> None:
-    late = Response(output=request_pb2.Output(name="text", text="late", position=1))
-    scripts = {"a": _saying(0, then=(FINISHED, late)), "b": hang, "c": hang}
-    async with mesh(tmp_path, scripts=scripts) as chain:
-        error = await chain.failure()
-        await chain.until_idle()
-    assert "stage 'a' sent output 'text' from position 1 after it had finished" in error.message
-    assert error.reason == "OUTPUT_OUT_OF_ORDER"
-
-
 async def test_a_request_waits_for_a_lost_stage_until_its_deadline(tmp_path: Path) -> None:
-    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}, max_request_s=3.0) as chain:
+    async with mesh(tmp_path, scripts=dict.fromkeys("abc", hang), max_request_s=3.0) as chain:
         call = chain.stub.Generate(ask())
         await chain.until_started()
         await chain.servers["b"].grpc.stop(0)
@@ -135,9 +133,8 @@ async def test_the_error_for_a_lost_stage_names_its_replicas_state(
     await chain.servers["b"].stop(grace_s=0)
     await until_health(chain.channel, serving=False)
     error = await chain.failure()
-    assert isinstance(error, UnavailableError)
+    assert (type(error), error.retry_after_s) == (UnavailableError, 1.0)
     assert "no replica of stage 'b' is ready: b-0 unreachable" in error.message
-    assert error.retry_after_s == 1.0
 
 
 async def test_cancelling_an_unknown_request_is_an_error(chain: Mesh) -> None:
@@ -145,8 +142,7 @@ async def test_cancelling_an_unknown_request_is_an_error(chain: Mesh) -> None:
 
 
 async def test_a_stream_that_ends_before_its_step_is_an_error(tmp_path: Path) -> None:
-    async with mesh(tmp_path, scripts={"c": _accept_only}) as chain:
-        error = await chain.failure()
+    error = await _failure(tmp_path, c=_accept_only)
     assert "stage 'c' ended its stream before it finished" in error.message
 
 
@@ -156,12 +152,8 @@ async def _accept_only(stage: ScriptedStage, request: stage_pb2.ExecuteStepReque
 
 
 async def test_an_unrequested_cancellation_ends_the_request(tmp_path: Path) -> None:
-    scripts = {"a": hang, "b": failing(CancelledRequestError("someone called CancelStep")), "c": hang}
-    async with mesh(tmp_path, scripts=scripts) as chain:
-        error = await chain.failure()
-        await chain.until_idle()
-    assert isinstance(error, CancelledRequestError)
-    assert error.metadata["stage"] == "b"
+    error = await _failure(tmp_path, b=failing(CancelledRequestError("someone called CancelStep")))
+    assert (type(error), error.metadata["stage"]) == (CancelledRequestError, "b")
 
 
 async def test_stopping_the_orchestrator_ends_its_requests(busy: Mesh) -> None:

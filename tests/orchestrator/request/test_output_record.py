@@ -33,9 +33,15 @@ def add_texts(record: RequestRecord, *texts: str, begin: int | None = None) -> N
         position += len(text)
 
 
-def _record_of(*texts: str) -> RequestRecord:
-    record = RequestRecord(Timeline(outputs=("text",)))
+def _planned(*outputs: str) -> RequestRecord:
+    """Returns the record of a request that runs and has these outputs."""
+    record = RequestRecord(Timeline(outputs=outputs))
     record.timeline.note_planned()
+    return record
+
+
+def _record_of(*texts: str) -> RequestRecord:
+    record = _planned("text")
     add_texts(record, *texts)
     record.close(None)
     return record
@@ -80,8 +86,7 @@ async def test_the_events_so_far_are_those_that_a_caller_would_receive(position:
 
 
 async def test_a_restarted_stage_repeats_nothing() -> None:
-    record = RequestRecord(Timeline(outputs=("text",)))
-    record.timeline.note_planned()
+    record = _planned("text")
     end = request_pb2.Output(name="text", position=5, finish=request_pb2.Finish(reason=request_pb2.FINISH_REASON_STOP))
     add_texts(record, "Hel", "lo")
     record.add_output(end)
@@ -109,8 +114,7 @@ async def test_a_gap_in_an_output_is_a_defect() -> None:
 async def test_outputs_of_a_failed_request_end_with_its_usage(
     error: StagemeshError, reason: "request_pb2.FinishReason.ValueType"
 ) -> None:
-    record = RequestRecord(Timeline(outputs=("text", "audio")))
-    record.timeline.note_planned()
+    record = _planned("text", "audio")
     record.timeline.begin("writer", replica="writer-0", attempt=1).usage = request_pb2.Usage(output_tokens=3)
     add_texts(record, "Hel")
     record.close(error)
@@ -125,8 +129,7 @@ async def test_outputs_of_a_failed_request_end_with_its_usage(
 
 
 async def test_a_request_that_may_continue_elsewhere_does_not_end_its_outputs() -> None:
-    record = RequestRecord(Timeline(outputs=("text",)))
-    record.timeline.note_planned()
+    record = _planned("text")
     add_texts(record, "Hel")
     record.close(UnavailableError("stops", reason="NOT_RUNNING"))
     with pytest.raises(UnavailableError):

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from stagemesh.common.errors import InvalidRequestError
 from stagemesh.v1 import orchestrator_pb2, stage_pb2
 from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, ScriptedStage, tensors_of, text_output
 
@@ -45,12 +44,6 @@ sessions: {turn_detection: ears}
 """A pipeline whose stage `ears` detects turns."""
 
 STREAM = orchestrator_pb2.INPUT_MODE_STREAM
-
-
-async def fail(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-    """Accepts, and fails."""
-    yield ACCEPTED
-    raise InvalidRequestError(f"stage {stage.name} does not accept {request.request_id}")
 
 
 class Steered:

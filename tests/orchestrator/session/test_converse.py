@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from stagemesh.common.errors import ExistsError, UnavailableError
+from stagemesh.common.errors import ExistsError, InvalidRequestError, UnavailableError
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 from tests.orchestrator.mesh import Mesh, ask, mesh
-from tests.orchestrator.scripted_stage import say_hello
+from tests.orchestrator.scripted_stage import failing, say_hello
 from tests.orchestrator.session.fake_runner import Chat, settle
-from tests.orchestrator.session.scripts import ECHO, Steered, fail
+from tests.orchestrator.session.scripts import ECHO, Steered
 from tests.orchestrator.session.talk import Talk, talking
 
 
@@ -60,7 +60,8 @@ async def test_an_interrupted_request_is_stopped_on_its_stages(hanging: Mesh) ->
 
 
 async def test_a_failed_turn_leaves_the_session_usable(tmp_path: Path) -> None:
-    async with mesh(tmp_path, ECHO, scripts={"a": fail}) as echo, talking(echo.stub, session_id="s") as talk:
+    script = failing(InvalidRequestError("not accepted"))
+    async with mesh(tmp_path, ECHO, scripts={"a": script}) as echo, talking(echo.stub, session_id="s") as talk:
         await talk.commit("one")
         failed = (await talk.next("ended")).ended
         echo.stages["a"].script = say_hello
