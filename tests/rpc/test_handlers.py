@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -87,7 +88,7 @@ async def test_deadline_is_seconds_left() -> None:
 
 def test_passed_deadline_is_an_error() -> None:
     with pytest.raises(DeadlineError, match="allow more time"):
-        time_left_s(PassedDeadline())
+        time_left_s(cast(Any, PassedDeadline()))
 
 
 class PassedDeadline:

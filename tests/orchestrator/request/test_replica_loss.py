@@ -380,7 +380,7 @@ async def _continuing(world: World) -> AsyncGenerator[tuple[_Mesh, "asyncio.Task
     async with _orchestrating(world) as first, _orchestrating(world) as second, asyncio.TaskGroup() as group:
         calling = asyncio.create_task(first.ask())
         await asyncio.sleep(0.25)
-        fields = {"earlier_calls": 1, "admitted_call": 0, "preferred_replicas": first.replicas}
+        fields: dict[str, Any] = {"earlier_calls": 1, "admitted_call": 0, "preferred_replicas": first.replicas}
         continued = group.create_task(second.ask(parameters={"seed": 0}, **fields))
         yield first, calling, second
         await continued

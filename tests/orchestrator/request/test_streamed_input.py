@@ -223,7 +223,7 @@ def pipeline(tmp_path: Path) -> Pipeline:
 
 
 def _streamed(pipeline: Pipeline, *outputs: str, choices: int = 1) -> ValidRequest:
-    request = orchestrator_pb2.GenerateRequest(outputs=outputs, parameters={"choices": choices})
+    request = orchestrator_pb2.GenerateRequest(outputs=outputs, parameters=request_pb2.Parameters(choices=choices))
     return validate(request, pipeline, stream=StreamedInput(lambda _: None))
 
 
