@@ -1,11 +1,13 @@
-"""Compares batched requests of Qwen-Image with single ones: `python -m tests.diffusion.batched_qwen FOLDER DTYPE`.
+"""Compares batched requests of Qwen-Image with single ones: `python -m tests.diffusion.batched_qwen FOLDER DTYPE...`.
 
-Prints the largest difference of all images, the number of forward passes, and the number of transformer calls. It is a
-process of its own, because the matrix library reads its environment when it is loaded.
+Prints the `Comparison` of each data type. It is a process of its own, because the matrix library reads its environment
+when it is loaded.
 """
 
+import json
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -23,10 +25,18 @@ SPECS = (
 )
 
 
-def main(folder: str, dtype: str) -> None:
-    """Compares and prints."""
+class Comparison(NamedTuple):
+    """The largest difference of all images, and the numbers of forward passes and of transformer calls."""
+
+    worst: float
+    forwards: int
+    calls: int
+
+
+def compare(folder: Path, dtype: str) -> Comparison:
+    """Runs the requests alone and together."""
     set_up_torch(torch.device("cpu"))
-    pipeline = ModularStepPipeline(Path(folder), stage_options({"dtype": dtype}))
+    pipeline = ModularStepPipeline(folder, stage_options({"dtype": dtype}))
     expected = [run_alone("qwen-image", pipeline, spec) for spec in SPECS]
     forwards: list[int] = []
     hook = pipeline.components.transformer.register_forward_hook(lambda *_: forwards.append(1))
@@ -34,8 +44,8 @@ def main(folder: str, dtype: str) -> None:
     hook.remove()
     calls = sum(spec.steps * (1 if spec.scale == 1 else 2) for spec in SPECS)
     worst = max((one - other).abs().max().item() for one, other in zip(made, expected, strict=True))
-    print(worst, len(forwards), calls)
+    return Comparison(worst, len(forwards), calls)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps([compare(Path(sys.argv[1]), dtype) for dtype in sys.argv[2:]]))

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.diffusion.tiny.calls import WAN_FRAMES, ImageSpec
+from tests.engines import support
 from tests.engines.support import collect, packets, stage_config
 from tests.stage.replicas import Replica, served
 
@@ -52,12 +53,13 @@ def diffusion_config(model: str, folder: Path, **options: JsonValue) -> StageCon
 @asynccontextmanager
 async def started(config: StageConfig) -> AsyncGenerator[DiffusionEngine]:
     """Starts an engine in this process."""
-    engine = DiffusionEngine(config)
-    try:
-        await engine.start(lambda _: None)
+    async with support.started(DiffusionEngine(config)) as engine:
         yield engine
-    finally:
-        await engine.close()
+
+
+def painting(folder: Path, **options: JsonValue) -> AbstractAsyncContextManager[DiffusionEngine]:
+    """Starts an engine of a model for images in this process."""
+    return started(diffusion_config("qwen-image", folder, **options))
 
 
 def image_options(spec: ImageSpec) -> dict[str, float]:

@@ -1,12 +1,10 @@
 """Qwen-Image-Edit: a prompt has an input image, and invalid images are rejected."""
 
-import io
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import diffusers as _diffusers
-import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -18,14 +16,15 @@ from stagemesh.services.engines.diffusion import FRAMES
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.model.loading import load_image_processor
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile
-from tests.diffusion.stages import diffusion_config, made_frames, md5, started
+from tests.diffusion.stages import made_frames, md5, painting
 from tests.diffusion.tiny.pipelines import write_qwen_image_edit
 from tests.engines.support import collect
+from tests.engines.vllm.media_files import encoded, pixels
 
 diffusers: Any = _diffusers
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
-NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (16, 64, 3), np.uint8))
+PIXELS = pixels(64, 16)
 SIZE = {"height": 64, "width": 48, "num_inference_steps": 2, "guidance_scale": 3.0}
 
 
@@ -36,14 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(folder: Path) -> AsyncGenerator[DiffusionEngine]:
-    async with started(diffusion_config("qwen-image-edit", folder)) as made:
+    async with painting(folder) as made:
         yield made
-
-
-def png(image: Image.Image = NOISE) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 def task(*images: MediaFile) -> Task:
@@ -51,7 +44,7 @@ def task(*images: MediaFile) -> Task:
     return Task("r", 1, prompt=prompt, negative_prompt="blur", options=SIZE, wanted=frozenset({FRAMES}))
 
 
-def png_file(data: bytes) -> MediaFile:
+def png(data: bytes = encoded(PIXELS)) -> MediaFile:
     return MediaFile("image", data, "image/png")
 
 
@@ -62,7 +55,7 @@ def expected(folder: Path) -> str:
     )
     classic.set_progress_bar_config(disable=True)
     made = classic(
-        image=NOISE,
+        image=Image.fromarray(PIXELS),
         prompt="make it red",
         negative_prompt="blur",
         height=64,
@@ -77,13 +70,13 @@ def expected(folder: Path) -> str:
 
 async def test_an_edited_image_equals_that_of_the_call(folder: Path, engine: DiffusionEngine) -> None:
     # The second time, the prompt and the image are in the prompt cache.
-    made = [await made_frames(engine, task(png_file(png()))) for _ in range(2)]
+    made = [await made_frames(engine, task(png())) for _ in range(2)]
     assert {md5(one) for one in made} == {expected(folder)}
     assert engine.load().running == 0
 
 
 def damaged(at: int) -> bytes:
-    data = bytearray(png())
+    data = bytearray(encoded(PIXELS))
     data[at : at + 8] = b"\xff" * 8
     return bytes(data)
 
@@ -91,14 +84,14 @@ def damaged(at: int) -> bytes:
 @pytest.mark.parametrize(
     ("images", "error"),
     [
-        ((png_file(b""),), "the image cannot be read"),
-        ((png_file(b"not an image"),), "the image cannot be read"),
-        ((png_file(png()[:200]),), "the image cannot be read"),
-        ((png_file(damaged(8)),), "the image cannot be read"),
-        ((png_file(damaged(60)),), "the image cannot be read"),
-        ((png_file(b"RIFF\x24\x00\x00\x00WAVEfmt "),), "the image cannot be read"),
+        ((png(b""),), "the image cannot be read"),
+        ((png(b"not an image"),), "the image cannot be read"),
+        ((png(encoded(PIXELS)[:200]),), "the image cannot be read"),
+        ((png(damaged(8)),), "the image cannot be read"),
+        ((png(damaged(60)),), "the image cannot be read"),
+        ((png(b"RIFF\x24\x00\x00\x00WAVEfmt "),), "the image cannot be read"),
         ((), "the prompt has 0 images; this model needs one image"),
-        ((png_file(png()), png_file(png())), "the prompt has 2 images; this model needs one image"),
+        ((png(), png()), "the prompt has 2 images; this model needs one image"),
         ((MediaFile("audio", b"RIFF", "audio/wav"),), "a diffusion stage accepts images, but not audio or video"),
     ],
 )

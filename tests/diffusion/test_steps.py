@@ -1,7 +1,13 @@
-"""Requests that alternate at every step get the same bits as from the pipeline's own `__call__`."""
+"""Requests that alternate at every step, or share forward passes, get the same results as alone."""
 
-from collections.abc import Callable
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +18,8 @@ from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularS
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.request_transfer import RequestTransfer
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
-from tests.diffusion.pipeline_runs import inputs_of
+from tests.diffusion.batched_qwen import Comparison, compare
+from tests.diffusion.pipeline_runs import inputs_of, run_alone, run_together
 from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.pipelines import WRITERS
 
@@ -23,17 +30,21 @@ SPECS = (
     ImageSpec(prompt="two dogs and a very long tail", seed=7, height=64, width=96, steps=6, scale=5.0),
     ImageSpec(prompt="x", seed=3, height=96, width=64, steps=2, scale=2.0),
 )
+TOLERANCE = 1e-5
+"""For float32 images in [0, 1]: the matrix library's order of sums depends on the batch size."""
+OTHERS = tuple(name for name in WRITERS if name != "qwen-image")
+ALIKE = [ImageSpec(seed=seed, scale=2.0 + seed) for seed in range(3)]
+WIDE, HIGH = ImageSpec(height=64, width=96, seed=1), ImageSpec(height=96, width=64, seed=2)
+
+Pipelines = Callable[[str], ModularStepPipeline]
 
 
-@pytest.fixture(params=WRITERS)
-def model(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+@pytest.fixture(scope="module")
+def pipelines(tiny_diffusion: Callable[[str], Path]) -> Pipelines:
+    return cache(lambda model: ModularStepPipeline(tiny_diffusion(model), DiffusionOptions(dtype="float32")))
 
 
-@pytest.fixture
-def folder(model: str, tiny_diffusion: Callable[[str], Path]) -> Path:
-    return tiny_diffusion(model)
+# -- requests that alternate
 
 
 def state(model: str, spec: ImageSpec) -> DiffusionRequestState:
@@ -56,18 +67,22 @@ def take_turns(pipeline: ModularStepPipeline, states: list[DiffusionRequestState
     return [made[number] for number in range(len(states))]
 
 
-def test_three_alternating_requests_match_the_call(model: str, folder: Path) -> None:
-    pipeline, classic = ModularStepPipeline(folder, DiffusionOptions(dtype="float32")), load(folder)
-    made = take_turns(pipeline, [state(model, spec) for spec in SPECS])
+@pytest.mark.parametrize("model", WRITERS)
+def test_three_alternating_requests_match_the_call(
+    model: str, pipelines: Pipelines, tiny_diffusion: Callable[[str], Path]
+) -> None:
+    classic = load(tiny_diffusion(model))
+    made = take_turns(pipelines(model), [state(model, spec) for spec in SPECS])
     for spec, one in zip(SPECS, made, strict=True):
         assert torch.equal(one, classic_image(model, classic, spec))
 
 
-def test_a_request_resumes_on_another_pipeline_of_the_same_model(model: str, folder: Path) -> None:
-    first, second = (
-        ModularStepPipeline(folder, DiffusionOptions(dtype="float32")),
-        ModularStepPipeline(folder, DiffusionOptions(dtype="float32")),
-    )
+@pytest.mark.parametrize("model", WRITERS)
+def test_a_request_resumes_on_another_pipeline_of_the_same_model(
+    model: str, pipelines: Pipelines, tiny_diffusion: Callable[[str], Path]
+) -> None:
+    folder = tiny_diffusion(model)
+    first, second = pipelines(model), ModularStepPipeline(folder, DiffusionOptions(dtype="float32"))
     whole, moved = state(model, SPECS[1]), state(model, SPECS[1])
     first.prepare_encode(moved)
     for _ in range(3):
@@ -84,3 +99,90 @@ def test_an_unsupported_model_is_rejected(tmp_path: Path) -> None:
         NotReadyError, match="contains a DanceDiffusionPipeline; the diffusion engine supports QwenImage"
     ):
         ModularStepPipeline(tmp_path, DiffusionOptions(dtype="float32"))
+
+
+# -- requests that share forward passes
+
+
+def rows_together(model: str, pipeline: ModularStepPipeline, specs: Sequence[ImageSpec]) -> list[int]:
+    """Runs requests together, and compares them with single ones. Returns the rows of each forward pass."""
+    rows: list[int] = []
+
+    def note(_model: Any, _args: Any, kwargs: Any) -> None:
+        rows.append(len(kwargs["x"] if "x" in kwargs else kwargs["hidden_states"]))
+
+    expected = [run_alone(model, pipeline, spec) for spec in specs]
+    hook = pipeline.components.transformer.register_forward_pre_hook(note, with_kwargs=True)
+    made = run_together(model, pipeline, specs)
+    hook.remove()
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
+    return rows
+
+
+def check(compared: Comparison, *, tolerance: float) -> None:
+    assert compared.worst <= tolerance
+    assert compared.forwards < compared.calls / 3
+
+
+def test_mixed_lengths_sizes_and_scales_share_forward_passes(qwen_image: Path) -> None:
+    check(compare(qwen_image, "float32"), tolerance=TOLERANCE)
+
+
+def test_a_strict_matrix_library_gives_the_same_bits(qwen_image: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "tests.diffusion.batched_qwen", str(qwen_image), "float32", "bfloat16"],
+        env=os.environ | {"MKL_CBWR": "AVX2,STRICT"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert answer.returncode == 0, answer.stderr
+    for compared in json.loads(answer.stdout.splitlines()[-1]):
+        check(Comparison(*compared), tolerance=0.0)
+
+
+@pytest.mark.parametrize("model", OTHERS)
+def test_requests_of_one_shape_share_forward_passes(model: str, pipelines: Pipelines) -> None:
+    assert max(rows_together(model, pipelines(model), ALIKE)) >= len(ALIKE)
+
+
+@pytest.mark.parametrize("model", OTHERS)
+def test_requests_of_different_shapes_share_no_forward_pass(model: str, pipelines: Pipelines) -> None:
+    # A forward pass may contain both guidance branches of one request.
+    assert max(rows_together(model, pipelines(model), [WIDE, HIGH])) <= 2
+
+
+@pytest.mark.parametrize("model", OTHERS)
+def test_requests_that_share_no_forward_pass_have_different_keys(model: str, pipelines: Pipelines) -> None:
+    def key(spec: ImageSpec) -> tuple[object, ...]:
+        request = state(model, spec)
+        pipelines(model).prepare_encode(request)
+        return pipelines(model).batch_key(request)
+
+    assert key(WIDE) != key(HIGH)
+    assert key(ImageSpec(seed=1)) == key(ImageSpec(seed=2, scale=2.0))
+
+
+def test_keys_of_qwen_image_depend_only_on_guidance(pipelines: Pipelines) -> None:
+    specs = (WIDE, HIGH, ImageSpec(prompt="a longer prompt than that"), ImageSpec(scale=1.0))
+    requests = [state("qwen-image", spec) for spec in specs]
+    for request in requests:
+        pipelines("qwen-image").prepare_encode(request)
+    keys = [pipelines("qwen-image").batch_key(request) for request in requests]
+    assert len(set(keys[:3])) == 1
+    assert keys[3] != keys[0]
+
+
+def test_a_mixed_forward_pass_leaves_the_model_unchanged(pipelines: Pipelines) -> None:
+    pipeline = pipelines("qwen-image")
+    transformer = pipeline.components.transformer
+
+    def parts() -> list[object]:
+        return [transformer.pos_embed, *(block.attn.processor for block in transformer.transformer_blocks)]
+
+    before = parts()
+    run_together("qwen-image", pipeline, [WIDE, HIGH])
+    assert all(one is other for one, other in zip(parts(), before, strict=True))
+    assert "pos_embed" not in vars(transformer)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.modular_pipelines.qwenimage import prompt_templates
 
-from tests.diffusion.tiny.calls import TOLERANCES, ImageSpec, classic_image, load, load_modular, modular_image
+from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.pipelines import WRITERS, write_qwen_image
 from tests.diffusion.tiny.tokenizers import qwen_tokenizer
 
@@ -29,16 +29,6 @@ def test_an_image_depends_only_on_its_spec(model: str, tiny_diffusion: Callable[
     others = [ImageSpec(prompt="two dogs"), ImageSpec(seed=1), ImageSpec(scale=5.0)]
     assert not any(torch.equal(classic_image(model, pipeline, spec), made) for spec in others)
     assert torch.equal(classic_image(model, pipeline, ImageSpec()), made)
-
-
-@pytest.mark.parametrize("model", WRITERS)
-def test_the_modular_form_generates_the_same_image(model: str, tiny_diffusion: Callable[[str], Path]) -> None:
-    spec = ImageSpec(height=96, steps=2)
-    if model == "wan":
-        pytest.importorskip("ftfy", reason="diffusers' modular Wan cleans prompts with it")
-    made = modular_image(model, load_modular(model, tiny_diffusion(model)), spec)
-    expected = classic_image(model, load(tiny_diffusion(model)), spec)
-    torch.testing.assert_close(made, expected, rtol=0, atol=TOLERANCES[model])
 
 
 def test_weights_may_be_written_in_bfloat16(tmp_path: Path) -> None:

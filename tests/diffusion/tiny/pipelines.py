@@ -5,8 +5,8 @@ a row's result does not depend on its batch in MKL's strict mode.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,148 +28,118 @@ _ROPE = (8, 12, 12)
 _CHANNELS = 16
 
 
-def write_qwen_image(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def _make_qwen_image() -> Any:
     """Qwen-Image: true CFG, packed latents, a VAE for videos of one frame."""
-    with _seeded():
-        tokenizer = qwen_tokenizer()
-        pipeline = diffusers.QwenImagePipeline(
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
-                max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02, use_dynamic_shifting=True
-            ),
-            vae=diffusers.AutoencoderKLQwenImage(base_dim=8, num_res_blocks=1),
-            text_encoder=encoders.qwen_vl(tokenizer),
-            tokenizer=tokenizer,
-            transformer=diffusers.QwenImageTransformer2DModel(
-                num_layers=_LAYERS,
-                attention_head_dim=_HEAD,
-                num_attention_heads=_HEADS,
-                joint_attention_dim=encoders.HIDDEN,
-                axes_dims_rope=_ROPE,
-            ),
-        )
-    return _save(pipeline, folder, dtype)
+    tokenizer = qwen_tokenizer()
+    return diffusers.QwenImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+            max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02, use_dynamic_shifting=True
+        ),
+        vae=diffusers.AutoencoderKLQwenImage(base_dim=8, num_res_blocks=1),
+        text_encoder=encoders.qwen_vl(tokenizer),
+        tokenizer=tokenizer,
+        transformer=diffusers.QwenImageTransformer2DModel(
+            num_layers=_LAYERS,
+            attention_head_dim=_HEAD,
+            num_attention_heads=_HEADS,
+            joint_attention_dim=encoders.HIDDEN,
+            axes_dims_rope=_ROPE,
+        ),
+    )
 
 
-def write_qwen_image_edit(folder: Path) -> Path:
-    """Qwen-Image-Edit: the same model, which receives an image as latents and as a part of the prompt."""
-    write_qwen_image(folder)
-    # The processor that a pipeline would save needs a video processor.
-    Qwen2VLImageProcessorPil().save_pretrained(folder / "processor")
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    index |= {"_class_name": "QwenImageEditPipeline", "processor": ["transformers", "Qwen2VLProcessor"]}
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-    return folder
-
-
-def write_flux(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def _make_flux() -> Any:
     """Flux.1 dev: guidance is an input of the model."""
-    with _seeded():
-        short, long = clip_tokenizer(), t5_tokenizer()
-        pipeline = diffusers.FluxPipeline(
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-            vae=_image_vae(),
-            text_encoder=encoders.clip(short),
-            tokenizer=short,
-            text_encoder_2=encoders.t5(long),
-            tokenizer_2=long,
-            transformer=diffusers.FluxTransformer2DModel(
-                num_layers=_LAYERS,
-                num_single_layers=_LAYERS,
-                attention_head_dim=_HEAD,
-                num_attention_heads=_HEADS,
-                joint_attention_dim=encoders.HIDDEN,
-                pooled_projection_dim=encoders.CLIP_HIDDEN,
-                guidance_embeds=True,
-                axes_dims_rope=_ROPE,
-            ),
-        )
-    return _save(pipeline, folder, dtype)
+    short, long = clip_tokenizer(), t5_tokenizer()
+    return diffusers.FluxPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=_image_vae(),
+        text_encoder=encoders.clip(short),
+        tokenizer=short,
+        text_encoder_2=encoders.t5(long),
+        tokenizer_2=long,
+        transformer=diffusers.FluxTransformer2DModel(
+            num_layers=_LAYERS,
+            num_single_layers=_LAYERS,
+            attention_head_dim=_HEAD,
+            num_attention_heads=_HEADS,
+            joint_attention_dim=encoders.HIDDEN,
+            pooled_projection_dim=encoders.CLIP_HIDDEN,
+            guidance_embeds=True,
+            axes_dims_rope=_ROPE,
+        ),
+    )
 
 
-def write_sd3(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def _make_sd3() -> Any:
     """Stable Diffusion 3: three text encoders, a learned position for each patch of up to 512 x 512 pixels."""
-    with _seeded():
-        short, long = clip_tokenizer(), t5_tokenizer()
-        pipeline = diffusers.StableDiffusion3Pipeline(
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=_image_vae(),
-            text_encoder=encoders.clip_with_projection(short),
-            tokenizer=short,
-            text_encoder_2=encoders.clip_with_projection(short),
-            tokenizer_2=short,
-            text_encoder_3=encoders.t5(long),
-            tokenizer_3=long,
-            transformer=diffusers.SD3Transformer2DModel(
-                sample_size=32,
-                pos_embed_max_size=32,
-                num_layers=_LAYERS,
-                attention_head_dim=_HEAD,
-                num_attention_heads=_HEADS,
-                joint_attention_dim=encoders.HIDDEN,
-                caption_projection_dim=_HEADS * _HEAD,
-                pooled_projection_dim=2 * encoders.CLIP_HIDDEN,
-                qk_norm="rms_norm",
-            ),
-        )
-    return _save(pipeline, folder, dtype)
+    short, long = clip_tokenizer(), t5_tokenizer()
+    return diffusers.StableDiffusion3Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=_image_vae(),
+        text_encoder=encoders.clip_with_projection(short),
+        tokenizer=short,
+        text_encoder_2=encoders.clip_with_projection(short),
+        tokenizer_2=short,
+        text_encoder_3=encoders.t5(long),
+        tokenizer_3=long,
+        transformer=diffusers.SD3Transformer2DModel(
+            sample_size=32,
+            pos_embed_max_size=32,
+            num_layers=_LAYERS,
+            attention_head_dim=_HEAD,
+            num_attention_heads=_HEADS,
+            joint_attention_dim=encoders.HIDDEN,
+            caption_projection_dim=_HEADS * _HEAD,
+            pooled_projection_dim=2 * encoders.CLIP_HIDDEN,
+            qk_norm="rms_norm",
+        ),
+    )
 
 
-def write_wan(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def _make_wan() -> Any:
     """Wan 2.1, text to video, with its multistep solver."""
-    with _seeded():
-        tokenizer = t5_tokenizer()
-        pipeline = diffusers.WanPipeline(
-            scheduler=diffusers.UniPCMultistepScheduler(
-                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-            ),
-            vae=diffusers.AutoencoderKLWan(base_dim=8, num_res_blocks=1),
-            text_encoder=encoders.umt5(tokenizer),
-            tokenizer=tokenizer,
-            transformer=diffusers.WanTransformer3DModel(
-                num_layers=_LAYERS,
-                attention_head_dim=_HEAD,
-                num_attention_heads=_HEADS,
-                text_dim=encoders.HIDDEN,
-                freq_dim=64,
-                ffn_dim=128,
-            ),
-        )
-    return _save(pipeline, folder, dtype)
+    tokenizer = t5_tokenizer()
+    return diffusers.WanPipeline(
+        scheduler=diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        vae=diffusers.AutoencoderKLWan(base_dim=8, num_res_blocks=1),
+        text_encoder=encoders.umt5(tokenizer),
+        tokenizer=tokenizer,
+        transformer=diffusers.WanTransformer3DModel(
+            num_layers=_LAYERS,
+            attention_head_dim=_HEAD,
+            num_attention_heads=_HEADS,
+            text_dim=encoders.HIDDEN,
+            freq_dim=64,
+            ffn_dim=128,
+        ),
+    )
 
 
-def write_z_image(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def _make_z_image() -> Any:
     """Z-Image: lists of latents and of prompts, padded with learned tokens."""
-    with _seeded():
-        tokenizer = qwen_tokenizer()
-        transformer = diffusers.ZImageTransformer2DModel(
-            dim=_HEADS * _HEAD,
-            n_layers=_LAYERS,
-            n_refiner_layers=1,
-            n_heads=_HEADS,
-            n_kv_heads=_HEADS,
-            cap_feat_dim=encoders.HIDDEN,
-            axes_dims=list(_ROPE),
-        )
-        # They are zero in a new model, which would hide errors.
-        torch.nn.init.normal_(transformer.x_pad_token)
-        torch.nn.init.normal_(transformer.cap_pad_token)
-        pipeline = diffusers.ZImagePipeline(
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=_image_vae(),
-            text_encoder=encoders.qwen3(tokenizer),
-            tokenizer=tokenizer,
-            transformer=transformer,
-        )
-    return _save(pipeline, folder, dtype)
-
-
-WRITERS: Mapping[str, Callable[..., Path]] = {
-    "qwen-image": write_qwen_image,
-    "flux": write_flux,
-    "sd3": write_sd3,
-    "wan": write_wan,
-    "z-image": write_z_image,
-}
+    tokenizer = qwen_tokenizer()
+    transformer = diffusers.ZImageTransformer2DModel(
+        dim=_HEADS * _HEAD,
+        n_layers=_LAYERS,
+        n_refiner_layers=1,
+        n_heads=_HEADS,
+        n_kv_heads=_HEADS,
+        cap_feat_dim=encoders.HIDDEN,
+        axes_dims=list(_ROPE),
+    )
+    # They are zero in a new model, which would hide errors.
+    torch.nn.init.normal_(transformer.x_pad_token)
+    torch.nn.init.normal_(transformer.cap_pad_token)
+    return diffusers.ZImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=_image_vae(),
+        text_encoder=encoders.qwen3(tokenizer),
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )
 
 
 def _image_vae() -> Any:
@@ -186,15 +156,33 @@ def _image_vae() -> Any:
     )
 
 
-@contextmanager
-def _seeded() -> Iterator[None]:
+def _write(make: Callable[[], Any], folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        yield
-
-
-def _save(pipeline: Any, folder: Path, dtype: torch.dtype) -> Path:
+        pipeline = make()
     if dtype != torch.float32:
         pipeline.to(dtype)
     pipeline.save_pretrained(folder)
+    return folder
+
+
+write_qwen_image = partial(_write, _make_qwen_image)
+WRITERS: Mapping[str, Callable[..., Path]] = {
+    "qwen-image": write_qwen_image,
+    "flux": partial(_write, _make_flux),
+    "sd3": partial(_write, _make_sd3),
+    "wan": partial(_write, _make_wan),
+    "z-image": partial(_write, _make_z_image),
+}
+"""The functions that write a tiny pipeline into a folder, optionally in another data type."""
+
+
+def write_qwen_image_edit(folder: Path) -> Path:
+    """Qwen-Image-Edit: the same model, which receives an image as latents and as a part of the prompt."""
+    write_qwen_image(folder)
+    # The processor that a pipeline would save needs a video processor.
+    Qwen2VLImageProcessorPil().save_pretrained(folder / "processor")
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    index |= {"_class_name": "QwenImageEditPipeline", "processor": ["transformers", "Qwen2VLProcessor"]}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
     return folder

@@ -1,13 +1,13 @@
-"""A sleeping diffusion engine frees its memory, and generates the same images after it wakes."""
+"""The controls of a diffusion engine: sleep, profiles and the prompt cache."""
 
 import asyncio
 import gc
 import gzip
 import json
 import multiprocessing
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,17 +17,19 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.common.wire.tensors import Array
+from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 from stagemesh.services.engines.diffusion.worker import PROFILED_STEP, DiffusionWorker
-from tests.diffusion.stages import image_task, made_frames, started
+from tests.diffusion.stages import image_task, made_frames
 from tests.diffusion.tiny.calls import ImageSpec
 from tests.diffusion.tiny.pipelines import write_qwen_image
-from tests.engines.support import controls_of, stage_config
+from tests.engines.support import controls_of, stage_config, started
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -167,19 +169,38 @@ async def test_profiles_are_rejected_without_a_profile_folder(model: Path) -> No
             await controls_of(tested).profiles.start("x", max_steps=None)
 
 
+# -- the prompt cache
+
+
+async def test_repeated_prompts_are_hits(model: Path) -> None:
+    async with engine(model, prompt_cache_bytes=MIB) as tested:
+        assert controls_of(tested).caches.cache_statistics() == CacheStatistics(limit_bytes=MIB)
+        made = [await image(tested, prompt) for prompt in ("a cat", "a dog", "a cat")]
+        assert np.array_equal(made[0], made[2])
+        figures = controls_of(tested).caches.cache_statistics()
+    assert (figures.entries, figures.hits, figures.misses) == (2, 1, 2)
+    assert 0 < figures.size_bytes <= figures.limit_bytes == MIB
+
+
+async def test_a_cleared_cache_is_empty_and_keeps_its_counters(model: Path) -> None:
+    async with engine(model, prompt_cache_bytes=MIB) as tested:
+        await image(tested)
+        await controls_of(tested).caches.clear_caches(preempt=False)
+        assert controls_of(tested).caches.cache_statistics() == CacheStatistics(limit_bytes=MIB, misses=1)
+        await image(tested)
+        assert controls_of(tested).caches.cache_statistics().misses == 2
+
+
 STEPS = 3
 
 
-@asynccontextmanager
-async def engine(model: Path, **options: str) -> AsyncIterator[DiffusionEngine]:
-    async with started(
-        stage_config("diffusion", model=str(model), options={"dtype": "float32", "device": "cpu"} | options)
-    ) as made:
-        yield made
+def engine(model: Path, **options: JsonValue) -> AbstractAsyncContextManager[DiffusionEngine]:
+    given = {"dtype": "float32", "device": "cpu"} | options
+    return started(DiffusionEngine(stage_config("diffusion", model=str(model), options=given)))
 
 
-async def image(engine: DiffusionEngine) -> Array:
-    return await made_frames(engine, image_task(ImageSpec(prompt="red", negative_prompt="blur", seed=7, steps=STEPS)))
+async def image(engine: DiffusionEngine, prompt: str = "red") -> Array:
+    return await made_frames(engine, image_task(ImageSpec(prompt=prompt, negative_prompt="blur", seed=7, steps=STEPS)))
 
 
 @dataclass
