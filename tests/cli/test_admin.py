@@ -22,7 +22,7 @@ from stagemesh.cli.operation import admin_connection as admin_client
 from stagemesh.cli.operation.admin import Condition, unmet_cause
 from stagemesh.cli.operation.top import top_view
 from stagemesh.cli.operation.views import REQUESTS, attempt_text, moments, request_view
-from stagemesh.cli.terminal.output import make_table
+from stagemesh.cli.terminal.tables import make_table
 from stagemesh.client import Admitted, Client, Generation, Text
 from stagemesh.common.errors import CancelledRequestError, ExitCode
 from stagemesh.v1 import admin_pb2, chunk_pb2, orchestrator_pb2, stage_pb2

@@ -2,14 +2,13 @@
 
 import typer
 
-from stagemesh.cli.local.demo import demo
 from stagemesh.cli.local.deployment_files import app as config
 from stagemesh.cli.local.deployment_files import certificates, tokens
 from stagemesh.cli.local.logs import logs
 from stagemesh.cli.local.probe_transport import probe_transport
 from stagemesh.cli.local.serve import app as serve
 from stagemesh.cli.local.serve import gateway
-from stagemesh.cli.local.up import up
+from stagemesh.cli.local.up import demo, up
 from stagemesh.cli.local.verify import verify
 from stagemesh.cli.operation.admin import app as admin
 from stagemesh.cli.operation.status import doctor, stages, version
@@ -23,7 +22,7 @@ from stagemesh.cli.requests.bench import bench
 from stagemesh.cli.requests.converse import converse
 from stagemesh.cli.requests.generate import cancel, generate
 from stagemesh.cli.requests.job import app as job
-from stagemesh.cli.terminal.context_commands import app as context
+from stagemesh.cli.terminal.contexts import app as context
 from stagemesh.cli.terminal.error_output import ErrorGroup
 
 app = typer.Typer(

@@ -60,16 +60,10 @@ class Authority:
         Raises InvalidRequestError (INVALID_TLS) if a name is not valid or the folder cannot be written.
         """
         key = ec.generate_private_key(ec.SECP256R1())
-        now = datetime.now(UTC)
         alternatives = [*(_uri(name) for name in names), *(_host(host) for host in hosts)]
         builder = (
-            x509.CertificateBuilder()
-            .subject_name(_subject((*names, *hosts)[0]))
+            _builder(_subject((*names, *hosts)[0]), key, days=days)
             .issuer_name(self._certificate.subject)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - _CLOCK_SKEW)
-            .not_valid_after(now + timedelta(days=days))
             .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(
@@ -94,19 +88,23 @@ _PEM = serialization.Encoding.PEM
 def _create_authority(certificate: Path, key: Path) -> None:
     own = ec.generate_private_key(ec.SECP256R1())
     # OpenSSL finds an authority by its name, so that each has its own.
-    name, now = _subject(f"Stagemesh authority {secrets.token_hex(4)}"), datetime.now(UTC)
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(own.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCK_SKEW)
-        .not_valid_after(now + timedelta(days=_CA_DAYS))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    )
+    name = _subject(f"Stagemesh authority {secrets.token_hex(4)}")
+    authority = x509.BasicConstraints(ca=True, path_length=0)
+    builder = _builder(name, own, days=_CA_DAYS).issuer_name(name).add_extension(authority, critical=True)
     write_private(key, _private(own))
     write_private(certificate, builder.sign(own, hashes.SHA256()).public_bytes(_PEM))
+
+
+def _builder(subject: x509.Name, key: ec.EllipticCurvePrivateKey, *, days: float) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_after(now + timedelta(days=days))
+    )
 
 
 def _uri(name: str) -> x509.UniformResourceIdentifier:

@@ -6,8 +6,9 @@ import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from stagemesh.cli.launcher.ports import HOST, PortPicker, check_listen
 from stagemesh.cli.launcher.probes import (
@@ -27,7 +28,10 @@ from stagemesh.common.errors import StagemeshError
 from stagemesh.common.plugins.entry_points import load_engine_descriptor
 from stagemesh.common.process import settings
 from stagemesh.common.process.config import dump_config
+from stagemesh.common.process.media_config import MediaServiceConfig
+from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.gateway.config import GatewayConfig
+from stagemesh.jobs.config import JobServerConfig
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
 from stagemesh.pipeline import Pipeline, Stage
 from stagemesh.rpc.channels import open_channel
@@ -44,6 +48,7 @@ _POLL_S = 0.1
 _LAUNCHER = "launcher"
 _GATEWAY = "gateway"
 _HOSTS = (HOST, "localhost")
+_Config: TypeAlias = OrchestratorConfig | StageConfig | MediaServiceConfig | JobServerConfig | GatewayConfig
 _CERTIFICATE_DAYS = 365
 """The validity of the certificates, in days. Each run issues its own and removes them at its end."""
 
@@ -187,81 +192,74 @@ class Launcher:
 
         Selects ports for the replicas, and writes the config files of all processes to `folder`.
         """
-        stages = self._pipeline.stages.values()
-        media = self._plan_media(folder)
+        media, stages = self._media_config(), self._pipeline.stages.values()
         addresses = {stage.name: self._addresses(stage) for stage in stages}
-        config = OrchestratorConfig(
+        orchestrator = OrchestratorConfig(
             pipeline=str(self._pipeline.source),
             overrides=self._overrides,
             replicas=addresses,
             listen=self.endpoint,
             admin_listen=self.admin_endpoint,
-            media_endpoint=media[0].endpoint if media else "",
-            jobs_endpoint="" if self._jobs is None else self._jobs.listen,
+            media_endpoint=media.listen if media else "",
+            jobs_endpoint=self._jobs.listen if self._jobs else "",
             registration=Registration() if self._external.register else None,
-            tls=self._certify(folder, ORCHESTRATOR, "orchestrator"),
             metrics_listen=self._metrics_listen(ORCHESTRATOR),
-            parent_pid=os.getpid(),
         )
-        command = _command("stagemesh.orchestrator", folder.write_config(ORCHESTRATOR, dump_config(config)))
-        log = folder.log_path(ORCHESTRATOR)
-        orchestrator = ProcessSpec(ORCHESTRATOR, "", self.endpoint, command, log, probe_health)
-        replicas = [self._plan_replica(stage, each, folder) for stage in stages for each in addresses[stage.name]]
-        servers = {stage.name: fork_servers.get(_preload(stage)) for stage in stages if not stage.is_external}
-        forked = [replace(each, fork_server=servers[each.stage]) for each in replicas]
-        return (orchestrator, *media, *self._plan_jobs(folder), *self._plan_gateway(folder), *forked)
+        plan = partial(self._plan, folder)
+        specs = [plan(ORCHESTRATOR, "stagemesh.orchestrator", orchestrator, role="orchestrator")]
+        if media:
+            specs.append(plan(MEDIA, "stagemesh.services.media", media, role="orchestrator"))
+        if self._jobs:
+            specs.append(plan(JOBS, "stagemesh.jobs", self._jobs, role="client"))
+        if gateway := self._gateway_config():
+            spec = plan(_GATEWAY, "stagemesh.gateway", gateway, role="client")
+            specs.append(replace(spec, probe=probe_http(gateway.listen)))
+        for stage in stages:
+            for address in addresses[stage.name]:
+                config = self._stage_config(stage, address, folder)
+                spec = plan(address.name, "stagemesh.services.stage", config, role="stage")
+                server = fork_servers.get(_preload(stage))
+                specs.append(replace(spec, stage=stage.name, probe=probe_stage, fork_server=server))
+        return tuple(specs)
 
-    def _plan_media(self, folder: RunFolder) -> tuple[ProcessSpec, ...]:
-        """Returns the specification of the media service, or nothing if the pipeline has no store."""
+    def _plan(self, folder: RunFolder, name: str, module: str, config: _Config, *, role: str) -> ProcessSpec:
+        """Returns the specification of a process that runs `module` and serves no stage.
+
+        Issues a certificate of the role to the process, and writes its config file to `folder`.
+        """
+        complete = replace(config, tls=self._certify(folder, name, role), parent_pid=os.getpid())
+        file = folder.write_config(name, dump_config(complete))
+        # -u disables buffering, so that the log of a killed process is complete.
+        command = (sys.executable, "-u", "-m", module, "--config", str(file))
+        return ProcessSpec(name, "", config.listen, command, folder.log_path(name), probe_health, config=file)
+
+    def _media_config(self) -> MediaServiceConfig | None:
+        """Returns the config of the media service, or None if the pipeline has no store."""
         media = self._pipeline.media
         if media is None or not media.store:
-            return ()
-        endpoint = f"{HOST}:{self._ports.pick()}"
-        tls = self._certify(folder, MEDIA, "orchestrator")
-        config = replace(media_service_config(self._pipeline, listen=endpoint), tls=tls, parent_pid=os.getpid())
-        command = _command("stagemesh.services.media", folder.write_config(MEDIA, dump_config(config)))
-        return (ProcessSpec(MEDIA, "", endpoint, command, folder.log_path(MEDIA), probe_health),)
+            return None
+        return media_service_config(self._pipeline, listen=f"{HOST}:{self._ports.pick()}")
 
-    def _plan_jobs(self, folder: RunFolder) -> tuple[ProcessSpec, ...]:
-        """Returns the specification of the job server, or nothing if no job server runs."""
-        if self._jobs is None:
-            return ()
-        config = replace(self._jobs, tls=self._certify(folder, JOBS, "client"), parent_pid=os.getpid())
-        command = _command("stagemesh.jobs", folder.write_config(JOBS, dump_config(config)))
-        return (ProcessSpec(JOBS, "", config.listen, command, folder.log_path(JOBS), probe_health),)
-
-    def _plan_gateway(self, folder: RunFolder) -> tuple[ProcessSpec, ...]:
-        """Returns the specification of the gateway, or nothing if no gateway runs."""
+    def _gateway_config(self) -> GatewayConfig | None:
         endpoint = self.gateway_endpoint
         if endpoint is None:
-            return ()
+            return None
         if self._metrics:
             self.metrics_endpoints[_GATEWAY] = endpoint
-        tls = self._certify(folder, _GATEWAY, "client")
-        voices = str(settings.voices_dir())
-        config = GatewayConfig(endpoint, [[self.endpoint]], tls=tls, voices=voices, parent_pid=os.getpid())
-        command = _command("stagemesh.gateway", folder.write_config(_GATEWAY, dump_config(config)))
-        return (ProcessSpec(_GATEWAY, "", endpoint, command, folder.log_path(_GATEWAY), probe_http(endpoint)),)
+        return GatewayConfig(endpoint, [[self.endpoint]], voices=str(settings.voices_dir()))
 
     def _addresses(self, stage: Stage) -> tuple[ReplicaAddress, ...]:
         count = range(0 if stage.is_external else stage.replicas)
         return tuple(ReplicaAddress(f"{stage.name}-{i}", f"{HOST}:{self._ports.pick()}") for i in count)
 
-    def _plan_replica(self, stage: Stage, address: ReplicaAddress, folder: RunFolder) -> ProcessSpec:
-        config = stage_config(self._pipeline, stage, replica=address.name, listen=address.endpoint)
-        log = folder.log_path(address.name)
+    def _stage_config(self, stage: Stage, address: ReplicaAddress, folder: RunFolder) -> StageConfig:
         details = stage.error_details is not False
-        config = replace(
-            config,
-            tls=self._certify(folder, address.name, "stage"),
+        return replace(
+            stage_config(self._pipeline, stage, replica=address.name, listen=address.endpoint),
             metrics_listen=self._metrics_listen(address.name),
-            parent_pid=os.getpid(),
             error_details=details,
-            log=str(log) if details else "",
+            log=str(folder.log_path(address.name)) if details else "",
         )
-        file = folder.write_config(address.name, dump_config(config))
-        command = _command("stagemesh.services.stage", file)
-        return ProcessSpec(address.name, stage.name, address.endpoint, command, log, probe_stage, config=file)
 
     def _metrics_listen(self, name: str) -> str | None:
         if not self._metrics:
@@ -304,8 +302,3 @@ async def _stop(tasks: dict[str, asyncio.Task[None]]) -> None:
 
 def _preload(stage: Stage) -> str | None:
     return load_engine_descriptor(stage.engine).preload
-
-
-def _command(module: str, config: Path) -> tuple[str, ...]:
-    # -u disables buffering, so that the log of a killed process is complete.
-    return (sys.executable, "-u", "-m", module, "--config", str(config))

@@ -149,10 +149,7 @@ async def probe_edges(channel: grpc.aio.Channel) -> tuple[orchestrator_pb2.EdgeD
     is not known yet, or if the orchestrator does not answer within 1 second. Raises NotReadyError
     (CONNECTOR_UNAVAILABLE) if a connector that the pipeline file names cannot work.
     """
-    try:
-        request = orchestrator_pb2.DescribePipelineRequest()
-        described = await OrchestratorServiceStub(channel).DescribePipeline(request, timeout=_TIMEOUT_S)
-    except grpc.aio.AioRpcError:
+    if (described := await _describe(channel)) is None:
         return None
     for edge in described.edges:
         _check_links(edge)
@@ -183,7 +180,6 @@ def _is_known(edge: orchestrator_pb2.EdgeDescription) -> bool:
 
 
 _POLL_S = 0.5
-_DESCRIBE_TIMEOUT_S = 1.0
 
 
 class ExternalStages:
@@ -209,9 +205,10 @@ class ExternalStages:
         for status in self.statuses.values():
             report(status)
         while self._stages:
-            described = {stage.name: stage.replicas for stage in await _describe(channel)}
+            described = await _describe(channel)
+            replicas_of = {stage.name: stage.replicas for stage in described.stages} if described else {}
             for stage in self._stages:
-                replicas = described.get(stage.name)
+                replicas = replicas_of.get(stage.name)
                 status = self._status(stage, replicas) if replicas else self._waiting(stage)
                 if status != self.statuses[stage.name]:
                     self.statuses[stage.name] = status
@@ -245,11 +242,9 @@ def _make_status(stage: Stage, endpoints: Sequence[str], state: ProcessState, de
     return ProcessStatus(f"{stage.name} (external)", stage.name, ", ".join(endpoints), state, detail)
 
 
-async def _describe(channel: grpc.aio.Channel) -> list[orchestrator_pb2.StageDescription]:
+async def _describe(channel: grpc.aio.Channel) -> orchestrator_pb2.DescribePipelineResponse | None:
     request = orchestrator_pb2.DescribePipelineRequest()
     try:
-        return list(
-            (await OrchestratorServiceStub(channel).DescribePipeline(request, timeout=_DESCRIBE_TIMEOUT_S)).stages
-        )
+        return await OrchestratorServiceStub(channel).DescribePipeline(request, timeout=_TIMEOUT_S)
     except grpc.aio.AioRpcError:
-        return []
+        return None

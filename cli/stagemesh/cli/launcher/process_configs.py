@@ -1,7 +1,7 @@
 """Derives the configs of a pipeline's stages, of its media service and of its job server from the pipeline file."""
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.process.media_config import MediaServiceConfig
+from stagemesh.common.process.media_config import MediaConfig, MediaServiceConfig
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.jobs.config import JobServerConfig
 from stagemesh.pipeline import Pipeline, Stage
@@ -35,13 +35,8 @@ def media_service_config(pipeline: Pipeline, *, listen: str, name: str = MEDIA) 
 
     Raises InvalidRequestError (INVALID_CONFIG) if the pipeline has no store.
     """
-    if pipeline.media is None or not pipeline.media.store:
-        raise InvalidRequestError(
-            f"pipeline {pipeline.name!r} has no object store, so that it needs no media service; add `media: {{store: "
-            "FOLDER OR URL}` to its file, or start no media service",
-            reason="INVALID_CONFIG",
-        )
-    return MediaServiceConfig(pipeline.name, listen, pipeline.media, name=name)
+    media = _stored_media(pipeline, ", so that it needs no media service", process="media service")
+    return MediaServiceConfig(pipeline.name, listen, media, name=name)
 
 
 def job_server_config(pipeline: Pipeline, *, listen: str, server: str) -> JobServerConfig:
@@ -50,10 +45,28 @@ def job_server_config(pipeline: Pipeline, *, listen: str, server: str) -> JobSer
     `server` is the address of the orchestrator. Raises InvalidRequestError (INVALID_CONFIG) if the pipeline has no
     store.
     """
-    if pipeline.media is None or not pipeline.media.store:
+    media = _stored_media(pipeline, " for the results of jobs", process="job server")
+    return JobServerConfig(pipeline.name, listen, [server], media)
+
+
+def find_stage(pipeline: Pipeline, name: str, *, option: str = "") -> Stage:
+    """Returns the stage `name`. `option` is the option that names it, as the prefix of the error's message.
+
+    Raises InvalidRequestError (INVALID_CONFIG) if the pipeline has no such stage.
+    """
+    if name not in pipeline.stages:
+        stages = ", ".join(pipeline.stages)
         raise InvalidRequestError(
-            f"pipeline {pipeline.name!r} has no object store for the results of jobs; add `media: {{store: FOLDER OR "
-            "URL}` to its file, or start no job server",
+            f"{option}pipeline {pipeline.name!r} has no stage {name!r}; its stages are {stages}",
             reason="INVALID_CONFIG",
         )
-    return JobServerConfig(pipeline.name, listen, [server], pipeline.media)
+    return pipeline.stages[name]
+
+
+def _stored_media(pipeline: Pipeline, purpose: str, *, process: str) -> MediaConfig:
+    media = pipeline.media
+    if media is None or not media.store:
+        remedy = f"add `media: {{store: FOLDER OR URL}}` to its file, or start no {process}"
+        text = f"pipeline {pipeline.name!r} has no object store{purpose}; {remedy}"
+        raise InvalidRequestError(text, reason="INVALID_CONFIG")
+    return media

@@ -60,11 +60,9 @@ class ForkServer:
         for function in preload:
             command += ["--preload", function]
         requests, served = socket_pair()
-        with requests, log.open("ab") as output:
+        with requests:
             with served:
-                process = await asyncio.create_subprocess_exec(
-                    *command, stdin=served.fileno(), stdout=output, stderr=asyncio.subprocess.STDOUT, process_group=0
-                )
+                process = await _start_process(command, log=log, stdin=served.fileno())
             try:
                 yield cls(requests)
             finally:
@@ -97,6 +95,16 @@ class ForkServer:
             pipe.close()
             raise
         return ForkedProcess(int(line), reports) if line else None
+
+
+async def _start_process(command: Sequence[str], *, log: Path, stdin: int) -> asyncio.subprocess.Process:
+    """Starts `command` in a new process group. Appends its stdout and stderr to the file `log`."""
+    # Not in a new session: Linux divides the processors between sessions first (sched_autogroup), and then makes a
+    # stage that computes little wait for hundreds of milliseconds.
+    with log.open("ab") as output:
+        return await asyncio.create_subprocess_exec(
+            *command, stdin=stdin, stdout=output, stderr=asyncio.subprocess.STDOUT, process_group=0
+        )
 
 
 _POLL_S = 0.2
@@ -201,17 +209,7 @@ class Child:
     @classmethod
     async def start(cls, command: Sequence[str], *, log: Path) -> "Child":
         """Starts `command` in a new process group. Appends its stdout and stderr to the file `log`."""
-        # Not in a new session: Linux divides the processors between sessions first (sched_autogroup), and then makes a
-        # stage that computes little wait for hundreds of milliseconds.
-        with log.open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=asyncio.subprocess.STDOUT,
-                process_group=0,
-            )
-        return cls(process)
+        return cls(await _start_process(command, log=log, stdin=asyncio.subprocess.DEVNULL))
 
     @property
     def process_id(self) -> int:

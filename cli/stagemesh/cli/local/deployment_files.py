@@ -5,22 +5,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from stagemesh.cli.terminal.contexts import DEFAULT_ADMIN_SERVER, DEFAULT_SERVER
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import (
-    PIPELINE,
-    REQUIRED,
-    Parameter,
-    argument,
-    option,
-    read_pairs,
-    with_parameters,
-)
-from stagemesh.cli.terminal.output import print_json
+from stagemesh.cli.terminal.options import REQUIRED, Kind, Parameters, argument, command, option, read_pairs
+from stagemesh.cli.terminal.output import print_result, writing
+from stagemesh.cli.terminal.pipeline_options import PIPELINE
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.process import settings
 
@@ -33,17 +26,14 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-_OUTPUT = option(Path, "Write to this file.", "--output", "-o", metavar="FILE", show_default="standard output")
+_OUTPUT = option(Kind.FILE, "Write to this file.", "--output", "-o", show_default="standard output")
 _LEASE_S = 30.0
 
-_ORCHESTRATOR: Mapping[str, Parameter] = {
+_ORCHESTRATOR: Parameters = {
     "pipeline": PIPELINE,
-    "listen": option(str, "Serve clients at this address.", default=DEFAULT_SERVER, metavar="HOST:PORT"),
+    "listen": option(Kind.ADDRESS, "Serve clients at this address.", default=DEFAULT_SERVER),
     "admin_listen": option(
-        str,
-        "Serve operators and registering replicas at this address.",
-        default=DEFAULT_ADMIN_SERVER,
-        metavar="HOST:PORT",
+        Kind.ADDRESS, "Serve operators and registering replicas at this address.", default=DEFAULT_ADMIN_SERVER
     ),
     "replica": option(
         list[str],
@@ -55,8 +45,7 @@ _ORCHESTRATOR: Mapping[str, Parameter] = {
 }
 
 
-@app.command()
-@with_parameters(_ORCHESTRATOR)
+@command(app, _ORCHESTRATOR)
 def orchestrator(
     *, pipeline: str, listen: str, admin_listen: str, replica: Sequence[str] | None, output: Path | None
 ) -> None:
@@ -75,54 +64,40 @@ def orchestrator(
     _write(config, output)
 
 
-_STAGE: Mapping[str, Parameter] = {
+_STAGE: Parameters = {
     "pipeline": PIPELINE,
     "name": argument(str, "Write the config of a replica of this stage.", metavar="STAGE"),
-    "listen": option(str, "Listen on this address. Other hosts must reach it.", default=REQUIRED, metavar="HOST:PORT"),
-    "replica": option(str, "Name the replica. Names are unique.", metavar="NAME", show_default="STAGE-0"),
+    "listen": option(Kind.ADDRESS, "Listen on this address. Other hosts must reach it.", default=REQUIRED),
+    "replica": option(Kind.NAME, "Name the replica. Names are unique.", show_default="STAGE-0"),
     "orchestrators": option(
-        list[str],
+        [Kind.ADDRESS],
         "Register with the orchestrator that serves operators at this address. Repeatable.",
         "--orchestrator",
-        metavar="HOST:PORT",
     ),
     "output": _OUTPUT,
 }
 
 
-@app.command()
-@with_parameters(_STAGE)
-def stage(
-    *,
-    pipeline: str,
-    name: str,
-    listen: str,
-    replica: str | None,
-    orchestrators: Sequence[str] | None,
-    output: Path | None,
-) -> None:
+@command(app, _STAGE)
+def stage(**values: Any) -> None:
     """Write the config file of a replica of a stage."""
-    from stagemesh.cli.launcher.process_configs import stage_config
+    from stagemesh.cli.launcher.process_configs import find_stage, stage_config
     from stagemesh.common.process.stage_process import OrchestratorAddress
     from stagemesh.pipeline import load_pipeline
 
-    loaded = load_pipeline(pipeline, check_models=False)
-    if name not in loaded.stages:
-        raise InvalidRequestError(
-            f"pipeline {loaded.name!r} has no stage {name!r}; its stages are {', '.join(loaded.stages)}",
-            reason="INVALID_CONFIG",
-        )
-    if loaded.stages[name].is_external:
+    name, loaded = values["name"], load_pipeline(values["pipeline"], check_models=False)
+    found = find_stage(loaded, name)
+    if found.is_external:
         raise InvalidRequestError(
             f"stage {name} is external, so that it has no config of Stagemesh; start the stage's own program",
             reason="INVALID_CONFIG",
         )
-    derived = stage_config(loaded, loaded.stages[name], replica=replica or f"{name}-0", listen=listen)
-    model = loaded.stages[name].model
+    replica = values["replica"] or f"{name}-0"
+    derived = stage_config(loaded, found, replica=replica, listen=values["listen"])
     # The model may be on another machine.
-    path = model if model is None else str(settings.find_model(model) or model)
-    addresses = tuple(OrchestratorAddress(each) for each in orchestrators or ())
-    _write(replace(derived, orchestrators=addresses, model=path), output)
+    path = found.model if found.model is None else str(settings.find_model(found.model) or found.model)
+    addresses = tuple(OrchestratorAddress(each) for each in values["orchestrators"] or ())
+    _write(replace(derived, orchestrators=addresses, model=path), values["output"])
 
 
 def _replicas(stages: Collection[str], given: Sequence[str]) -> Mapping[str, "tuple[ReplicaAddress, ...]"]:
@@ -149,10 +124,8 @@ def _write(config: object, output: Path | None) -> None:
     if output is None:
         typer.echo(text, nl=False)
         return
-    try:
+    with writing(output):
         output.write_text(text, encoding="utf-8")
-    except OSError as exc:
-        raise InvalidRequestError(f"{output} cannot be written: {exc.strerror}", reason="CANNOT_WRITE") from exc
 
 
 certificates = typer.Typer(
@@ -164,13 +137,12 @@ tokens = typer.Typer(help="Create tokens by which clients identify themselves.",
 _TOKEN_BYTES = 32
 
 
-_CERTIFICATE: Mapping[str, Parameter] = {
-    "folder": argument(Path, "Write ca.crt, tls.crt and tls.key to this folder.", metavar="FOLDER"),
+_CERTIFICATE: Parameters = {
+    "folder": argument(Kind.FOLDER, "Write ca.crt, tls.crt and tls.key to this folder."),
     "authority": option(
-        Path,
+        Kind.FOLDER,
         "Sign with the authority in this folder, which contains ca.crt and ca.key. It is created if it does not exist.",
         default=REQUIRED,
-        metavar="FOLDER",
     ),
     "names": option(
         list[str],
@@ -191,8 +163,7 @@ _CERTIFICATE: Mapping[str, Parameter] = {
 }
 
 
-@certificates.command("new")
-@with_parameters(_CERTIFICATE)
+@command(certificates, _CERTIFICATE, name="new")
 def new_certificate(
     *, folder: Path, authority: Path, names: Sequence[str], hosts: Sequence[str] | None, days: float, as_json: bool
 ) -> None:
@@ -200,33 +171,27 @@ def new_certificate(
     from stagemesh.cli.launcher.certificates import Authority
 
     Authority(authority).issue(folder, names, hosts=hosts or (), days=days)
-    if as_json:
-        print_json({"folder": str(folder), "names": names, "hosts": hosts or [], "days": days})
-    else:
-        typer.echo(f"wrote the certificate of {', '.join(names)} to {folder}; it expires in {days:g} days")
+    document = {"folder": str(folder), "names": names, "hosts": hosts or [], "days": days}
+    text = f"wrote the certificate of {', '.join(names)} to {folder}; it expires in {days:g} days"
+    print_result(document, text, as_json=as_json)
 
 
-_TOKEN: Mapping[str, Parameter] = {
-    "file": argument(Path, "Add the digest of the token to this file, which a server's config names.", metavar="FILE"),
-    "caller": option(str, "Set the name of the caller that the token identifies.", default=REQUIRED, metavar="NAME"),
+_TOKEN: Parameters = {
+    "file": argument(Kind.FILE, "Add the digest of the token to this file, which a server's config names."),
+    "caller": option(Kind.NAME, "Set the name of the caller that the token identifies.", default=REQUIRED),
     "days": option(float, "Set the number of days until the token expires. It does not expire if omitted.", min=0.001),
     **AS_JSON,
 }
 
 
-@tokens.command("new")
-@with_parameters(_TOKEN)
+@command(tokens, _TOKEN, name="new")
 def new_token(*, file: Path, caller: str, days: float | None, as_json: bool) -> None:
     """Create a token and print it. It cannot be shown again. To revoke a token, remove its entry from the file."""
     from stagemesh.rpc.authentication import TokenEntry, add_token
 
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     expires = None if days is None else datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
-    try:
+    with writing(file):
         add_token(file, token, TokenEntry(caller, expires))
-    except OSError as exc:
-        raise InvalidRequestError(f"{file} cannot be written: {exc.strerror}", reason="CANNOT_WRITE") from exc
-    if as_json:
-        print_json({"token": token, "caller": caller, "expires": expires.isoformat() if expires else None})
-    else:
-        typer.echo(token)
+    document = {"token": token, "caller": caller, "expires": expires.isoformat() if expires else None}
+    print_result(document, token, as_json=as_json)

@@ -2,20 +2,20 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import Parameter, argument, flag, option, with_parameters
-from stagemesh.cli.terminal.output import Column, make_table, print_all, print_json
+from stagemesh.cli.terminal.options import Parameters, argument, flag, option, with_parameters
+from stagemesh.cli.terminal.output import print_result
+from stagemesh.cli.terminal.tables import Column, make_table
 from stagemesh.common.process import settings
 
 if TYPE_CHECKING:
     from stagemesh.cli.launcher.run_folder import LogLine, PastRun
 
-_LOGS: Mapping[str, Parameter] = {
+_LOGS: Parameters = {
     "name": argument(str | None, "Show only the logs of this stage or process.", default=None, metavar="STAGE|PROCESS"),
     "run": option(
         str,
@@ -50,10 +50,8 @@ def logs(**values: Any) -> None:
 
 def _show(lines: "Iterable[LogLine]", *, as_json: bool) -> None:
     for line in lines:
-        if as_json:
-            print_json({"process": line.process, "text": line.text})
-        else:
-            typer.echo(f"{line.process}: {line.text}")
+        document = {"process": line.process, "text": line.text}
+        print_result(document, f"{line.process}: {line.text}", as_json=as_json)
         sys.stdout.flush()
 
 
@@ -68,11 +66,5 @@ def _show_runs(runs: "Iterable[PastRun]", *, as_json: bool) -> None:
         }
         for run in runs
     ]
-    if as_json:
-        print_json(rows)
-        return
-    print_all(make_table([_column(name) for name in ("run", "pipeline", "state", "folder")], rows))
-
-
-def _column(name: str) -> Column:
-    return Column(name, lambda row: str(row[name]))
+    columns = [Column(name, itemgetter(name)) for name in ("run", "pipeline", "state", "folder")]
+    print_result(rows, make_table(columns, rows), as_json=as_json)

@@ -1,15 +1,16 @@
 """`stagemesh probe-transport`: measures the connectors within a host or between two hosts."""
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import typer
 
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import Parameter, argument, option, with_parameters
-from stagemesh.cli.terminal.output import Column, make_table, number, print_all, print_json
+from stagemesh.cli.terminal.options import Kind, Parameters, argument, option, with_parameters
+from stagemesh.cli.terminal.output import print_all, print_json
+from stagemesh.cli.terminal.tables import Column, make_table, number
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _KIB, _MIB, _GB = 1 << 10, 1 << 20, 1e9
 
 
-_PROBE: Mapping[str, Parameter] = {
+_PROBE: Parameters = {
     "peer": argument(
         str,
         "Measure the connection to the host at this address, which must run `stagemesh probe-transport --serve`. "
@@ -28,10 +29,9 @@ _PROBE: Mapping[str, Parameter] = {
         default="",
     ),
     "serve": option(
-        str,
+        Kind.ADDRESS,
         "Answer probes at this address until Ctrl-C, so that another host can measure its connection to this host.",
         default="",
-        metavar="HOST:PORT",
     ),
     **AS_JSON,
 }

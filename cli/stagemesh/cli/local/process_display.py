@@ -10,17 +10,8 @@ from rich.text import Text
 
 from stagemesh.cli.launcher import ProcessState, ProcessStatus
 from stagemesh.cli.terminal.contexts import DEFAULT_ADMIN_SERVER
-from stagemesh.cli.terminal.output import (
-    Cell,
-    Column,
-    fields,
-    links_table,
-    make_table,
-    print_json,
-    state_cell,
-    to_json,
-    to_text,
-)
+from stagemesh.cli.terminal.output import links_table, print_json, to_json
+from stagemesh.cli.terminal.tables import Cell, Column, fields, make_table, state_cell, to_text
 from stagemesh.v1.orchestrator_pb2 import EdgeDescription
 
 

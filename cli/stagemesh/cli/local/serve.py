@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from stagemesh.cli.terminal.contexts import DEFAULT_SERVER, split_addresses
-from stagemesh.cli.terminal.options import Parameter, argument, flag, option, with_parameters
+from stagemesh.cli.terminal.options import Kind, Parameters, argument, command, flag, option, with_parameters
 from stagemesh.common.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -27,10 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-_ADDRESS, _CONFIG_HELP = (
-    "HOST:PORT",
-    "Read the configuration from this JSON file. A single - reads it from standard input.",
-)
+_CONFIG_HELP = "Read the configuration from this JSON file. A single - reads it from standard input."
 _CONFIG = argument(str, _CONFIG_HELP, metavar="CONFIG")
 _OPTIONAL_CONFIG = argument(str | None, f"{_CONFIG_HELP} Not allowed with --pipeline.", metavar="CONFIG", default=None)
 _PIPELINE = option(
@@ -39,7 +36,7 @@ _PIPELINE = option(
     "CONFIG.",
     metavar="PIPELINE",
 )
-_LISTEN = option(str, "Listen on this address. Required with --pipeline.", metavar=_ADDRESS)
+_LISTEN = option(Kind.ADDRESS, "Listen on this address. Required with --pipeline.")
 _TLS = option(
     str,
     "Serve TLS with ca.crt, tls.crt and tls.key in this folder (docs/security.md).",
@@ -47,61 +44,53 @@ _TLS = option(
     show_default="no TLS",
 )
 _HEALTH_LISTEN = option(
-    str,
-    "Answer health checks without TLS at this further address.",
-    metavar=_ADDRESS,
-    show_default="only at --listen",
+    Kind.ADDRESS, "Answer health checks without TLS at this further address.", show_default="only at --listen"
 )
 
 
-@app.command()
-@with_parameters({"config": _CONFIG})
+@command(app, {"config": _CONFIG})
 def orchestrator(config: str) -> None:
     """Run an orchestrator. docs/replicas.md describes its configuration."""
     replace_process("stagemesh.orchestrator", config)
 
 
-_STAGE: Mapping[str, Parameter] = {
+_STAGE: Parameters = {
     "config": _OPTIONAL_CONFIG,
     "pipeline": _PIPELINE,
-    "stage": option(str, "Run this stage of the pipeline. Required with --pipeline.", metavar="NAME"),
-    "replica": option(
-        str, "Name the replica. Names are unique in the pipeline. Required with --pipeline.", metavar="NAME"
-    ),
+    "stage": option(Kind.NAME, "Run this stage of the pipeline. Required with --pipeline."),
+    "replica": option(Kind.NAME, "Name the replica. Names are unique in the pipeline. Required with --pipeline."),
     "listen": _LISTEN,
     "generation": option(
-        str,
+        Kind.NAME,
         "Set the generation that the replica reports to orchestrators.",
-        metavar="NAME",
         show_default="computed from the pipeline file",
     ),
     "drain_s": option(
-        float,
+        Kind.SECONDS,
         "Give running steps this number of seconds to end after SIGTERM.",
         min=0,
         max=86400,
-        metavar="SECONDS",
         show_default="10",
     ),
     "sleep_when_idle_s": option(
-        float,
+        Kind.SECONDS,
         "Sleep after loading and after this number of seconds without a step. Orchestrators whose configuration names "
         "the stage in `warm` wake the replica.",
         min=1,
         max=86400,
-        metavar="SECONDS",
         show_default="never sleep",
     ),
     "tls": _TLS,
     "health_listen": _HEALTH_LISTEN,
-    "metrics_listen": option(
-        str, "Serve metrics to Prometheus at this address.", metavar=_ADDRESS, show_default="no metrics"
-    ),
+    "metrics_listen": option(Kind.ADDRESS, "Serve metrics to Prometheus at this address.", show_default="no metrics"),
 }
 
 
-@app.command()
-@with_parameters(_STAGE)
+_CONFIG_KEYS = ("generation", "drain_s", "sleep_when_idle_s", "tls", "health_listen", "metrics_listen")
+"""The options that set the key of this name in the replica's configuration."""
+
+
+@command(app, _STAGE)
 def stage(config: str | None, **values: Any) -> None:
     """Run a replica of a stage, configured by CONFIG (docs/replicas.md) or by a pipeline file.
 
@@ -111,47 +100,31 @@ def stage(config: str | None, **values: Any) -> None:
     _check_form(config, values, required=("stage", "replica", "listen"))
     if config is not None:
         replace_process("stagemesh.services.stage", config)
-    from stagemesh.cli.launcher.process_configs import stage_config
+    from stagemesh.cli.launcher.process_configs import find_stage, stage_config
     from stagemesh.pipeline import load_pipeline
 
     name, pipeline = values["stage"], load_pipeline(values["pipeline"], check_models=[values["stage"]])
-    if name not in pipeline.stages:
-        raise InvalidRequestError(
-            f"--stage: pipeline {pipeline.name!r} has no stage {name!r}; its stages are {', '.join(pipeline.stages)}",
-            reason="INVALID_CONFIG",
-        )
-    derived = stage_config(pipeline, pipeline.stages[name], replica=values["replica"], listen=values["listen"])
-    derived = replace(
-        derived,
-        generation=values["generation"] or derived.generation,
-        drain_s=derived.drain_s if values["drain_s"] is None else values["drain_s"],
-        sleep_when_idle_s=values["sleep_when_idle_s"],
-        tls=values["tls"],
-        health_listen=values["health_listen"],
-        metrics_listen=values["metrics_listen"],
-    )
+    found = find_stage(pipeline, name, option="--stage: ")
+    derived = stage_config(pipeline, found, replica=values["replica"], listen=values["listen"])
+    derived = replace(derived, **{name: values[name] for name in _CONFIG_KEYS if values[name] not in (None, "")})
     is_further_node = derived.engine == "vllm" and derived.options.get("node_rank")
     module = "stagemesh.services.engines.vllm.node" if is_further_node else "stagemesh.services.stage"
     replace_process(module, standard_input(derived))
 
 
-_MEDIA: Mapping[str, Parameter] = {
+_MEDIA: Parameters = {
     "config": _OPTIONAL_CONFIG,
     "pipeline": _PIPELINE,
     "listen": _LISTEN,
     "name": option(
-        str,
-        "Name the process. Processes with the same store need different names.",
-        metavar="NAME",
-        show_default="media",
+        Kind.NAME, "Name the process. Processes with the same store need different names.", show_default="media"
     ),
     "tls": _TLS,
     "health_listen": _HEALTH_LISTEN,
 }
 
 
-@app.command()
-@with_parameters(_MEDIA)
+@command(app, _MEDIA)
 def media(config: str | None, **values: Any) -> None:
     """Run a media service, which stores uploads and serves downloads.
 
@@ -169,19 +142,17 @@ def media(config: str | None, **values: Any) -> None:
     replace_process("stagemesh.services.media", standard_input(derived))
 
 
-_JOBS: Mapping[str, Parameter] = {
+_JOBS: Parameters = {
     "config": _CONFIG,
     "name": option(
-        str,
+        Kind.NAME,
         "Name the process. Processes with the same database or the same store need different names.",
-        metavar="NAME",
         show_default="that of CONFIG",
     ),
 }
 
 
-@app.command()
-@with_parameters(_JOBS)
+@command(app, _JOBS)
 def jobs(config: str, name: str | None) -> None:
     """Run a job server, which runs requests that survive restarts. docs/jobs.md describes its configuration."""
     if name is None:
@@ -228,7 +199,7 @@ def replace_process(module: str, config: str) -> NoReturn:
 
 
 _GATEWAY_LISTEN = "127.0.0.1:8000"
-_GATEWAY: Mapping[str, Parameter] = {
+_GATEWAY: Parameters = {
     "config": argument(
         str | None,
         f"{_CONFIG_HELP} Replaces all options.",
@@ -241,7 +212,7 @@ _GATEWAY: Mapping[str, Parameter] = {
         metavar="HOST:PORT[,HOST:PORT]...",
         show_default=DEFAULT_SERVER,
     ),
-    "listen": option(str, "Serve HTTP at this address.", metavar=_ADDRESS, show_default=_GATEWAY_LISTEN),
+    "listen": option(Kind.ADDRESS, "Serve HTTP at this address.", show_default=_GATEWAY_LISTEN),
     "tls": option(
         str,
         "Connect to the orchestrators by TLS with ca.crt in this folder, and with the token of each HTTP caller, or "

@@ -1,40 +1,42 @@
-"""`stagemesh up`: runs a pipeline on this machine until a signal arrives."""
+"""`stagemesh up` and `stagemesh demo`: run a pipeline on this machine, until a signal arrives or for one prompt."""
 
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import typer
+
+from stagemesh.cli.requests.generate import GENERATE, run_request
+from stagemesh.cli.requests.request_options import client_arguments
+from stagemesh.cli.requests.result_output import show_result
 from stagemesh.cli.terminal.contexts import DEFAULT_PORT, DEFAULT_SERVER, MAX_PORT
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import (
-    PIPELINE,
-    REPLICAS,
-    SETTINGS,
-    Parameter,
-    flag,
-    option,
-    read_overrides,
-    with_parameters,
-)
-from stagemesh.common.errors import needs_extra
+from stagemesh.cli.terminal.options import REQUIRED, Kind, Parameters, flag, option, with_parameters
+from stagemesh.cli.terminal.pipeline_options import PIPELINE, REPLICAS, SETTINGS, read_overrides
+from stagemesh.common.errors import ExitCode, InternalError, needs_extra
 
 if TYPE_CHECKING:
     from stagemesh.cli.launcher import Launcher
     from stagemesh.cli.launcher.certificates import Authority
     from stagemesh.cli.local.process_display import Display
+    from stagemesh.client import Result
+    from stagemesh.pipeline import Pipeline
 
 
 _HOST = "127.0.0.1"
 CLIENT, OPERATOR = "client", "operator"
 """The folders with the certificates of users, within that of `--tls`."""
+_PACKAGES = {"gateway": ("fastapi", "uvicorn"), "jobs": ("alembic", "sqlalchemy")}
+"""The packages that only an extra installs, by the name of the extra. Its process names any other package it lacks."""
 _Result = TypeVar("_Result")
 
 
-_UP: Mapping[str, Parameter] = {
+_UP: Parameters = {
     "pipeline": PIPELINE,
     "port": option(
         int, "Serve clients on this port. 0 chooses a free port.", default=DEFAULT_PORT, min=0, max=MAX_PORT
@@ -49,17 +51,15 @@ _UP: Mapping[str, Parameter] = {
     "settings": SETTINGS,
     "replicas": REPLICAS,
     "tls": option(
-        Path,
+        Kind.FOLDER,
         "Connect all processes by TLS, with certificates of the authority in this folder, which is created if it does "
         "not exist. Users connect with the certificates in its folders client and operator.",
-        metavar="FOLDER",
     ),
     "metrics": flag("Serve metrics of the orchestrator and of each replica to Prometheus.", "--metrics"),
     "gateway": option(
-        str,
+        Kind.ADDRESS,
         "Serve OpenAI's API at this address, such as 127.0.0.1:8000, by a gateway (docs/gateway.md). Port 0 chooses a "
         "free port.",
-        metavar="HOST:PORT",
         show_default="no gateway",
     ),
     "jobs": flag(
@@ -72,19 +72,7 @@ _UP: Mapping[str, Parameter] = {
 
 
 @with_parameters(_UP)
-def up(
-    *,
-    pipeline: str,
-    port: int,
-    admin_port: int | None,
-    settings: Sequence[str] | None,
-    replicas: Sequence[str] | None,
-    tls: Path | None,
-    metrics: bool,
-    gateway: str | None,
-    jobs: bool,
-    as_json: bool,
-) -> None:
+def up(**values: Any) -> None:
     """Run a pipeline on this machine until Ctrl-C. Start the orchestrator and every stage, and restart processes that
     exit.
     """
@@ -92,51 +80,74 @@ def up(
     from stagemesh.cli.local.process_display import make_display
     from stagemesh.pipeline import load_pipeline
 
-    if gateway is not None:
-        with needs_extra("gateway", of="--gateway"):
-            # The packages that only the extra installs. The gateway's process names any other one.
-            for package in ("fastapi", "uvicorn"):
+    for extra, packages in _PACKAGES.items():
+        with needs_extra(extra, of=f"--{extra}"):
+            for package in packages if values[extra] else ():
                 import_module(package)
-    if jobs:
-        with needs_extra("jobs", of="--jobs"):
-            for package in ("alembic", "sqlalchemy"):
-                import_module(package)
-    overrides = read_overrides(settings, replicas)
-    loaded = load_pipeline(pipeline, overrides=overrides)
-    admin_listen = None if admin_port is None else f"{_HOST}:{admin_port}"
+    overrides = read_overrides(values["settings"], values["replicas"])
+    loaded = load_pipeline(values["pipeline"], overrides=overrides)
+    admin_port, tls = values["admin_port"], values["tls"]
     authority = None if tls is None else open_authority(tls)
-    display = make_display(as_json=as_json)
+    display = make_display(as_json=values["as_json"])
     began_s = time.monotonic()
     try:
         launcher = Launcher(
             loaded,
-            listen=f"{_HOST}:{port}",
-            admin_listen=admin_listen,
+            listen=f"{_HOST}:{values['port']}",
+            admin_listen=None if admin_port is None else f"{_HOST}:{admin_port}",
             overrides=overrides,
             listener=display.show,
             authority=authority,
-            metrics=metrics,
-            gateway_listen=gateway,
-            jobs=jobs,
+            metrics=values["metrics"],
+            gateway_listen=values["gateway"],
+            jobs=values["jobs"],
         )
         server = "" if launcher.endpoint == DEFAULT_SERVER else f" --server {launcher.endpoint}"
         client, operator = ("", "") if tls is None else (f" --tls {tls / CLIENT}", f" --tls {tls / OPERATOR}")
         hint = f'try: stagemesh generate "Tell me a story."{server}{client}'
-        forever = asyncio.Event().wait
-        asyncio.run(
-            run_until_signal(
-                launcher,
-                forever,
-                display=display,
-                hint=hint,
-                admin_endpoint=launcher.admin_endpoint,
-                admin_options=operator,
-            )
-        )
+        asyncio.run(_run_until_signal(launcher, asyncio.Event().wait, display=display, hint=hint, operator=operator))
         restarts = f", {display.restarts} restarts" if display.restarts else ""
         display.close(f"stopped {loaded.name} after {time.monotonic() - began_s:.0f} s{restarts}")
     finally:
         display.close()
+
+
+_DEMO: Parameters = {
+    "pipeline": PIPELINE,
+    "prompt": option(Kind.TEXT, "Set the prompt to send to the pipeline.", default=REQUIRED),
+    **{name: GENERATE[name] for name in ("audio", "image", "negative_prompt", "max_tokens", "seed")},
+    "settings": SETTINGS,
+    "replicas": REPLICAS,
+    "timeout": option(Kind.SECONDS, "Fail if the request takes longer than this number of seconds.", default=300.0),
+    **AS_JSON,
+}
+
+
+@with_parameters(_DEMO)
+def demo(**values: Any) -> None:
+    """Start a pipeline on this machine, send it a prompt, print the outputs, and stop the pipeline."""
+    from stagemesh.cli.requests.output_sinks import Sinks
+    from stagemesh.pipeline import load_pipeline
+
+    overrides = read_overrides(values["settings"], values["replicas"])
+    loaded = load_pipeline(values["pipeline"], overrides=overrides)
+    prompt, audio, image, as_json = values["prompt"], values["audio"], values["image"], values["as_json"]
+    arguments = client_arguments(values)
+    with Sinks(folder=None, audio=audio, image=image, quiet=as_json) as sinks:
+
+        def request(endpoint: str) -> "Coroutine[Any, Any, Result]":
+            return run_request([endpoint], prompt, arguments=arguments, timeout_s=values["timeout"], sinks=sinks)
+
+        result = run_for(loaded, request, overrides=overrides, hint=f"prompt: {prompt}", as_json=as_json)
+    if result is None:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    show_result(result, sinks, as_json=as_json)
+    for kind, path, produced in (("audio", audio, result.audios), ("image", image, result.images)):
+        if path is not None and not produced:
+            raise InternalError(
+                f"the pipeline produced no {kind}, so {path} was not written; run `stagemesh pipeline graph` to see "
+                "its outputs"
+            )
 
 
 def open_authority(folder: Path) -> "Authority":
@@ -149,14 +160,37 @@ def open_authority(folder: Path) -> "Authority":
     return authority
 
 
-async def run_until_signal(
+def run_for(
+    pipeline: "Pipeline",
+    work: Callable[[str], Coroutine[Any, Any, _Result]],
+    *,
+    overrides: Mapping[str, str],
+    hint: str,
+    as_json: bool,
+) -> _Result | None:
+    """Runs a pipeline on a free port, calls `work` with its address, and stops the pipeline when `work` ends.
+
+    Returns the result of `work`, or None if SIGINT or SIGTERM arrived before `work` ended. `overrides` are those with
+    which `pipeline` was loaded. `hint` is the text that is shown when the pipeline is ready.
+    """
+    from stagemesh.cli.launcher import Launcher
+    from stagemesh.cli.local.process_display import make_display
+
+    display = make_display(as_json=as_json)
+    try:
+        launcher = Launcher(pipeline, listen=f"{_HOST}:0", overrides=overrides, listener=display.show)
+        return asyncio.run(_run_until_signal(launcher, partial(work, launcher.endpoint), display=display, hint=hint))
+    finally:
+        display.close()
+
+
+async def _run_until_signal(
     launcher: "Launcher",
     work: Callable[[], Coroutine[Any, Any, _Result]],
     *,
     display: "Display",
     hint: str,
-    admin_endpoint: str = "",
-    admin_options: str = "",
+    operator: str | None = None,
 ) -> _Result | None:
     """Runs a pipeline, and calls `work` when the pipeline is ready.
 
@@ -164,12 +198,10 @@ async def run_until_signal(
     None if a signal arrived before `work` ended.
 
     - `hint` is the text that `display` shows when the pipeline is ready.
-    - `admin_endpoint` is the address for operators that `display` shows. If it is empty, no address is shown.
-    - `admin_options` are the options with which commands for operators connect.
+    - `operator` are the options with which commands for operators connect. If it is None, the address for operators is
+      not shown.
     """
     from stagemesh.cli.local.process_display import Serving
-
-    pass  # import removed
 
     stopping = stop_on_signals()
     async with launcher.running() as logs:
@@ -182,17 +214,14 @@ async def run_until_signal(
                 edges,
                 hint=hint,
                 logs=logs,
-                admin_endpoint=admin_endpoint,
-                admin_options=admin_options,
+                admin_endpoint="" if operator is None else launcher.admin_endpoint,
+                admin_options=operator or "",
                 metrics_endpoints=launcher.metrics_endpoints,
                 gateway_url=f"http://{launcher.gateway_endpoint}/v1" if launcher.gateway_endpoint else "",
             )
         )
         return await result_before(stopping, work)
     raise AssertionError("the launcher ends the block only by an error")
-
-
-_Work = TypeVar("_Work")
 
 
 def stop_on_signals() -> asyncio.Event:
@@ -209,7 +238,7 @@ def stop_on_signals() -> asyncio.Event:
     return stopping
 
 
-async def result_before(stopping: asyncio.Event, work: Callable[[], Coroutine[Any, Any, _Work]]) -> _Work | None:
+async def result_before(stopping: asyncio.Event, work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result | None:
     """Runs `work` and returns the result of `work`, or None if `stopping` is set first.
 
     Cancels `work` if `stopping` is set before `work` has finished.

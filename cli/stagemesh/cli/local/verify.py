@@ -1,54 +1,46 @@
 """`stagemesh verify`: compares the outputs of a pipeline with those of a reference implementation."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from stagemesh.cli.local.up import run_until_signal
+from stagemesh.cli.local.up import run_for
 from stagemesh.cli.terminal.contexts import split_addresses
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import PIPELINE, SETTINGS, Parameter, option, read_overrides, with_parameters
-from stagemesh.cli.terminal.output import Cell, Column, fields, make_table, number, numbers, print_all, print_json
+from stagemesh.cli.terminal.options import Kind, Parameters, option, with_parameters
+from stagemesh.cli.terminal.output import print_all, print_json
+from stagemesh.cli.terminal.pipeline_options import PIPELINE, SETTINGS, read_overrides
+from stagemesh.cli.terminal.tables import Column, fields, make_table, number, numbers
 from stagemesh.common.errors import ExitCode, InvalidRequestError
 
 if TYPE_CHECKING:
-    from stagemesh.cli.local.verification_plan import ComparedOutputs, ReferenceGroup
     from stagemesh.client import GenerateArguments
     from stagemesh.client.content import Medium
     from stagemesh.client.requests import StageArguments
     from stagemesh.common.wire.tensors import Array
-    from stagemesh.pipeline import Pipeline
     from stagemesh.verification.job import Comparison, VerificationRequest
+    from stagemesh.verification.plan import ComparedOutputs, ReferenceGroup
 
 MAX_FRAMES = 300
 """References decode at most this number of audio frames at once. Some lose samples between such parts."""
 
-_VERIFY: Mapping[str, Parameter] = {
+_VERIFY: Parameters = {
     "pipeline": PIPELINE,
-    "prompt": option(
-        list[str], "Verify this prompt. Repeatable. Verifies three built-in prompts if omitted.", metavar="TEXT"
-    ),
-    "media": option(
-        list[Path],
-        "Add this image or audio file to each request, before the prompt. Repeatable.",
-        exists=True,
-        dir_okay=False,
-        metavar="FILE",
-    ),
+    "prompt": option([Kind.TEXT], "Verify this prompt. Repeatable. Verifies three built-in prompts if omitted."),
+    "media": option([Kind.INPUT_FILE], "Add this image or audio file to each request, before the prompt. Repeatable."),
     "max_tokens": option(int, "Compare at most this number of tokens of each text.", default=32, min=1),
     "max_frames": option(
         int, "Compare at most this number of frames of the audio codec.", default=32, min=1, max=MAX_FRAMES
     ),
     "seed": option(int, "Set the random seed of each request.", default=0, min=0),
     "server": option(
-        str,
+        Kind.ADDRESS,
         "Send the requests to the running pipeline at this address. Starts the pipeline if omitted. PIPELINE must be "
         "the file that the running pipeline was started with.",
-        metavar="HOST:PORT",
     ),
     "device": option(
         Literal["auto", "cpu", "cuda"],
@@ -57,9 +49,7 @@ _VERIFY: Mapping[str, Parameter] = {
         default="auto",
     ),
     "settings": SETTINGS,
-    "timeout": option(
-        float, "Fail if a request takes longer than this number of seconds.", default=600.0, metavar="SECONDS"
-    ),
+    "timeout": option(Kind.SECONDS, "Fail if a request takes longer than this number of seconds.", default=600.0),
     **AS_JSON,
 }
 _STYLES = {"equal": "green", "ties": "yellow", "differs": "red", "skipped": "dim"}
@@ -71,10 +61,10 @@ def verify(**values: Any) -> None:
 
     Exit with status 1 if an output differs by more than the tolerance, or if no output could be compared.
     """
-    from stagemesh.cli.local.verification_plan import ComparedOutputs, compare, find_groups
     from stagemesh.client import ImageFile
     from stagemesh.pipeline import load_pipeline
     from stagemesh.verification.job import PROMPTS, VerificationRequest
+    from stagemesh.verification.plan import ComparedOutputs, compare, find_groups
 
     overrides = read_overrides(values["settings"])
     loaded = load_pipeline(values["pipeline"], overrides=overrides)
@@ -91,8 +81,14 @@ def verify(**values: Any) -> None:
         )
         for prompt in values["prompt"] or PROMPTS
     ]
-    run = _Requests(requests, groups, outputs, media, timeout_s=values["timeout"]).run
-    tensors = _run(loaded, run, overrides=overrides, values=values)
+    run = _Requests(requests, groups, outputs, media, values["timeout"]).run
+    tensors: dict[str, Array] | None
+    if values["server"]:
+        tensors = asyncio.run(run(*_read_server(values["server"])))
+    else:
+        tensors = run_for(loaded, run, overrides=overrides, hint="verifying", as_json=values["as_json"])
+    if tensors is None:
+        raise typer.Exit(ExitCode.INTERRUPTED)
     comparisons = [each for group in groups for each in compare(group, requests, tensors, device=values["device"])]
     _show(comparisons, requests, as_json=values["as_json"])
     verdicts = {each.verdict for each in comparisons}
@@ -113,40 +109,36 @@ def _read_media(paths: Sequence[Path]) -> list["Medium"]:
     return list(media)
 
 
+@dataclass(frozen=True)
 class _Requests:
     """The requests to a pipeline, one after another."""
 
-    def __init__(
-        self,
-        requests: "Sequence[VerificationRequest]",
-        groups: "Sequence[ReferenceGroup]",
-        outputs: "ComparedOutputs",
-        media: "Sequence[Medium]",
-        *,
-        timeout_s: float,
-    ) -> None:
-        self._requests, self._outputs, self._media, self._timeout_s = requests, outputs, media, timeout_s
-        self._sampling = {each.stage.name: each.samples for group in groups for each in group.stages if each.samples}
+    requests: "Sequence[VerificationRequest]"
+    groups: "Sequence[ReferenceGroup]"
+    outputs: "ComparedOutputs"
+    media: "Sequence[Medium]"
+    timeout_s: float
 
-    async def run(self, endpoints: Sequence[str]) -> "dict[str, Array]":
+    async def run(self, *endpoints: str) -> "dict[str, Array]":
         """Runs all requests. Returns their outputs, named as in a VerificationJob."""
         from stagemesh.client import AsyncClient
 
         tensors: dict[str, Array] = {}
         async with AsyncClient(*endpoints) as client:
-            for at, request in enumerate(self._requests):
-                typer.echo(f"running request {at + 1} of {len(self._requests)}", err=True)
-                prompt = [*self._media, request.prompt] if self._media else request.prompt
-                result = await client.generate(prompt, timeout_s=self._timeout_s, **self._arguments(request)).result()
-                tensors |= {f"{at}/{source}": tensor for source, tensor in self._outputs.tensors(result)}
+            for at, request in enumerate(self.requests):
+                typer.echo(f"running request {at + 1} of {len(self.requests)}", err=True)
+                prompt = [*self.media, request.prompt] if self.media else request.prompt
+                result = await client.generate(prompt, timeout_s=self.timeout_s, **self._arguments(request)).result()
+                tensors |= {f"{at}/{source}": tensor for source, tensor in self.outputs.tensors(result)}
         return tensors
 
     def _arguments(self, request: "VerificationRequest") -> "GenerateArguments":
         limits = {"tokens": request.max_tokens, "frames": request.max_frames}
+        sampling = {each.stage.name: each.samples for group in self.groups for each in group.stages if each.samples}
         return {
             "seed": request.seed,
-            "outputs": list(self._outputs.names.values()),
-            "stages": {name: _greedy(limits[unit]) for name, unit in self._sampling.items()},
+            "outputs": list(self.outputs.names.values()),
+            "stages": {name: _greedy(limits[unit]) for name, unit in sampling.items()},
         }
 
 
@@ -163,42 +155,14 @@ def _greedy(max_tokens: int) -> "StageArguments":
     }
 
 
-def _run(
-    loaded: "Pipeline", run: Any, *, overrides: Mapping[str, str], values: Mapping[str, Any]
-) -> "dict[str, Array]":
-    """Runs the requests on the running pipeline at --server, or else on one that is started and stopped."""
-    if values["server"]:
-        try:
-            endpoints = split_addresses(values["server"])
-        except ValueError as exc:
-            raise typer.BadParameter(str(exc), param_hint="--server") from exc
-        tensors: dict[str, Array] | None = asyncio.run(run(endpoints))
-    else:
-        tensors = _run_pipeline(loaded, run, overrides=overrides, as_json=values["as_json"])
-    if tensors is None:
-        raise typer.Exit(ExitCode.INTERRUPTED)
-    return tensors
-
-
-def _run_pipeline(
-    loaded: "Pipeline", run: Any, *, overrides: Mapping[str, str], as_json: bool
-) -> "dict[str, Array] | None":
-    """Starts the pipeline, runs the requests, and stops it. Returns None if a signal arrived before."""
-    from stagemesh.cli.launcher import Launcher
-    from stagemesh.cli.local.process_display import make_display
-
-    display = make_display(as_json=as_json)
+def _read_server(text: str) -> list[str]:
     try:
-        launcher = Launcher(loaded, listen="127.0.0.1:0", overrides=overrides, listener=display.show)
-        work = partial(run, [launcher.endpoint])
-        return asyncio.run(run_until_signal(launcher, work, display=display, hint="verifying"))
-    finally:
-        display.close()
+        return split_addresses(text)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc), param_hint="--server") from exc
 
 
 def _show(comparisons: "Sequence[Comparison]", requests: "Sequence[VerificationRequest]", *, as_json: bool) -> None:
-    from dataclasses import asdict
-
     if as_json:
         prompts = [each.prompt for each in requests]
         print_json({"event": "verified", "prompts": prompts, "comparisons": [asdict(each) for each in comparisons]})
@@ -208,14 +172,10 @@ def _show(comparisons: "Sequence[Comparison]", requests: "Sequence[VerificationR
         *fields("stage", "output"),
         Column("verdict", lambda each: [(each.verdict, _STYLES[each.verdict])]),
         *numbers("compared", "differing"),
-        number("difference", _difference),
+        number("difference", lambda each: f"{each.difference:.1e}" if each.limit else ""),
         number("limit", lambda each: f"{each.limit:.1e}" if each.limit else ""),
         *fields("detail"),
     )
     print_all(make_table(columns, comparisons))
     counts = {verdict: sum(each.verdict == verdict for each in comparisons) for verdict in _STYLES}
     typer.echo(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
-
-
-def _difference(comparison: "Comparison") -> Cell:
-    return f"{comparison.difference:.1e}" if comparison.limit else ""

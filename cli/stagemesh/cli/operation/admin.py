@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,8 @@ from stagemesh.cli.operation.admin_commands import COMMANDS, GROUPS, Command
 from stagemesh.cli.operation.admin_targets import complete_target
 from stagemesh.cli.terminal.connection_options import ADMIN_SERVER
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import Parameter, argument, option, with_parameters
-from stagemesh.cli.terminal.output import enum_word, print_all, print_json, show_views, ticks, to_json
+from stagemesh.cli.terminal.options import Kind, Parameters, argument, option, with_parameters
+from stagemesh.cli.terminal.output import enum_word, print_result, show_views, ticks, to_json
 from stagemesh.common.errors import DeadlineError, ExitCode, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _MOST_CAUSES = 5
 Condition = StrEnum("Condition", ["READY", "DRAINED", "GONE"])
 """The conditions that the command can wait for."""
 
-_WAIT: Mapping[str, Parameter] = {
+_WAIT: Parameters = {
     "target": argument(
         str,
         "Wait for the replica with this name, or for all replicas of the stage with this name. Waits for the whole "
@@ -48,12 +48,11 @@ _WAIT: Mapping[str, Parameter] = {
         default=Condition.READY,
     ),
     "timeout": option(
-        float,
+        Kind.SECONDS,
         "Fail with exit code 5 if the condition is not met within this number of seconds.",
         "--timeout",
         default=600.0,
         min=0.1,
-        metavar="SECONDS",
     ),
     **ADMIN_SERVER,
     **AS_JSON,
@@ -72,17 +71,14 @@ def wait(**values: Any) -> None:
     with AdminConnection(values["admin_server"]) as admin:
         _await(admin, target, condition, timeout_s=values["timeout"])
     waited_s = time.monotonic() - began_s
-    if values["as_json"]:
-        print_json({"target": target, "condition": condition.value, "waited_s": waited_s})
-    else:
-        typer.echo(f"{target or 'the pipeline'} is {condition.value} after {waited_s:.1f} s")
+    document = {"target": target, "condition": condition.value, "waited_s": waited_s}
+    text = f"{target or 'the pipeline'} is {condition.value} after {waited_s:.1f} s"
+    print_result(document, text, as_json=values["as_json"])
 
 
 def _await(admin: "AdminConnection", target: str, condition: Condition, *, timeout_s: float) -> None:
     """Returns when the condition is met. Raises DeadlineError after `timeout_s` seconds."""
-    from stagemesh.v1 import admin_pb2
-
-    request = admin_pb2.WatchPipelineRequest(interval_s=_INTERVAL_S, slowest=1)
+    request = {"interval_s": _INTERVAL_S, "slowest": 1}
     ends_s = time.monotonic() + timeout_s
     cause = "the server has not answered"
     while (left_s := ends_s - time.monotonic()) > 0:
@@ -170,10 +166,11 @@ def _run(admin: "AdminConnection", command: Command, values: dict[str, Any], *, 
         return
     failed = False
     for answer, replica in (each for answers in updates for each in answers):
-        if as_json:
-            print_json({"replica": replica, **to_json(answer)} if replica else to_json(answer))
-        else:
-            _show(command, answer, values, replica=replica)
+        document = {"replica": replica, **to_json(answer)} if replica else to_json(answer)
+        print_result(document, _display(command, answer, values, replica=replica), as_json=as_json)
+        token: str = getattr(answer, "next_page_token", "")
+        if token and not as_json:
+            sys.stderr.write(f"there are more: --page-token {token}, or --all\n")
         failed = failed or command.fails(answer)
     if failed:
         raise typer.Exit(ExitCode.FAILED)
@@ -184,14 +181,14 @@ def _answers(admin: "AdminConnection", command: Command, values: dict[str, Any])
 
     The name is empty if AdminService sent the answer.
     """
-    from stagemesh.cli.operation.admin_connection import TIMEOUT_S, is_control, is_stream, make_request
+    from stagemesh.cli.operation.admin_connection import TIMEOUT_S, is_control, is_stream
 
     rpc = command.rpc if isinstance(command.rpc, str) else command.rpc(values)
     timeout_s = values.get("timeout", TIMEOUT_S)
     call = admin.call_all_pages if values.get("all_pages") else admin.call
     for replica in admin.replicas_of(values["target"]) if is_control(rpc) else ("",):
         values["replica"] = replica
-        request = make_request(rpc, {**values, **command.fields(values)})
+        request = {**values, **command.fields(values)}
         if is_stream(rpc):
             with closing(admin.stream(rpc, request, timeout_s=timeout_s)) as events:
                 yield from ((event, replica) for event in events)
@@ -202,23 +199,13 @@ def _answers(admin: "AdminConnection", command: Command, values: dict[str, Any])
 def _view(command: Command, answers: "Iterator[tuple[Message, str]]", values: dict[str, Any]) -> "RenderableType":
     from rich.console import Group
 
-    return Group(*(part for answer, replica in answers for part in _parts(command, answer, values, replica=replica)))
+    return Group(*(_display(command, answer, values, replica=replica) for answer, replica in answers))
 
 
-def _parts(command: Command, answer: Any, values: dict[str, Any], *, replica: str) -> "Iterator[RenderableType]":
-    """Yields what is displayed for an answer, with the name of the replica that sent it, unless the name is empty."""
-    output = command.display(answer, values)
-    if isinstance(output, str):
-        yield f"{replica}: {output}" if replica else output
-    else:
-        yield output
-
-
-def _show(command: Command, answer: Any, values: dict[str, Any], *, replica: str) -> None:
-    for part in _parts(command, answer, values, replica=replica):
-        typer.echo(part) if isinstance(part, str) else print_all(part)
-    if getattr(answer, "next_page_token", ""):
-        sys.stderr.write(f"there are more: --page-token {answer.next_page_token}, or --all\n")
+def _display(command: Command, answer: Any, values: dict[str, Any], *, replica: str) -> "RenderableType":
+    """Returns what is displayed for an answer. A text has the name of the replica that sent it, unless it is empty."""
+    view = command.display(answer, values)
+    return f"{replica}: {view}" if replica and isinstance(view, str) else view
 
 
 _groups = {name: typer.Typer(help=text, no_args_is_help=True) for name, text in GROUPS.items()}

@@ -7,28 +7,9 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
+from stagemesh.cli.operation import admin_targets as targets
 from stagemesh.cli.operation import views
-from stagemesh.cli.operation.admin_targets import (
-    ADAPTER_NAME,
-    REQUEST_ID,
-    STAGE,
-    TARGET,
-    complete_names,
-    complete_replica,
-    complete_target,
-)
-from stagemesh.cli.operation.views import (
-    Display,
-    Values,
-    adapters_text,
-    cache_result,
-    log_levels_text,
-    outcomes_text,
-    restart_phase,
-    sleep_result,
-    table_display,
-)
-from stagemesh.cli.terminal.options import Parameter, argument, flag, option
+from stagemesh.cli.terminal.options import Kind, Parameter, argument, flag, option
 from stagemesh.cli.terminal.output import WATCH, links_table
 
 _CHANGE_S = 600.0
@@ -36,7 +17,7 @@ _LOAD_S = 300.0
 _RESTART_S = 3600.0
 
 
-def _no_fields(_: Values) -> Values:
+def _no_fields(_: views.Values) -> views.Values:
     return {}
 
 
@@ -51,9 +32,9 @@ class Command:
         self,
         name: str,
         description: str,
-        rpc: str | Callable[[Values], str],
-        display: Display,
-        fields: Callable[[Values], Values] = _no_fields,
+        rpc: str | Callable[[views.Values], str],
+        display: views.Display,
+        fields: Callable[[views.Values], views.Values] = _no_fields,
         fails: Callable[[Any], bool] = lambda _: False,
         /,
         **parameters: Parameter,
@@ -76,12 +57,20 @@ def _any_failed(answer: Any) -> bool:
     return any(each.HasField("error") for each in answer.replicas)
 
 
-def _busy_policy(values: Values) -> Values:
+def _busy_policy(values: views.Values) -> views.Values:
     return {"when_busy": "BUSY_POLICY_DRAIN" if values["drain"] else "BUSY_POLICY_REFUSE"}
 
 
 def _seconds(text: str, name: str, *, default: float = 0.0, least: float = 0) -> Parameter:
-    return option(float, text, name, default=default, min=least, metavar="SECONDS")
+    return option(Kind.SECONDS, text, name, default=default, min=least)
+
+
+def _on(text: str) -> Parameter:
+    return option(str, text, "--on", metavar="TARGET", autocompletion=targets.complete_target)
+
+
+def _replica(text: str) -> Parameter:
+    return option(str, text, metavar="REPLICA", autocompletion=targets.complete_replica)
 
 
 def _timeout(default_s: float) -> Parameter:
@@ -104,7 +93,6 @@ _PAGE = {
 }
 
 _LogLevel = StrEnum("_LogLevel", ["DEBUG", "INFO", "WARNING", "ERROR"])
-
 GROUPS = {
     "lora": "Load, list, pin and unload the LoRA adapters of stages.",
     "profile": "Record performance profiles of stage engines.",
@@ -121,21 +109,21 @@ COMMANDS = (
         "stages",
         "List the stages with their replicas' load, and the number of finished and failed steps.",
         "ListStages",
-        table_display(views.STAGES, "stages"),
+        views.table_display(views.STAGES, "stages"),
         **_PAGE,
     ),
     Command(
         "replicas",
         "List the replicas of the stages with their state and their load.",
         "ListReplicas",
-        table_display(views.REPLICAS, "replicas"),
+        views.table_display(views.REPLICAS, "replicas"),
         lambda values: {"state": values["state"] and f"REPLICA_STATE_{values['state'].name}"},
         stage=option(
             str,
             "List only the replicas of this stage. Lists the replicas of all stages if omitted.",
             "--stage",
             metavar="STAGE",
-            autocompletion=complete_names("ListStages"),
+            autocompletion=targets.complete_names("ListStages"),
         ),
         state=option(
             _ReplicaState, "List only replicas in this state. Lists replicas in all states if omitted.", "--state"
@@ -154,15 +142,9 @@ COMMANDS = (
         "List the queued and running requests, oldest first. Use --state to list requests that have ended recently, "
         "newest first.",
         "ListRequests",
-        table_display(views.REQUESTS, "requests"),
+        views.table_display(views.REQUESTS, "requests"),
         lambda values: {"states": [f"REQUEST_STATE_{state.name}" for state in values["states"] or ()]},
-        target=option(
-            str,
-            "List only requests with a step on this replica or stage. Lists all requests if omitted.",
-            "--on",
-            metavar="TARGET",
-            autocompletion=complete_target,
-        ),
+        target=_on("List only requests with a step on this replica or stage. Lists all requests if omitted."),
         states=option(
             list[_RequestState],
             "List only requests in this state. Repeatable. Lists queued and running requests if omitted. Ended "
@@ -177,16 +159,16 @@ COMMANDS = (
         "its timeline.",
         "GetRequest",
         lambda answer, _: views.request_view(answer),
-        **REQUEST_ID,
+        **targets.REQUEST_ID,
     ),
     Command(
         "drain",
         "Stop placing new requests on a replica or on all replicas of a stage. Running requests finish, or move with "
         "--move.",
         "DrainReplicas",
-        table_display(views.REPLICA_STATES, "replicas"),
+        views.table_display(views.REPLICA_STATES, "replicas"),
         lambda values: {"move_after_s": values["grace_s"] if values["move"] else None},
-        **TARGET,
+        **targets.TARGET,
         wait=flag("Return only after all requests on the drained replicas have ended.", "--wait"),
         move=flag("Move running requests to other replicas instead of letting them finish.", "--move"),
         grace_s=_seconds(
@@ -203,16 +185,16 @@ COMMANDS = (
         "resume",
         "End the drain of a replica or a stage, so that it receives new requests again.",
         "ResumeReplicas",
-        table_display(views.REPLICA_STATES, "replicas"),
-        **TARGET,
+        views.table_display(views.REPLICA_STATES, "replicas"),
+        **targets.TARGET,
     ),
     Command(
         "restart",
         "Restart a replica, or the replicas of a stage one after the other. Drains and stops each replica, "
         "then waits until its supervisor has started it again and it is ready.",
         "RestartReplicas",
-        restart_phase,
-        **TARGET,
+        views.restart_phase,
+        **targets.TARGET,
         drain_s=_seconds(
             "Wait at most this number of seconds for the requests on each replica to finish.",
             "--drain",
@@ -230,29 +212,22 @@ COMMANDS = (
         "Cancel a request. Returns after every stage has released it.",
         "CancelRequest",
         lambda _, values: f"cancelled {values['request_id']}; every stage has released it",
-        **REQUEST_ID,
+        **targets.REQUEST_ID,
     ),
     Command(
         "log-level",
         "Set the level of the logs of the orchestrator and of all replicas while they run, until they end. Exits with "
         "status 1 if a process fails.",
         "SetLogLevel",
-        log_levels_text,
+        views.log_levels_text,
         lambda values: {"level": f"LOG_LEVEL_{values['level'].name}"},
         lambda answer: any(each.HasField("error") for each in answer.processes),
         level=argument(_LogLevel, "Write records of this level and of those above it.", metavar="LEVEL"),
-        target=option(
-            str,
-            "Select only the replica or the stage with this name, or the orchestrator with @orchestrator.",
-            "--on",
-            metavar="TARGET",
-            autocompletion=complete_target,
-        ),
+        target=_on("Select only the replica or the stage with this name, or the orchestrator with @orchestrator."),
         logger=option(
-            str,
+            Kind.NAME,
             "Set the level of this logger and of those below it, for example stagemesh.connectors or vllm. Sets that "
             "of Stagemesh if omitted.",
-            metavar="NAME",
         ),
     ),
     Command(
@@ -267,29 +242,20 @@ COMMANDS = (
             str,
             "Select the edge with this name, for example 'a->b'.",
             metavar="EDGE",
-            complete=complete_names("ListEdges"),
+            complete=targets.complete_names("ListEdges"),
         ),
-        producer=option(
-            str,
-            "Probe only from this producing replica. Probes from all producing replicas if omitted.",
-            metavar="REPLICA",
-            autocompletion=complete_replica,
-        ),
-        consumer=option(
-            str,
-            "Probe only connections to this consuming replica. Probes connections to all consuming replicas if "
-            "omitted.",
-            metavar="REPLICA",
-            autocompletion=complete_replica,
+        producer=_replica("Probe only from this producing replica. Probes from all producing replicas if omitted."),
+        consumer=_replica(
+            "Probe only connections to this consuming replica. Probes connections to all consuming replicas if omitted."
         ),
     ),
     Command(
         "sleep",
         "Free the device memory of replicas. The replicas reject requests until `stagemesh admin wake`.",
         "Sleep",
-        sleep_result,
+        views.sleep_result,
         _busy_policy,
-        **TARGET,
+        **targets.TARGET,
         level=option(
             int,
             "Set the sleep level. Level 1 keeps the weights in host memory. Level 2 drops the weights, and `wake` "
@@ -308,8 +274,8 @@ COMMANDS = (
         "wake",
         "Allocate the device memory of sleeping replicas again, so that they accept requests.",
         "Wake",
-        sleep_result,
-        **TARGET,
+        views.sleep_result,
+        **targets.TARGET,
         tags=option(
             list[str],
             "Allocate only the part of the device memory with this tag. `stagemesh admin sleep` prints the tags. "
@@ -323,8 +289,8 @@ COMMANDS = (
         "cache",
         "Show the size and hit rate of an engine's cache, or delete the cached data with --clear.",
         lambda values: "ClearCaches" if values["clear"] else "GetCacheStatistics",
-        cache_result,
-        **TARGET,
+        views.cache_result,
+        **targets.TARGET,
         clear=flag("Delete the cached data instead of showing the cache's statistics.", "--clear"),
         preempt_running=flag(
             "With --clear, also delete cached data that running requests use. Those requests compute it again. "
@@ -337,11 +303,11 @@ COMMANDS = (
         "Load a LoRA adapter from a folder on all replicas of a stage, so that requests can select it by its name. "
         "Replicas that start later load it, too. Exits with status 1 if a replica fails.",
         "LoadAdapter",
-        lambda answer, values: f"loaded {values['name']}{outcomes_text(answer, values)}",
+        lambda answer, values: f"loaded {values['name']}{views.outcomes_text(answer, values)}",
         _no_fields,
         _any_failed,
-        **STAGE,
-        name=argument(str, "Set the name by which requests select the adapter.", metavar="NAME"),
+        **targets.STAGE,
+        name=argument(Kind.NAME, "Set the name by which requests select the adapter."),
         path=argument(
             str,
             "Read the adapter from this folder on each replica's machine. The path must be absolute.",
@@ -354,11 +320,11 @@ COMMANDS = (
         "Unload a LoRA adapter from all replicas of a stage and free its memory. Exits with status 1 if a replica "
         "fails.",
         "UnloadAdapter",
-        lambda answer, values: f"unloaded {values['name']}{outcomes_text(answer, values)}",
+        lambda answer, values: f"unloaded {values['name']}{views.outcomes_text(answer, values)}",
         _busy_policy,
         _any_failed,
-        **STAGE,
-        name=ADAPTER_NAME,
+        **targets.STAGE,
+        name=targets.ADAPTER_NAME,
         drain=flag(
             "Wait until requests that use the adapter have ended. Without this option, the command fails if "
             "requests use the adapter.",
@@ -371,15 +337,15 @@ COMMANDS = (
         "Keep a LoRA adapter on the device until it is unloaded, so that no request waits for it.",
         "PinAdapter",
         lambda answer, _: f"pinned {answer.adapter.name}",
-        **TARGET,
-        name=ADAPTER_NAME,
+        **targets.TARGET,
+        name=targets.ADAPTER_NAME,
     ),
     Command(
         "lora list",
         "List the LoRA adapters of a stage, and the replicas that have loaded each.",
         "ListAdapters",
-        adapters_text,
-        **STAGE,
+        views.adapters_text,
+        **targets.STAGE,
         **_PAGE,
     ),
     Command(
@@ -389,7 +355,7 @@ COMMANDS = (
         "StartProfile",
         lambda answer, _: f"records into {answer.folder}",
         lambda values: {"folder": f"{values['folder']}/{values['replica']}"},
-        **TARGET,
+        **targets.TARGET,
         folder=option(
             str,
             "Write the files to this folder. The path is relative to the folder that the stage's option profile_dir "
@@ -411,7 +377,7 @@ COMMANDS = (
         "Stop recording a performance profile, and print the paths of its files on each replica's machine.",
         "StopProfile",
         lambda answer, _: "".join(f"\n  {file}" for file in answer.files) or "no files",
-        **TARGET,
+        **targets.TARGET,
         timeout=_timeout(_LOAD_S),
     ),
 )

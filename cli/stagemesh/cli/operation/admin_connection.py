@@ -3,9 +3,9 @@
 AdminService also forwards calls of StageControlService to replicas.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -20,7 +20,6 @@ from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import MethodDescriptor
-    from google.protobuf.message import Message
 
 TIMEOUT_S = 15.0
 UNREACHABLE = "ADMIN_UNREACHABLE"
@@ -41,21 +40,11 @@ def is_stream(rpc: str) -> bool:
     return bool(_method(rpc).server_streaming)
 
 
-def make_request(rpc: str, values: dict[str, Any]) -> "Message":
-    """Returns the request message of the RPC with this name.
-
-    Sets each field for which `values` contains a value other than None. Ignores entries of `values` that are not fields
-    of the message.
-    """
-    message = _method(rpc).input_type
-    fields = {name: value for name, value in values.items() if value is not None and name in message.fields_by_name}
-    return GetMessageClass(message)(**fields)
-
-
 class AdminConnection(AbstractContextManager["AdminConnection"]):
     """A connection that calls RPCs of AdminService and StageControlService by name.
 
-    All methods raise a StagemeshError if a call fails. The end of the `with` block closes the connection.
+    `values` contains the fields of an RPC's request by name. Entries that are None or no such fields are ignored. All
+    methods raise a StagemeshError if a call fails. The end of the `with` block closes the connection.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -63,7 +52,9 @@ class AdminConnection(AbstractContextManager["AdminConnection"]):
         self._channel = open_sync(endpoint, PROCESS.credentials, CHANNEL_OPTIONS)
         self._stubs = AdminServiceStub(self._channel), StageControlServiceStub(self._channel)
 
-    def call(self, rpc: str, request: "Message", *, replica: str = "", timeout_s: float = TIMEOUT_S) -> Any:
+    def call(
+        self, rpc: str, values: Mapping[str, Any] | None = None, *, replica: str = "", timeout_s: float = TIMEOUT_S
+    ) -> Any:
         """Calls an RPC that returns one message, and returns this message.
 
         - `replica` is the name of the replica to which an RPC of StageControlService is forwarded. For an RPC of
@@ -72,34 +63,31 @@ class AdminConnection(AbstractContextManager["AdminConnection"]):
         """
         metadata = ((_REPLICA_KEY, replica),) if replica else ()
         try:
-            return getattr(self._stubs[is_control(rpc)], rpc)(request, timeout=timeout_s, metadata=metadata)
+            call = getattr(self._stubs[is_control(rpc)], rpc)
+            return call(_request(rpc, values), timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as exc:
             raise self._error(exc) from exc
 
-    def call_all_pages(self, rpc: str, request: "Message", *, replica: str = "", timeout_s: float = TIMEOUT_S) -> Any:
+    def call_all_pages(
+        self, rpc: str, values: Mapping[str, Any] | None = None, *, replica: str = "", timeout_s: float = TIMEOUT_S
+    ) -> Any:
         """Calls an RPC that lists items until the last page, and returns one message with the items of all pages.
 
-        `timeout_s` limits the call of each page. Changes `request`.
+        `timeout_s` limits the call of each page.
         """
-        merged: Any = None
-        while True:
-            page = self.call(rpc, request, replica=replica, timeout_s=timeout_s)
-            token = page.next_page_token
-            page.ClearField("next_page_token")
-            if merged is None:
-                merged = page
-            else:
-                merged.MergeFrom(page)
-            if not token:
-                return merged
-            cast("Any", request).page_token = token
+        merged = self.call(rpc, values, replica=replica, timeout_s=timeout_s)
+        while token := merged.next_page_token:
+            merged.ClearField("next_page_token")
+            following = {**(values or {}), "page_token": token}
+            merged.MergeFrom(self.call(rpc, following, replica=replica, timeout_s=timeout_s))
+        return merged
 
-    def stream(self, rpc: str, request: "Message", *, timeout_s: float | None = None) -> Generator[Any]:
+    def stream(self, rpc: str, values: Mapping[str, Any], *, timeout_s: float | None = None) -> Generator[Any]:
         """Yields the answers of a streaming RPC of AdminService. Closing the generator cancels the call.
 
         `timeout_s` is the time limit of the whole call in seconds. None means no limit.
         """
-        call = getattr(self._stubs[0], rpc)(request, timeout=timeout_s)
+        call = getattr(self._stubs[0], rpc)(_request(rpc, values), timeout=timeout_s)
         try:
             yield from call
         except grpc.RpcError as exc:
@@ -113,7 +101,7 @@ class AdminConnection(AbstractContextManager["AdminConnection"]):
         The name of a replica selects this replica. The name of a stage selects all replicas of the stage. Raises
         NotFoundError (UNKNOWN_TARGET) if no replica and no stage has the name `target`.
         """
-        replicas = self.call_all_pages("ListReplicas", admin_pb2.ListReplicasRequest(page_size=_PAGE)).replicas
+        replicas = self.call_all_pages("ListReplicas", {"page_size": _PAGE}).replicas
         known: dict[str, str] = {replica.name: replica.stage for replica in replicas}
         found = [target] if target in known else [name for name, stage in known.items() if stage == target]
         if not found:
@@ -132,3 +120,9 @@ class AdminConnection(AbstractContextManager["AdminConnection"]):
 
 def _method(rpc: str) -> "MethodDescriptor":
     return (_ADMIN if rpc in _ADMIN else _CONTROL)[rpc]
+
+
+def _request(rpc: str, values: Mapping[str, Any] | None) -> Any:
+    message = _method(rpc).input_type
+    given = {name: value for name, value in (values or {}).items() if value is not None}
+    return GetMessageClass(message)(**{name: given[name] for name in given.keys() & message.fields_by_name.keys()})

@@ -6,7 +6,8 @@ from typing import Any
 import typer
 
 from stagemesh.cli.terminal.contexts import DEFAULT_ADMIN_SERVER
-from stagemesh.cli.terminal.options import argument
+from stagemesh.cli.terminal.options import Kind, argument
+from stagemesh.common.errors import StagemeshError
 
 _COMPLETION_TIMEOUT_S = 0.5
 # For each list RPC of AdminService: the answer's field with the items, and a function that returns an item's name.
@@ -26,7 +27,6 @@ def complete_names(*rpcs: str) -> Callable[[typer.Context, str], list[str]]:
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         from stagemesh.cli.operation.admin_connection import AdminConnection
-        from stagemesh.common.errors import StagemeshError
 
         try:
             with AdminConnection(ctx.params.get("admin_server") or DEFAULT_ADMIN_SERVER) as admin:
@@ -38,10 +38,8 @@ def complete_names(*rpcs: str) -> Callable[[typer.Context, str], list[str]]:
 
 
 def _names(admin: Any, rpc: str) -> Sequence[str]:
-    from stagemesh.cli.operation.admin_connection import make_request
-
     items, name = _LISTS[rpc]
-    answer = admin.call(rpc, make_request(rpc, {}), timeout_s=_COMPLETION_TIMEOUT_S)
+    answer = admin.call(rpc, timeout_s=_COMPLETION_TIMEOUT_S)
     return [name(item) for item in getattr(answer, items)]
 
 
@@ -57,8 +55,8 @@ TARGET = {
         complete=complete_target,
     )
 }
-REQUEST_ID = {"request_id": argument(str, "Select the request with this id.", metavar="ID", complete=complete_request)}
+REQUEST_ID = {"request_id": argument(Kind.ID, "Select the request with this id.", complete=complete_request)}
 STAGE = {
     "stage": argument(str, "Select the stage with this name.", metavar="STAGE", complete=complete_names("ListStages"))
 }
-ADAPTER_NAME = argument(str, "Select the loaded adapter with this name.", metavar="NAME")
+ADAPTER_NAME = argument(Kind.NAME, "Select the loaded adapter with this name.")

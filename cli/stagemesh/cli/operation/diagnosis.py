@@ -65,15 +65,13 @@ def diagnose(found: Deployment) -> list[Finding]:
 def _stages_without_replicas(stages: Iterable[admin_pb2.StageStatus]) -> Iterator[Finding]:
     for stage in stages:
         if not stage.ready:
-            yield Finding(
-                Severity.ERROR,
+            yield _error(
                 stage.name,
                 f"none of its {stage.replicas} replicas accepts requests" if stage.replicas else "it has no replica",
                 "start one, or see its log; `stagemesh admin replicas` shows its state",
             )
         if len(stage.generations) > 1:
-            yield Finding(
-                Severity.WARNING,
+            yield _warning(
                 stage.name,
                 f"its replicas are of {len(stage.generations)} generations",
                 "finish the upgrade, or stop the replicas of the older generation",
@@ -84,8 +82,7 @@ def _edges(edges: Iterable[admin_pb2.EdgeStatus]) -> Iterator[Finding]:
     for edge in edges:
         for link in edge.edge.links:
             if link.HasField("error"):
-                yield Finding(
-                    Severity.ERROR,
+                yield _error(
                     f"{edge.edge.name}: {link.producer} to {link.consumer}",
                     f"no connector works: {link.error.message}",
                     "repair the cause, then run `stagemesh admin probe`",
@@ -108,8 +105,7 @@ def _clocks(found: Deployment) -> Iterator[Finding]:
         skews.append((f"{own.process}, against this machine", own.report.time_s - found.now_s, found.now_error_s))
     for where, ahead_s, error_s in skews:
         if abs(ahead_s) > _MAX_SKEW_S + error_s:
-            yield Finding(
-                Severity.WARNING,
+            yield _warning(
                 where,
                 f"its clock is {abs(ahead_s):.1f} s {'ahead' if ahead_s > 0 else 'behind'}",
                 "synchronise the clocks (NTP); tokens, certificates and times in logs depend on them",
@@ -119,19 +115,13 @@ def _clocks(found: Deployment) -> Iterator[Finding]:
 def _versions(processes: Sequence[admin_pb2.ProcessReport]) -> Iterator[Finding]:
     software = _groups(processes, lambda each: each.report.software)
     if len(software) > 1:
-        yield Finding(
-            Severity.WARNING,
-            "all processes",
-            f"they run different versions: {_listed(software)}",
-            "finish the upgrade",
-        )
+        yield _warning("all processes", f"they run different versions: {_listed(software)}", "finish the upgrade")
     stages = _groups([each for each in processes if each.stage], lambda each: each.stage)
     for stage, replicas in stages.items():
         for package in sorted({name for each in replicas for name in each.report.packages}):
             versions = _groups(replicas, partial(_version_of, package))
             if len(versions) > 1:
-                yield Finding(
-                    Severity.WARNING,
+                yield _warning(
                     stage,
                     f"its replicas have different versions of {package}: {_listed(versions)}",
                     "install the same version; recovered requests may otherwise differ",
@@ -150,15 +140,13 @@ def _host(process: admin_pb2.ProcessReport, found: Deployment) -> Iterator[Findi
                 "renew tls.crt and tls.key; the process reads them again by itself",
             )
     if report.HasField("open_files") and report.open_files < _LEAST_FILES:
-        yield Finding(
-            Severity.WARNING,
+        yield _warning(
             where,
             f"it may open only {report.open_files:,} files",
             f"raise the limit (ulimit -n) to {_LEAST_FILES:,} or more; each connection needs one",
         )
     if 0 < report.available_bytes < _LEAST_MEMORY_BYTES:
-        yield Finding(
-            Severity.WARNING,
+        yield _warning(
             where,
             f"only {report.available_bytes // _MIB:,} MiB of memory are left",
             "raise the memory limit, or lower the load or `data_plane.arena_bytes`",
@@ -172,8 +160,7 @@ def _data_plane(
 ) -> Iterator[Finding]:
     report = process.report
     if report.shm_free_bytes < _LEAST_SHARED_BYTES:
-        yield Finding(
-            Severity.WARNING,
+        yield _warning(
             where,
             f"only {report.shm_free_bytes // _MIB:,} of {report.shm_bytes // _MIB:,} MiB of /dev/shm are free",
             "enlarge it (docker --shm-size, or shmBytes of the Helm chart), or lower `data_plane.arena_bytes`",
@@ -186,23 +173,27 @@ def _data_plane(
     if not is_remote:
         return
     if not report.rdma_devices:
-        yield Finding(
-            Severity.WARNING,
+        yield _warning(
             where,
             "it uses nixl without an RDMA device, so that chunks travel by TCP",
             "give the process a device (`rdma` of the Helm chart), or ignore this if there is none",
         )
     elif report.HasField("locked_bytes"):
-        yield Finding(
-            Severity.WARNING,
+        yield _warning(
             where,
             f"it may lock only {report.locked_bytes // _MIB:,} MiB of memory, which RDMA needs for its arena",
             "remove the limit (ulimit -l unlimited, LimitMEMLOCK=infinity of the container runtime)",
         )
     if report.ucx_tls == "tcp" and report.rdma_devices:
-        yield Finding(
-            Severity.WARNING, where, "UCX_TLS is tcp, although there is an RDMA device", "remove UCX_TLS, or add rc"
-        )
+        yield _warning(where, "UCX_TLS is tcp, although there is an RDMA device", "remove UCX_TLS, or add rc")
+
+
+def _error(where: str, problem: str, remedy: str) -> Finding:
+    return Finding(Severity.ERROR, where, problem, remedy)
+
+
+def _warning(where: str, problem: str, remedy: str) -> Finding:
+    return Finding(Severity.WARNING, where, problem, remedy)
 
 
 def _version_of(package: str, process: admin_pb2.ProcessReport) -> str:

@@ -7,22 +7,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from stagemesh.cli.operation import views
-from stagemesh.cli.terminal.connection_options import ADMIN_SERVER, SERVER, is_given
-from stagemesh.cli.terminal.contexts import split_addresses
+from stagemesh.cli.terminal.connection_options import ADMIN_SERVER, SERVER, is_given, open_client
 from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Parameter, with_parameters
-from stagemesh.cli.terminal.output import (
-    WATCH,
-    Column,
-    links_table,
-    make_table,
-    number,
-    print_all,
-    print_json,
-    show_views,
-    ticks,
-    to_json,
-)
+from stagemesh.cli.terminal.output import WATCH, links_table, print_all, print_json, show_views, ticks, to_json
+from stagemesh.cli.terminal.tables import Column, make_table, number
 from stagemesh.common.errors import DeadlineError, ExitCode, UnavailableError
 
 if TYPE_CHECKING:
@@ -34,15 +23,10 @@ if TYPE_CHECKING:
     from stagemesh.v1.protocol_pb2 import Protocol
 
 
-_STAGES: Mapping[str, Parameter] = {**WATCH, **SERVER, **AS_JSON}
-
-
-@with_parameters(_STAGES)
+@with_parameters({**WATCH, **SERVER, **AS_JSON})
 def stages(**values: Any) -> None:
     """List the stages and replicas of a running pipeline, and the connectors that its edges use."""
-    from stagemesh.client import Client
-
-    with Client(*split_addresses(values["server"])) as client:
+    with open_client(values) as client:
         pipelines = (client.describe() for _ in ticks(interval_s=values["interval"], watch=values["watch"]))
         if values["as_json"]:
             for pipeline in pipelines:
@@ -81,10 +65,7 @@ def _stages_table(pipeline: "orchestrator_pb2.DescribePipelineResponse") -> "Tab
     return make_table(columns, rows, title=title)
 
 
-_DOCTOR: Mapping[str, Parameter] = {**ADMIN_SERVER, **AS_JSON}
-
-
-@with_parameters(_DOCTOR)
+@with_parameters({**ADMIN_SERVER, **AS_JSON})
 def doctor(**values: Any) -> None:
     """Check a running deployment: replicas, edges, versions, clocks, certificates, memory, shared memory, limits and
     RDMA devices. Print what is wrong and how to repair it. Exits with code 1 if a finding is an error.
@@ -105,14 +86,14 @@ def doctor(**values: Any) -> None:
 
 
 def _ask(server: str) -> "Deployment":
-    from stagemesh.cli.operation.admin_connection import AdminConnection, make_request
+    from stagemesh.cli.operation.admin_connection import AdminConnection
     from stagemesh.cli.operation.diagnosis import Deployment
 
     with AdminConnection(server) as admin:
-        stages = admin.call_all_pages("ListStages", make_request("ListStages", {})).stages
-        edges = admin.call_all_pages("ListEdges", make_request("ListEdges", {})).edges
+        stages = admin.call_all_pages("ListStages").stages
+        edges = admin.call_all_pages("ListEdges").edges
         asked_s, began_s = time.time(), time.monotonic()
-        processes = admin.call("DescribeHosts", make_request("DescribeHosts", {})).processes
+        processes = admin.call("DescribeHosts").processes
         took_s = time.monotonic() - began_s
     return Deployment(stages, edges, processes, now_s=asked_s + took_s / 2, now_error_s=took_s / 2)
 
@@ -130,14 +111,7 @@ def _show(findings: "list[Finding]") -> None:
     print_all(make_table(columns, findings))
 
 
-_VERSION: Mapping[str, Parameter] = {
-    "ctx": Parameter(typer.Context),
-    **SERVER,
-    **AS_JSON,
-}
-
-
-@with_parameters(_VERSION)
+@with_parameters({"ctx": Parameter(typer.Context), **SERVER, **AS_JSON})
 def version(ctx: typer.Context, **values: Any) -> None:
     """Print the version of this installation, and what the server reports about itself. A server that does not answer
     is an error only if --server or --context is given.
@@ -146,7 +120,7 @@ def version(ctx: typer.Context, **values: Any) -> None:
 
     client = _fields(own_protocol())
     try:
-        server = _describe(values["server"])
+        server = _describe(values)
     except (UnavailableError, DeadlineError):
         if is_given(ctx, "server") or values["context"]:
             raise
@@ -159,10 +133,8 @@ def version(ctx: typer.Context, **values: Any) -> None:
         typer.echo(f"server {values['server']}: {_line(server)}, pipeline {server['pipeline']} {server['generation']}")
 
 
-def _describe(server: str) -> dict[str, object]:
-    from stagemesh.client import Client
-
-    with Client(*split_addresses(server)) as client:
+def _describe(values: Mapping[str, Any]) -> dict[str, object]:
+    with open_client(values) as client:
         description = client.describe()
     own = {"pipeline": description.pipeline, "generation": description.generation}
     return {**_fields(description.protocol), **own}

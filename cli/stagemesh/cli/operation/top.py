@@ -1,25 +1,25 @@
 """`stagemesh top`: shows the current state of a running pipeline."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from stagemesh.cli.operation import views
 from stagemesh.cli.terminal.connection_options import ADMIN_SERVER
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import Parameter, flag, option, with_parameters
+from stagemesh.cli.terminal.options import Parameters, flag, option, with_parameters
 from stagemesh.cli.terminal.output import (
     INTERVAL,
-    Column,
     connector_name,
     duration,
-    make_table,
-    number,
     print_all,
     print_json,
     show_views,
     size,
     to_json,
 )
+from stagemesh.cli.terminal.tables import Column, make_table, number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stagemesh.v1 import admin_pb2
 
 
-_TOP: Mapping[str, Parameter] = {
+_TOP: Parameters = {
     "interval": INTERVAL,
     "slowest": option(int, "Show at most this number of requests, the slowest first.", default=10, min=1),
     "once": flag("Print one update after one interval, and exit.", "--once"),
@@ -42,14 +42,10 @@ def top(**values: Any) -> None:
     """Show the stages, replicas, edges, rates and slowest requests of a running pipeline. Refresh the display until
     Ctrl-C.
     """
-    from contextlib import closing
-    from itertools import islice, pairwise
-
     from stagemesh.cli.operation.admin_connection import AdminConnection
-    from stagemesh.v1 import admin_pb2
 
     last = 1 if values["once"] else None
-    request = admin_pb2.WatchPipelineRequest(interval_s=values["interval"], slowest=values["slowest"])
+    request = {"interval_s": values["interval"], "slowest": values["slowest"]}
     with (
         AdminConnection(values["admin_server"]) as admin,
         closing(admin.stream("WatchPipeline", request)) as snapshots,

@@ -1,16 +1,16 @@
 """`stagemesh trace`: draws the timeline of a request, and writes it for Perfetto."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagemesh.cli.operation.admin_targets import complete_request
 from stagemesh.cli.terminal.connection_options import ADMIN_SERVER
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import Parameter, argument, option, with_parameters
-from stagemesh.cli.terminal.output import Column, duration, make_table, number, print_all, print_json
-from stagemesh.common.errors import InvalidRequestError
+from stagemesh.cli.terminal.options import Kind, Parameters, argument, option, with_parameters
+from stagemesh.cli.terminal.output import duration, print_result, writing
+from stagemesh.cli.terminal.tables import Column, make_table, number
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _BAR_CELLS = 60
 _US = 1e6
 
-_TRACE: Mapping[str, Parameter] = {
-    "request_id": argument(str, "Select the request with this id.", metavar="ID", complete=complete_request),
+_TRACE: Parameters = {
+    "request_id": argument(Kind.ID, "Select the request with this id.", complete=complete_request),
     "output": option(
         str,
         "Write the spans to this file, in the JSON format of traces that Perfetto (ui.perfetto.dev) and browsers show.",
@@ -42,17 +42,15 @@ def trace(**values: Any) -> None:
     """Draw the timeline of a request: when it waited, and when each attempt of each stage worked. Requests that have
     ended are known for a limited time.
     """
-    from stagemesh.cli.operation.admin_connection import AdminConnection, make_request
+    from stagemesh.cli.operation.admin_connection import AdminConnection
     from stagemesh.orchestrator.spans import request_spans
 
     with AdminConnection(values["admin_server"]) as admin:
-        spans = request_spans(admin.call("GetRequest", make_request("GetRequest", values)))
+        spans = request_spans(admin.call("GetRequest", values))
     if values["output"]:
         _write(Path(values["output"]), spans)
-    if values["as_json"]:
-        print_json([_fields(span) for span in spans])
-    else:
-        print_all(_view([[span] for span in spans] if values["expand"] else _groups(spans)))
+    view = _view([[span] for span in spans] if values["expand"] else _groups(spans))
+    print_result([_fields(span) for span in spans], view, as_json=values["as_json"])
 
 
 def _groups(spans: "Sequence[Span]") -> "list[list[Span]]":
@@ -133,7 +131,5 @@ def _write(path: Path, spans: "Sequence[Span]") -> None:
         }
         for span in spans
     ]
-    try:
+    with writing(path):
         path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}, indent=1) + "\n")
-    except OSError as exc:
-        raise InvalidRequestError(f"{path} cannot be written: {exc.strerror}", reason="CANNOT_WRITE") from exc

@@ -4,21 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from stagemesh.cli.terminal.output import (
-    Cell,
-    Column,
-    connector_name,
-    duration,
-    enum_word,
-    fields,
-    links_table,
-    make_table,
-    number,
-    numbers,
-    size,
-    state_cell,
-    to_text,
-)
+from stagemesh.cli.terminal.output import connector_name, duration, enum_word, links_table, size
+from stagemesh.cli.terminal.tables import Cell, Column, fields, make_table, number, numbers, state_cell, to_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

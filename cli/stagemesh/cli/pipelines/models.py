@@ -6,7 +6,7 @@ The built-in models are prepared in a separate process, because preparation may 
 import logging
 import subprocess
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -14,10 +14,11 @@ from pathlib import Path
 import typer
 
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import Parameter, argument, flag, option, with_parameters
-from stagemesh.cli.terminal.output import Cell, Column, make_table, print_all, print_json, size
+from stagemesh.cli.terminal.options import Parameters, argument, command, flag, option
+from stagemesh.cli.terminal.output import print_result, size
+from stagemesh.cli.terminal.tables import Cell, Column, make_table
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, needs_extra
-from stagemesh.common.process.settings import set_library_variables
+from stagemesh.common.process.settings import find_model, set_library_variables
 
 app = typer.Typer(
     help="Download and list the models of the built-in pipelines. Write tiny models for tests and demos.",
@@ -25,7 +26,7 @@ app = typer.Typer(
 )
 
 
-_FETCH: Mapping[str, Parameter] = {
+_FETCH: Parameters = {
     "pipeline": argument(
         str, "Download the models of the built-in pipeline with this name, for example speech.", metavar="PIPELINE"
     ),
@@ -33,16 +34,14 @@ _FETCH: Mapping[str, Parameter] = {
 }
 
 
-@app.command()
-@with_parameters(_FETCH)
+@command(app, _FETCH)
 def fetch(*, pipeline: str, force: bool) -> None:
     """Download and convert the models of a built-in pipeline. Skips models that are already present."""
-    command = [sys.executable, "-m", "stagemesh.services.models", "fetch", pipeline, *(["--force"] if force else [])]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)  # noqa: S603 - our own module
+    fetching = [sys.executable, "-m", "stagemesh.services.models", "fetch", pipeline, *(["--force"] if force else [])]
+    raise typer.Exit(subprocess.run(fetching, check=False).returncode)  # noqa: S603 - our own module
 
 
-@app.command("list")
-@with_parameters(AS_JSON)
+@command(app, AS_JSON, name="list")
 def list_models(*, as_json: bool) -> None:
     """List the models of the built-in pipelines and the folders that contain them."""
     columns = (
@@ -51,13 +50,10 @@ def list_models(*, as_json: bool) -> None:
         Column("folder", _folder),
     )
     models = _models()
-    if as_json:
-        print_json(models)
-    else:
-        print_all(make_table(columns, models))
+    print_result(models, make_table(columns, models), as_json=as_json)
 
 
-_TINY: Mapping[str, Parameter] = {
+_TINY: Parameters = {
     "model": argument(str, "Write the tiny model with this name, for example qwen3-omni.", metavar="MODEL"),
     "folder": argument(Path, "Write to this folder, which must be empty or not exist.", metavar="DIR"),
     "seed": option(int, "Set the random seed of the weights. The same seed gives the same weights.", default=0, min=0),
@@ -66,8 +62,7 @@ _TINY: Mapping[str, Parameter] = {
 }
 
 
-@app.command()
-@with_parameters(_TINY)
+@command(app, _TINY)
 def tiny(*, model: str, folder: Path, seed: int, force: bool, as_json: bool) -> None:
     """Write a model of a few megabytes with random weights, for tests and demos. Its structure is the real model's."""
     entry = _find_tiny_model(model)
@@ -82,11 +77,12 @@ def tiny(*, model: str, folder: Path, seed: int, force: bool, as_json: bool) -> 
             f"cannot write to {folder}: {exc.strerror or exc}; choose another folder", reason="CANNOT_WRITE"
         ) from exc
     size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    if as_json:
-        print_json({"model": model, "folder": str(folder), "size_bytes": size_bytes, "seed": seed})
-    else:
-        typer.echo(f"wrote {model} to {folder} ({size(size_bytes)})")
-        typer.echo(f"Use it as the model of the stages in a pipeline file: `model: {folder.resolve()}`")
+    document = {"model": model, "folder": str(folder), "size_bytes": size_bytes, "seed": seed}
+    text = (
+        f"wrote {model} to {folder} ({size(size_bytes)})\n"
+        f"Use it as the model of the stages in a pipeline file: `model: {folder.resolve()}`"
+    )
+    print_result(document, text, as_json=as_json)
 
 
 def _find_tiny_model(name: str) -> EntryPoint:
@@ -116,7 +112,6 @@ def _folder(model: dict[str, str]) -> Cell:
 
 
 def _models() -> list[dict[str, str]]:
-    from stagemesh.common.process.settings import find_model
     from stagemesh.pipeline import built_in_pipelines, load_pipeline
 
     return [

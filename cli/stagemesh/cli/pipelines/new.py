@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -13,7 +12,7 @@ from string import Template
 
 import typer
 
-from stagemesh.cli.terminal.options import Parameter, argument, option, with_parameters
+from stagemesh.cli.terminal.options import Kind, Parameters, argument, command, option
 from stagemesh.common.errors import ExistsError, InvalidRequestError
 
 app = typer.Typer(help="Write a package that adds a stage to Stagemesh.", no_args_is_help=True)
@@ -30,22 +29,21 @@ _NEXT = (
 """The commands that install, test, check and try a new package."""
 
 
-_STAGE: Mapping[str, Parameter] = {
-    "name": argument(str, "Set the name of the package, the stage and its function.", metavar="NAME"),
+_STAGE: Parameters = {
+    "name": argument(Kind.NAME, "Set the name of the package, the stage and its function."),
     "folder": option(Path, "Write the package to this new folder.", metavar="DIR", show_default="a folder NAME here"),
 }
 
 
-@app.command()
-@with_parameters(_STAGE)
+@command(app, _STAGE)
 def stage(*, name: str, folder: Path | None) -> None:
     """Write a package with a function, a transform, their descriptors, a pipeline and a test."""
     _check_name(name)
     target = folder or Path(name)
     _write(target, {"name": name, "module": name.replace("-", "_")})
     typer.echo(f"wrote {target}. Install and test it:")
-    for command in (f"cd {target}", *_NEXT):
-        typer.echo(f"  {command}")
+    for line in (f"cd {target}", *_NEXT):
+        typer.echo(f"  {line}")
 
 
 def _check_name(name: str) -> None:

@@ -1,26 +1,19 @@
 """`stagemesh pipeline` and `stagemesh k8s`: check, explain, draw, import and render pipeline files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import (
-    PIPELINE,
-    REPLICAS,
-    SETTINGS,
-    Parameter,
-    argument,
-    flag,
-    option,
-    read_overrides,
-    with_parameters,
-)
-from stagemesh.cli.terminal.output import Column, fields, make_table, print_all, print_json
-from stagemesh.common.errors import ExitCode, InvalidPipelineError, InvalidRequestError, exit_code
+from stagemesh.cli.terminal.options import Kind, Parameters, argument, command, flag, option
+from stagemesh.cli.terminal.output import print_json, print_result, writing
+from stagemesh.cli.terminal.pipeline_options import PIPELINE, REPLICAS, SETTINGS, read_overrides
+from stagemesh.cli.terminal.tables import Column, fields, make_table
+from stagemesh.common.errors import ExitCode, InvalidPipelineError, exit_code
 
 app = typer.Typer(help="Check, explain, draw and import pipeline files without running them.", no_args_is_help=True)
 
@@ -33,7 +26,7 @@ class GraphFormat(Enum):
     DOT = "dot"
 
 
-_VALIDATE: Mapping[str, Parameter] = {
+_VALIDATE: Parameters = {
     "name": PIPELINE,
     "settings": SETTINGS,
     "models": option(
@@ -55,37 +48,27 @@ _VALIDATE: Mapping[str, Parameter] = {
 }
 
 
-@app.command()
-@with_parameters(_VALIDATE)
-def validate(
-    *,
-    name: str,
-    settings: Sequence[str] | None,
-    models: bool | None,
-    kubernetes: bool,
-    imports: bool | None,
-    as_json: bool,
-) -> None:
+@command(app, _VALIDATE)
+def validate(**values: Any) -> None:
     """Check a pipeline file. Report every mistake with its file, line and remedy."""
     from stagemesh.pipeline import kubernetes_hints, load_pipeline
 
-    check_models = not kubernetes if models is None else models
-    overrides = read_overrides(settings)
+    kubernetes, models, imports = values["kubernetes"], values["models"], values["imports"]
     try:
         pipeline = load_pipeline(
-            name,
-            overrides=overrides,
-            check_models=check_models,
+            values["name"],
+            overrides=read_overrides(values["settings"]),
+            check_models=not kubernetes if models is None else models,
             for_kubernetes=kubernetes,
             check_code=not kubernetes if imports is None else imports,
         )
     except InvalidPipelineError as exc:
-        if not as_json:
+        if not values["as_json"]:
             raise
         print_json({"findings": [finding._asdict() for finding in exc.findings]})
         raise typer.Exit(exit_code(exc)) from None
     hints = kubernetes_hints(pipeline) if kubernetes else ()
-    if as_json:
+    if values["as_json"]:
         document = {"pipeline": pipeline.name, "generation": pipeline.generation, "source": str(pipeline.source)}
         print_json({"findings": [], **document, "hints": hints})
         return
@@ -97,7 +80,7 @@ def validate(
         typer.echo(f"  note: {hint}")
 
 
-_WITH_REPLICAS: Mapping[str, Parameter] = {
+_WITH_REPLICAS: Parameters = {
     "name": PIPELINE,
     "settings": SETTINGS,
     "replicas": REPLICAS,
@@ -105,8 +88,7 @@ _WITH_REPLICAS: Mapping[str, Parameter] = {
 }
 
 
-@app.command("explain")
-@with_parameters(_WITH_REPLICAS)
+@command(app, _WITH_REPLICAS, name="explain")
 def explain_pipeline(
     *, name: str, settings: Sequence[str] | None, replicas: Sequence[str] | None, as_json: bool
 ) -> None:
@@ -114,15 +96,13 @@ def explain_pipeline(
     from stagemesh.pipeline import load_pipeline
 
     pipeline = load_pipeline(name, overrides=read_overrides(settings, replicas), check_models=False)
-    if as_json:
-        print_json([asdict(row) for row in pipeline.explanation])
-        return
     folder = f"{pipeline.source.parent}/"
     origin = Column("origin", lambda row: [(row.origin.replace(folder, ""), "dim")])
-    print_all(make_table((*fields("key", "value"), origin), pipeline.explanation))
+    table = make_table((*fields("key", "value"), origin), pipeline.explanation)
+    print_result([asdict(row) for row in pipeline.explanation], table, as_json=as_json)
 
 
-_GRAPH: Mapping[str, Parameter] = {
+_GRAPH: Parameters = {
     "name": PIPELINE,
     "settings": SETTINGS,
     "form": option(
@@ -135,8 +115,7 @@ _GRAPH: Mapping[str, Parameter] = {
 }
 
 
-@app.command()
-@with_parameters(_GRAPH)
+@command(app, _GRAPH)
 def graph(*, name: str, settings: Sequence[str] | None, form: GraphFormat, as_json: bool) -> None:
     """Draw the stages, edges and outputs of a pipeline."""
     from rich.console import Console
@@ -162,13 +141,9 @@ def graph(*, name: str, settings: Sequence[str] | None, form: GraphFormat, as_js
         typer.echo(draw_mermaid(pipeline) if form is GraphFormat.MERMAID else draw_dot(pipeline))
 
 
-_IMPORT: Mapping[str, Parameter] = {
-    "file": argument(
-        Path, "Read this stage config or deploy config of vLLM-Omni.", metavar="FILE", exists=True, dir_okay=False
-    ),
-    "output": option(
-        Path, "Write the pipeline to this file.", "--output", "-o", metavar="FILE", show_default="standard output"
-    ),
+_IMPORT: Parameters = {
+    "file": argument(Kind.INPUT_FILE, "Read this stage config or deploy config of vLLM-Omni."),
+    "output": option(Kind.FILE, "Write the pipeline to this file.", "--output", "-o", show_default="standard output"),
     "model": option(
         str,
         "Set the model of all stages: a name or a path.",
@@ -183,8 +158,7 @@ _IMPORT: Mapping[str, Parameter] = {
 }
 
 
-@app.command("import")
-@with_parameters(_IMPORT)
+@command(app, _IMPORT, name="import")
 def import_file(
     *, file: Path, output: Path | None, model: str | None, name: str | None, topology: str | None, as_json: bool
 ) -> None:
@@ -195,11 +169,8 @@ def import_file(
     imported = import_config(file, model=model, name=name, topology=topology)
     found = {outcome: imported.report.items(outcome) for outcome in Outcome}
     if output is not None and imported.pipeline is not None:
-        try:
+        with writing(output, remedy="; set --output to another file"):
             output.write_text(imported.dump(), encoding="utf-8")
-        except OSError as exc:
-            text = f"{output} cannot be written: {exc.strerror}; set --output to another file"
-            raise InvalidRequestError(text, reason="CANNOT_WRITE") from exc
     if as_json:
         lists = {
             outcome.name.lower(): [{"path": item.path, "message": item.text} for item in items]
@@ -224,8 +195,7 @@ def _commands() -> None:
     """Keeps `render` a subcommand, because typer would run the only command of a group directly."""
 
 
-@k8s.command()
-@with_parameters(_WITH_REPLICAS)
+@command(k8s, _WITH_REPLICAS)
 def render(*, name: str, settings: Sequence[str] | None, replicas: Sequence[str] | None, as_json: bool) -> None:
     """Print a values file of the Helm chart for a pipeline: the pipeline itself, and settings of every stage."""
     from stagemesh.cli.pipelines.chart_values import chart_values, format_values

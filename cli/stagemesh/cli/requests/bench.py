@@ -10,7 +10,7 @@ import typer
 
 from stagemesh.cli.requests.bench_options import BENCH
 from stagemesh.cli.terminal.options import with_parameters
-from stagemesh.cli.terminal.output import Column, make_table, number
+from stagemesh.cli.terminal.tables import Column, make_table, number
 from stagemesh.common.errors import ExitCode, InvalidRequestError, needs_extra
 
 if TYPE_CHECKING:

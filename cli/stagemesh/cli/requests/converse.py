@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
@@ -11,12 +10,12 @@ from stagemesh.cli.requests.request_options import ADMISSION, CONTENT, SAMPLING,
 from stagemesh.cli.terminal.connection_options import SERVER
 from stagemesh.cli.terminal.contexts import split_addresses
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import Parameter, flag, option, read_pairs, with_parameters
+from stagemesh.cli.terminal.options import Kind, Parameters, flag, option, read_pairs, with_parameters
 
 if TYPE_CHECKING:
     from stagemesh.client import ConverseArguments
 
-_CONVERSE: Mapping[str, Parameter] = {
+_CONVERSE: Parameters = {
     **SERVER,
     "speak": flag(
         "Send each line to the stages at once, as a part of a single turn that ends with the input. For pipelines that "
@@ -24,39 +23,31 @@ _CONVERSE: Mapping[str, Parameter] = {
         "--speak",
     ),
     "microphone": option(
-        Path,
+        Kind.INPUT_FILE,
         "Send the audio in this WAV file instead of lines, as fast as a microphone would record it. All of it is one "
         "turn, unless --turn-detection is set.",
-        metavar="FILE",
-        exists=True,
-        dir_okay=False,
     ),
     "turn_detection": flag("Let the pipeline find the ends of turns in the audio of --microphone.", "--turn-detection"),
     "interruptible": flag("Stop an answer when speech is detected. Implies --turn-detection.", "--interruptible"),
     "detection_options": option(
-        list[str],
+        [Kind.PAIR],
         "Set an option of the stage that detects turns, such as silence_ms=500. Implies --turn-detection. Repeatable.",
         "--detection-option",
-        metavar="KEY=VALUE",
     ),
-    "system": option(str, "Begin the conversation with these instructions for the model.", metavar="TEXT"),
-    "audio": option(
-        Path, "Write the audio of all answers to this WAV file, one after the other, as it arrives.", metavar="FILE"
-    ),
+    "system": option(Kind.TEXT, "Begin the conversation with these instructions for the model."),
+    "audio": option(Kind.FILE, "Write the audio of all answers to this WAV file, one after the other, as it arrives."),
     "outputs": CONTENT["outputs"],
     "template_arguments": CONTENT["template_arguments"],
     **SAMPLING,
     **STAGES,
     "timeout": option(
-        float,
+        Kind.SECONDS,
         "Fail a turn if its answer takes longer than this number of seconds. Uses the server's limit if omitted.",
-        metavar="SECONDS",
     ),
     **ADMISSION,
     "session_id": option(
-        str,
+        Kind.ID,
         "Set the id that identifies the session in logs. The request of turn N has the id ID.N. Random if omitted.",
-        metavar="ID",
     ),
     **AS_JSON,
 }

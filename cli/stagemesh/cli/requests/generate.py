@@ -2,42 +2,39 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from stagemesh.cli.requests.request_options import ADMISSION, CONTENT, SAMPLING, STAGES, client_arguments
 from stagemesh.cli.requests.result_output import show_result
-from stagemesh.cli.terminal.connection_options import SERVER
+from stagemesh.cli.terminal.connection_options import SERVER, open_client
 from stagemesh.cli.terminal.contexts import split_addresses
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import Parameter, argument, flag, option, with_parameters
-from stagemesh.cli.terminal.output import print_json
+from stagemesh.cli.terminal.options import Kind, Parameters, argument, flag, option, with_parameters
+from stagemesh.cli.terminal.output import print_result
 
 if TYPE_CHECKING:
     from stagemesh.cli.requests.output_sinks import Sinks
     from stagemesh.client import Content, GenerateArguments, Result
 
 
-GENERATE: Mapping[str, Parameter] = {
+GENERATE: Parameters = {
     "prompt": argument(
         str | None, "Send this prompt. A single - reads the prompt from standard input.", metavar="PROMPT"
     )._replace(default=None),
     **SERVER,
     "output": option(
-        Path,
+        Kind.FOLDER,
         "Write all audio, images, videos and tensors to files in this folder, named after their outputs, and download "
         "stored outputs to it. If omitted, only the files given by --audio and --image are written.",
-        metavar="FOLDER",
     ),
     "audio": option(
-        Path,
+        Kind.FILE,
         "Write the audio output to this file as the audio arrives: as a WAV file, or as the pipeline has encoded it.",
-        metavar="FILE",
     ),
     "image": option(
-        Path, "Write the image or video output to this file. An existing file is replaced.", "--image", metavar="FILE"
+        Kind.FILE, "Write the image or video output to this file. An existing file is replaced.", "--image"
     ),
     "attach": option(
         list[str],
@@ -46,19 +43,16 @@ GENERATE: Mapping[str, Parameter] = {
         metavar="FILE|URI",
     ),
     "messages": option(
-        Path,
+        Kind.INPUT_FILE,
         "Send the conversation in this JSON file instead of a prompt: a list of messages with role, content, "
         "tool_calls and tool_call_id.",
-        metavar="FILE",
-        exists=True,
-        dir_okay=False,
     ),
     "raw": flag(
         "Send the prompt without applying the model's chat template. Attached files belong to the placeholders in the "
         "prompt.",
         "--raw",
     ),
-    "negative_prompt": option(str, "Describe what generated images and videos must not show.", metavar="TEXT"),
+    "negative_prompt": option(Kind.TEXT, "Describe what generated images and videos must not show."),
     **CONTENT,
     **SAMPLING,
     **STAGES,
@@ -70,13 +64,11 @@ GENERATE: Mapping[str, Parameter] = {
         min=1,
     ),
     "timeout": option(
-        float,
-        "Fail if the request takes longer than this number of seconds. There is no limit if omitted.",
-        metavar="SECONDS",
+        Kind.SECONDS, "Fail if the request takes longer than this number of seconds. There is no limit if omitted."
     ),
     **ADMISSION,
     "request_id": option(
-        str, "Set the id that identifies the request in logs and admin commands. Random if omitted.", metavar="ID"
+        Kind.ID, "Set the id that identifies the request in logs and admin commands. Random if omitted."
     ),
     **AS_JSON,
 }
@@ -164,8 +156,8 @@ async def run_request(
     return builder.build()
 
 
-_CANCEL: Mapping[str, Parameter] = {
-    "request_id": argument(str, "Cancel the request with this id.", metavar="ID"),
+_CANCEL: Parameters = {
+    "request_id": argument(Kind.ID, "Cancel the request with this id."),
     **SERVER,
     **AS_JSON,
 }
@@ -174,12 +166,8 @@ _CANCEL: Mapping[str, Parameter] = {
 @with_parameters(_CANCEL)
 def cancel(**values: Any) -> None:
     """Cancel a request. Return after every stage has released it."""
-    from stagemesh.client import Client
-
     request_id = values["request_id"]
-    with Client(*split_addresses(values["server"])) as client:
+    with open_client(values) as client:
         client.cancel(request_id)
-    if values["as_json"]:
-        print_json({"request_id": request_id, "cancelled": True})
-    else:
-        typer.echo(f"cancelled {request_id}")
+    document = {"request_id": request_id, "cancelled": True}
+    print_result(document, f"cancelled {request_id}", as_json=values["as_json"])

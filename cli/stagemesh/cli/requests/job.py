@@ -11,11 +11,11 @@ import typer
 
 from stagemesh.cli.requests.generate import GENERATE, read_prompt
 from stagemesh.cli.requests.request_options import client_arguments
-from stagemesh.cli.terminal.connection_options import SERVER
-from stagemesh.cli.terminal.contexts import split_addresses
+from stagemesh.cli.terminal.connection_options import SERVER, open_client
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import Parameter, argument, option, read_pairs, with_parameters
-from stagemesh.cli.terminal.output import Column, duration, make_table, number, print_all, print_json, size, state_cell
+from stagemesh.cli.terminal.options import Kind, Parameters, argument, command, option, read_pairs
+from stagemesh.cli.terminal.output import duration, print_all, print_json, print_result, size
+from stagemesh.cli.terminal.tables import Column, make_table, number, state_cell
 from stagemesh.common.errors import CancelledRequestError, NotReadyError
 
 if TYPE_CHECKING:
@@ -27,25 +27,22 @@ app = typer.Typer(
 )
 
 _OF_GENERATE_ALONE = ("output", "audio", "image", "timeout", "wait")
-_JOB = argument(str, "Name the job by its id.", metavar="ID")
-_CALLER = option(
-    str, "Set the name of the caller whose jobs are meant. Credentials determine it.", default="", metavar="NAME"
-)
-_COMMON: Mapping[str, Parameter] = {**SERVER, "caller": _CALLER, **AS_JSON}
-_ONE: Mapping[str, Parameter] = {"job_id": _JOB, **_COMMON}
-_SUBMIT: Mapping[str, Parameter] = {
+_JOB = argument(Kind.ID, "Name the job by its id.")
+_CALLER = option(Kind.NAME, "Set the name of the caller whose jobs are meant. Credentials determine it.", default="")
+_COMMON: Parameters = {**SERVER, "caller": _CALLER, **AS_JSON}
+_ONE: Parameters = {"job_id": _JOB, **_COMMON}
+_SUBMIT: Parameters = {
     **{name: each for name, each in GENERATE.items() if name not in _OF_GENERATE_ALONE},
     "request_id": option(
-        str,
+        Kind.ID,
         "Set the id of the job. A repeated submission with the same id returns the existing job. Random if omitted.",
         "--id",
-        metavar="ID",
     ),
     "labels": option(
         list[str], "Store this text with the job, under a name. Repeatable.", "--label", metavar="NAME=TEXT"
     ),
 }
-_LIST: Mapping[str, Parameter] = {
+_LIST: Parameters = {
     "states": option(
         list[str],
         "List only jobs in this state: queued, running, succeeded, failed or cancelled. Repeatable.",
@@ -55,42 +52,36 @@ _LIST: Mapping[str, Parameter] = {
     "limit": option(int, "List at most this number of jobs. 0 lists all.", default=20, min=0),
     **_COMMON,
 }
-_DOWNLOAD: Mapping[str, Parameter] = {
+_DOWNLOAD: Parameters = {
     "job_id": _JOB,
-    "output": option(Path, "Write the files to this folder.", default=Path(), metavar="FOLDER"),
+    "output": option(Kind.FOLDER, "Write the files to this folder.", default=Path()),
     **_COMMON,
 }
 
 
-@app.command()
-@with_parameters(_SUBMIT)
+@command(app, _SUBMIT)
 def submit(**values: Any) -> None:
     """Submit a request as a job, and print its id."""
     content, prompt_arguments = read_prompt(values)
     arguments: GenerateArguments = {**client_arguments(values), **prompt_arguments}
     labels = read_pairs(values["labels"], option="--label", convert=str)
-    with _client(values) as client:
+    with open_client(values) as client:
         job = client.jobs.submit(content, labels=labels, **arguments)
-    if values["as_json"]:
-        print_json(_document(job))
-    else:
-        typer.echo(job.job_id)
+    print_result(_document(job), job.job_id, as_json=values["as_json"])
 
 
-@app.command()
-@with_parameters(_ONE)
+@command(app, _ONE)
 def get(**values: Any) -> None:
     """Show a job, with its text and the addresses of its files."""
-    with _client(values) as client:
+    with open_client(values) as client:
         _show(client.jobs.get(values["job_id"], caller=values["caller"]), as_json=values["as_json"])
 
 
-@app.command("list")
-@with_parameters(_LIST)
+@command(app, _LIST, name="list")
 def list_jobs(**values: Any) -> None:
     """List the caller's jobs, the newest first."""
     jobs: list[Job] = []
-    with _client(values) as client:
+    with open_client(values) as client:
         for job in client.jobs.list(states=values["states"] or (), caller=values["caller"]):
             jobs.append(job)
             if len(jobs) == values["limit"]:
@@ -102,11 +93,10 @@ def list_jobs(**values: Any) -> None:
         print_all(_table(jobs))
 
 
-@app.command()
-@with_parameters(_ONE)
+@command(app, _ONE)
 def watch(**values: Any) -> None:
     """Show the progress of a job until it has ended. Fail if the job fails or is cancelled."""
-    with _client(values) as client:
+    with open_client(values) as client:
         job = _follow(client, values)
     if values["as_json"]:
         print_json(_document(job))
@@ -118,31 +108,26 @@ def watch(**values: Any) -> None:
         _show(job, as_json=False)
 
 
-@app.command()
-@with_parameters(_ONE)
+@command(app, _ONE)
 def cancel(**values: Any) -> None:
     """Cancel a job. A running job stops some seconds later."""
-    with _client(values) as client:
+    with open_client(values) as client:
         _show(client.jobs.cancel(values["job_id"], caller=values["caller"]), as_json=values["as_json"])
 
 
-@app.command()
-@with_parameters(_ONE)
+@command(app, _ONE)
 def delete(**values: Any) -> None:
     """Stop a job if it runs, and delete the job and its files."""
-    with _client(values) as client:
+    with open_client(values) as client:
         client.jobs.delete(values["job_id"], caller=values["caller"])
-    if values["as_json"]:
-        print_json({"job_id": values["job_id"], "deleted": True})
-    else:
-        typer.echo(f"deleted {values['job_id']}")
+    document = {"job_id": values["job_id"], "deleted": True}
+    print_result(document, f"deleted {values['job_id']}", as_json=values["as_json"])
 
 
-@app.command()
-@with_parameters(_DOWNLOAD)
+@command(app, _DOWNLOAD)
 def download(**values: Any) -> None:
     """Download the files of a job that has succeeded, named after its outputs."""
-    with _client(values) as client:
+    with open_client(values) as client:
         job = client.jobs.get(values["job_id"], caller=values["caller"])
         if job.state != "succeeded":
             raise NotReadyError(
@@ -153,12 +138,6 @@ def download(**values: Any) -> None:
         print_json({"job_id": job.job_id, "files": [str(path) for path in paths]})
     for path in () if values["as_json"] else paths:
         typer.echo(f"wrote {path}")
-
-
-def _client(values: Mapping[str, Any]) -> "Client":
-    from stagemesh.client import Client
-
-    return Client(*split_addresses(values["server"]))
 
 
 def _follow(client: "Client", values: Mapping[str, Any]) -> "Job":

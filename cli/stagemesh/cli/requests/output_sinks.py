@@ -134,26 +134,20 @@ class Sinks(ExitStack):
 
     def _write_audio(self, event: AudioChunk) -> None:
         key = event.output, event.index
-        writer = self._writers.get(key)
-        if writer is None:
-            path = self._path(event, "audio/wav")
-            if path is None:
-                return
-            writer = self._writers[key] = self.enter_context(WavWriter(path))
+        if key not in self._writers and (path := self._path(event, "audio/wav")) is not None:
+            self._writers[key] = self.enter_context(WavWriter(path))
             self.files[key] = [path]
-        writer.write(event.samples, sample_rate_hz=event.sample_rate_hz)
+        if key in self._writers:
+            self._writers[key].write(event.samples, sample_rate_hz=event.sample_rate_hz)
 
     def _write_media(self, event: MediaChunk) -> None:
         key = event.output, event.index
-        file = self._media.get(key)
-        if file is None:
-            path = self._path(event, event.media_type)
-            if path is None:
-                return
+        if key not in self._media and (path := self._path(event, event.media_type)) is not None:
             self._write_file(path, b"")
-            file = self._media[key] = self.enter_context(path.open("wb"))
+            self._media[key] = self.enter_context(path.open("wb"))
             self.files[key] = [path]
-        file.write(event.data)
+        if key in self._media:
+            self._media[key].write(event.data)
 
     def _write_image(self, event: Image) -> None:
         key = event.output, event.index

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from stagemesh.cli.terminal.options import Parameter, flag, option, read_pairs
+from stagemesh.cli.terminal.options import Kind, Parameters, flag, option, read_pairs
 
 if TYPE_CHECKING:
     from stagemesh.client import GenerateArguments, StageArguments
 
-SAMPLING: Mapping[str, Parameter] = {
+SAMPLING: Parameters = {
     "max_tokens": option(int, "Generate at most this number of tokens. Uses the model's default if omitted.", min=1),
     "temperature": option(
         float,
@@ -62,9 +62,7 @@ SAMPLING: Mapping[str, Parameter] = {
         int, "Set the random seed. The same seed reproduces the output. Chosen at random if omitted.", min=0
     ),
     "stop": option(
-        list[str],
-        "End the output when this text is generated. The text itself is not printed. Repeatable.",
-        metavar="TEXT",
+        [Kind.TEXT], "End the output when this text is generated. The text itself is not printed. Repeatable."
     ),
     "stop_token_ids": option(
         list[int],
@@ -80,7 +78,7 @@ SAMPLING: Mapping[str, Parameter] = {
         min=0,
     ),
     "ignore_eos": flag("Continue generating after the model's end-of-sequence token.", "--ignore-eos"),
-    "bad_words": option(list[str], "Prevent this text from being generated. Repeatable.", "--bad-word", metavar="TEXT"),
+    "bad_words": option([Kind.TEXT], "Prevent this text from being generated. Repeatable.", "--bad-word"),
     "logprobs": option(
         int,
         "Return the log-probability of each token and of this number of alternatives. 0 returns no alternatives. "
@@ -92,31 +90,25 @@ SAMPLING: Mapping[str, Parameter] = {
     ),
     "regex": option(str, "Constrain the output to match this regular expression."),
     "allowed_texts": option(
-        list[str],
-        "Constrain the output to one of the texts given by this option. Repeatable.",
-        "--allowed-text",
-        metavar="TEXT",
+        [Kind.TEXT], "Constrain the output to one of the texts given by this option. Repeatable.", "--allowed-text"
     ),
     "grammar": option(
         Path, "Constrain the output to the grammar in this file, in Lark or GBNF format.", exists=True, dir_okay=False
     ),
-    "adapter": option(str, "Use this LoRA adapter. Uses no adapter if omitted.", metavar="NAME"),
+    "adapter": option(Kind.NAME, "Use this LoRA adapter. Uses no adapter if omitted."),
 }
 """The sampling options, by the name of the argument of `AsyncClient.generate` that each option sets."""
 
 
-CONTENT: Mapping[str, Parameter] = {
+CONTENT: Parameters = {
     "outputs": option(
         str,
         "Produce only these outputs of the pipeline, separated by commas. Produces all if omitted.",
         metavar="NAMES",
     ),
     "tools": option(
-        Path,
+        Kind.INPUT_FILE,
         "Offer the model the tools in this JSON file: a list of functions with name, description and parameters.",
-        metavar="FILE",
-        exists=True,
-        dir_okay=False,
     ),
     "template_arguments": option(
         str,
@@ -126,13 +118,12 @@ CONTENT: Mapping[str, Parameter] = {
 }
 """The options for outputs and tools."""
 
-STAGES: Mapping[str, Parameter] = {
+STAGES: Parameters = {
     "options": option(
-        list[str],
+        [Kind.PAIR],
         "Set an option that a stage of the pipeline declares, such as steps=20 or voice=alto. Double quotes make any "
         "value a text. Repeatable.",
         "--option",
-        metavar="KEY=VALUE",
     ),
     "stage_parameters": option(
         list[str],
@@ -144,24 +135,22 @@ STAGES: Mapping[str, Parameter] = {
 }
 """The options for the parameters of stages."""
 
-ADMISSION: Mapping[str, Parameter] = {
+ADMISSION: Parameters = {
     "wait": option(
-        float,
+        Kind.SECONDS,
         "Repeat the call for this number of seconds while no orchestrator can be reached. If omitted, the command "
         "fails after a few attempts.",
         default=0.0,
         min=0,
-        metavar="SECONDS",
     ),
     "priority": option(
         int, "Set the priority, from -10 to 10. Requests of a higher priority leave the queue first.", default=0
     ),
     "caller": option(
-        str,
+        Kind.NAME,
         "Set the name of the caller. Callers receive equal shares of the pipeline's capacity. Requests without a "
         "caller count as one caller.",
         default="",
-        metavar="NAME",
     ),
 }
 """The options for reaching an orchestrator and for the order of its queue."""

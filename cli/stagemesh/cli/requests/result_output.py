@@ -2,10 +2,12 @@
 
 import io
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from stagemesh.cli.terminal.output import Column, fields, make_table, number, numbers, print_json
+from stagemesh.cli.terminal.output import print_json
+from stagemesh.cli.terminal.tables import Column, fields, make_table, number, numbers
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -151,8 +153,6 @@ def _stored(file: "MediaFile") -> dict[str, object]:
 
 
 def _document(result: "Result", sinks: "Sinks") -> dict[str, object]:
-    from dataclasses import asdict
-
     choices = [_choice_document(result, index, sinks) for index in range(len(result.choices))]
     return {
         "request_id": result.request_id,
@@ -170,8 +170,6 @@ def _document(result: "Result", sinks: "Sinks") -> dict[str, object]:
 
 def _choice_document(result: "Result", index: int, sinks: "Sinks") -> dict[str, object]:
     """Returns the outputs of the choice with this index, and the reports of its stages, for JSON."""
-    from dataclasses import asdict
-
     choice = result.choices[index]
     return {
         "seed": choice.seed,
@@ -186,6 +184,4 @@ def _choice_document(result: "Result", index: int, sinks: "Sinks") -> dict[str, 
 
 
 def _finish_document(finish: "OutputFinished") -> dict[str, object]:
-    from dataclasses import asdict
-
     return {name: value for name, value in asdict(finish).items() if name != "turn"}

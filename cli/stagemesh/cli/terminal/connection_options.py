@@ -1,29 +1,25 @@
 """The options by which a command connects: --server, --context, --tls, --token-file and their environment variables."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stagemesh.cli.terminal.contexts import DEFAULT_ADMIN_SERVER, DEFAULT_SERVER, check_admin_address, split_addresses
-from stagemesh.cli.terminal.options import Parameter, option
+from stagemesh.cli.terminal.contexts import (
+    DEFAULT_ADMIN_SERVER,
+    DEFAULT_SERVER,
+    Context,
+    check_admin_address,
+    complete_context,
+    contexts_path,
+    load_contexts,
+    split_addresses,
+)
+from stagemesh.cli.terminal.options import Kind, Parameters, in_panel, option
+from stagemesh.common.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from stagemesh.cli.terminal.contexts import Context
-
-
-_PANEL = "Connection"
-
-
-def complete_context(incomplete: str) -> list[str]:
-    """Returns the names of contexts that start with `incomplete`, for shell completion."""
-    from stagemesh.cli.terminal.contexts import load_contexts
-    from stagemesh.common.errors import StagemeshError
-
-    try:
-        return [name for name in load_contexts().contexts if name.startswith(incomplete)]
-    except StagemeshError:
-        return []
+    from stagemesh.client import Client
 
 
 def is_given(ctx: typer.Context, name: str) -> bool:
@@ -66,13 +62,11 @@ def _use_credentials(ctx: typer.Context, value: str | None) -> str | None:
     return value
 
 
-def _find_context(ctx: typer.Context, *, address: str) -> "tuple[str, Context] | None":
+def _find_context(ctx: typer.Context, *, address: str) -> tuple[str, Context] | None:
     """Returns the name and the context that --context selects, or the current context if `address` is not set.
 
     `address` is the parameter with the address. Returns None if no context applies.
     """
-    from stagemesh.cli.terminal.contexts import load_contexts
-
     name, source = ctx.params.get("context"), ctx.get_parameter_source(address)
     if name is None and (source is None or source.name != "DEFAULT"):
         return None
@@ -83,10 +77,7 @@ def _find_context(ctx: typer.Context, *, address: str) -> "tuple[str, Context] |
     return name, contexts.get(name)
 
 
-def _address_of(name: str, context: "Context", *, admin: bool) -> str:
-    from stagemesh.cli.terminal.contexts import contexts_path
-    from stagemesh.common.errors import NotFoundError
-
+def _address_of(name: str, context: Context, *, admin: bool) -> str:
     if admin and not context.admin:
         raise NotFoundError(
             f"context {name!r} of {contexts_path()} has no address for operators", reason="NO_ADMIN_ADDRESS"
@@ -94,32 +85,16 @@ def _address_of(name: str, context: "Context", *, admin: bool) -> str:
     return context.admin if admin else context.server
 
 
-def _server_option(text: str, *, variable: str, default: str) -> Parameter:
-    return option(
-        str,
-        text,
-        "--server",
-        "-s",
-        default=default,
-        metavar="HOST:PORT",
-        envvar=variable,
-        callback=_find_address,
-        rich_help_panel=_PANEL,
-    )
-
-
 _CONTEXT = option(
-    str,
+    Kind.NAME,
     "Connect to the addresses of the context with this name. Uses the current context if omitted, unless --server or "
     "its environment variable is set.",
     "--context",
-    metavar="NAME",
     # The callback of --server needs the value.
     is_eager=True,
     autocompletion=complete_context,
-    rich_help_panel=_PANEL,
 )
-_CREDENTIALS: Mapping[str, Parameter] = {
+_CREDENTIALS: Parameters = {
     # The callback of --tls needs the value, and the source of --server, which is above these in a command.
     "token_file": option(
         str,
@@ -128,7 +103,6 @@ _CREDENTIALS: Mapping[str, Parameter] = {
         metavar="FILE",
         envvar="STAGEMESH_TOKEN_FILE",
         is_eager=True,
-        rich_help_panel=_PANEL,
     ),
     "tls": option(
         str,
@@ -138,26 +112,34 @@ _CREDENTIALS: Mapping[str, Parameter] = {
         metavar="FOLDER",
         envvar="STAGEMESH_TLS",
         callback=_use_credentials,
-        rich_help_panel=_PANEL,
     ),
 }
-SERVER: Mapping[str, Parameter] = {
-    "context": _CONTEXT,
-    "server": _server_option(
-        "Set the address of the orchestrator. Several addresses, separated by commas, are tried in turn.",
-        variable="STAGEMESH_SERVER",
-        default=DEFAULT_SERVER,
-    ),
-    **_CREDENTIALS,
-}
+
+
+def _connection(name: str, text: str, *, variable: str, default: str) -> Parameters:
+    """Returns the parameters of a command that connects to the address in the parameter `name`."""
+    server = option(Kind.ADDRESS, text, "--server", "-s", default=default, envvar=variable, callback=_find_address)
+    return in_panel("Connection", {"context": _CONTEXT, name: server, **_CREDENTIALS})
+
+
+SERVER = _connection(
+    "server",
+    "Set the address of the orchestrator. Several addresses, separated by commas, are tried in turn.",
+    variable="STAGEMESH_SERVER",
+    default=DEFAULT_SERVER,
+)
 """The parameters of a command that calls the API for clients. `server` contains addresses for `split_addresses`."""
-ADMIN_SERVER: Mapping[str, Parameter] = {
-    "context": _CONTEXT,
-    "admin_server": _server_option(
-        "Set the address of the orchestrator's admin API. `stagemesh up` prints this address.",
-        variable="STAGEMESH_ADMIN_SERVER",
-        default=DEFAULT_ADMIN_SERVER,
-    ),
-    **_CREDENTIALS,
-}
+ADMIN_SERVER = _connection(
+    "admin_server",
+    "Set the address of the orchestrator's admin API. `stagemesh up` prints this address.",
+    variable="STAGEMESH_ADMIN_SERVER",
+    default=DEFAULT_ADMIN_SERVER,
+)
 """The parameters of a command for operators. `admin_server` contains the address of AdminService."""
+
+
+def open_client(values: Mapping[str, Any]) -> "Client":
+    """Returns a client of the orchestrators at --server. `values` are the values of the command's parameters."""
+    from stagemesh.client import Client
+
+    return Client(*split_addresses(values["server"]))

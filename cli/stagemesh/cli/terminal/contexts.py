@@ -1,4 +1,4 @@
-"""Named contexts and their addresses. The user's file of contexts stores them."""
+"""Named contexts with the addresses of deployments, the user's file that stores them, and `stagemesh context`."""
 
 import json
 import re
@@ -9,7 +9,11 @@ from typing import Any, cast
 
 import typer
 
-from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError
+from stagemesh.cli.terminal.error_output import AS_JSON
+from stagemesh.cli.terminal.options import REQUIRED, Kind, Parameters, argument, command, option
+from stagemesh.cli.terminal.output import print_result, writing
+from stagemesh.cli.terminal.tables import Column, make_table
+from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, StagemeshError
 
 DEFAULT_PORT = 7780
 DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
@@ -143,11 +147,8 @@ def save_contexts(contexts: Contexts) -> None:
     """
     from stagemesh.rpc.credentials import write_private
 
-    path = contexts_path()
-    try:
-        write_private(path, f"{json.dumps(asdict(contexts), indent=2)}\n".encode())
-    except OSError as exc:
-        raise InvalidRequestError(f"{path} cannot be written: {exc.strerror}", reason="CANNOT_WRITE") from exc
+    with writing(contexts_path()):
+        write_private(contexts_path(), f"{json.dumps(asdict(contexts), indent=2)}\n".encode())
 
 
 def _read_contexts(document: Any) -> Contexts:
@@ -177,3 +178,134 @@ def _members(document: Any, place: str, **kinds: type) -> dict[str, Any]:
         expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in kinds.items())
         raise ValueError(f"{place} must be an object with these members: {expected}")
     return members
+
+
+def complete_context(incomplete: str) -> list[str]:
+    """Returns the names of contexts that start with `incomplete`, for shell completion."""
+    try:
+        return [name for name in load_contexts().contexts if name.startswith(incomplete)]
+    except StagemeshError:
+        return []
+
+
+app = typer.Typer(
+    help="Store the addresses of deployments under names. Commands connect to the current context unless --server, "
+    "--context or an environment variable selects other addresses.",
+    no_args_is_help=True,
+)
+
+
+def _check_address(param: typer.CallbackParam, value: str) -> str:
+    try:
+        if param.name == "server":
+            split_addresses(value)
+        elif value:
+            check_admin_address(value)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    return value
+
+
+_ADD: Parameters = {
+    "name": argument(Kind.NAME, "Set the name of the context."),
+    "server": option(
+        Kind.ADDRESS,
+        "Set the address for clients. Several addresses are separated by commas.",
+        "--server",
+        "-s",
+        default=REQUIRED,
+        callback=_check_address,
+    ),
+    "admin": option(
+        Kind.ADDRESS,
+        "Set the address for operators. Commands for operators cannot use the context if omitted.",
+        default="",
+        callback=_check_address,
+    ),
+    "tls": option(
+        str,
+        "Connect with the certificates in this folder. Commands connect without TLS if omitted.",
+        default="",
+        metavar="FOLDER",
+    ),
+    "token_file": option(str, "Send the token in this file. Needs --tls.", default="", metavar="FILE"),
+    **AS_JSON,
+}
+_ONE: Parameters = {
+    "name": argument(Kind.NAME, "Select the context with this name.", complete=complete_context),
+    **AS_JSON,
+}
+_SHOWN = argument(
+    Kind.NAME,
+    "Select the context with this name. Selects the current context if omitted.",
+    complete=complete_context,
+    default="",
+)
+
+
+@command(app, _ADD)
+def add(*, name: str, server: str, admin: str, tls: str, token_file: str, as_json: bool) -> None:
+    """Add a context. The current context does not change."""
+    from stagemesh.rpc.credentials import Credentials
+
+    Credentials(tls or None, token_file=token_file or None, needs_certificate=False)
+    # The file is used from any folder.
+    folder, token = (str(Path(each).expanduser().absolute()) if each else "" for each in (tls, token_file))
+    contexts = load_contexts().with_context(name, Context(server, admin, folder, token))
+    save_contexts(contexts)
+    _show(contexts, name, as_json=as_json)
+
+
+@command(app, AS_JSON, name="list")
+def list_contexts(*, as_json: bool) -> None:
+    """List the contexts. A star marks the current one."""
+    contexts = load_contexts()
+    columns = (
+        Column("", lambda name: "*" if name == contexts.current else ""),
+        Column("context", lambda name: name),
+        Column("server", lambda name: contexts.get(name).server),
+        Column("admin", lambda name: contexts.get(name).admin),
+    )
+    documents = [_document(contexts, name) for name in contexts.contexts]
+    print_result(documents, make_table(columns, contexts.contexts), as_json=as_json)
+
+
+@command(app, _ONE)
+def use(*, name: str, as_json: bool) -> None:
+    """Make a context the current one."""
+    contexts = load_contexts().with_current(name)
+    save_contexts(contexts)
+    _show(contexts, name, as_json=as_json)
+
+
+@command(app, _ONE)
+def remove(*, name: str, as_json: bool) -> None:
+    """Remove a context. No context is current after the current one is removed."""
+    save_contexts(load_contexts().without(name))
+    print_result({"context": name, "removed": True}, f"removed {name}", as_json=as_json)
+
+
+@command(app, {"name": _SHOWN, **AS_JSON})
+def show(*, name: str, as_json: bool) -> None:
+    """Show the addresses of a context, and the file that stores it."""
+    contexts = load_contexts()
+    if not name and not contexts.current:
+        raise NotFoundError("no context is current", reason="UNKNOWN_CONTEXT")
+    contexts.get(name or contexts.current)
+    _show(contexts, name or contexts.current, as_json=as_json)
+    if not as_json:
+        typer.echo(f"stored in {contexts_path()}")
+
+
+def _document(contexts: Contexts, name: str) -> dict[str, object]:
+    context = contexts.get(name)
+    return {"context": name, **asdict(context), "current": name == contexts.current}
+
+
+def _show(contexts: Contexts, name: str, *, as_json: bool) -> None:
+    context = contexts.get(name)
+    current = " (current)" if name == contexts.current else ""
+    credentials = f", TLS with {context.tls}" if context.tls else ""
+    credentials += f", token {context.token_file}" if context.token_file else ""
+    text = f"{name}{current}: server {context.server}, admin {context.admin or 'not set'}{credentials}"
+    print_result(_document(contexts, name), text, as_json=as_json)

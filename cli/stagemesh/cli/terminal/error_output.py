@@ -3,13 +3,12 @@
 import json
 import re
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from stagemesh.cli.terminal.options import Parameter, option
+from stagemesh.cli.terminal.options import Parameters, option
 from stagemesh.common.errors import (
     DeadlineError,
     ExitCode,
@@ -61,7 +60,7 @@ def _store_json_flag(ctx: typer.Context, value: bool) -> bool:
     return value
 
 
-AS_JSON: Mapping[str, Parameter] = {
+AS_JSON: Parameters = {
     "as_json": option(
         bool,
         "Print JSON instead of text. Errors are printed to stderr as JSON, too.",

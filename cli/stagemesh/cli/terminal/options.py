@@ -5,7 +5,10 @@ A table of parameters defines the arguments and options of one command. typer re
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar, cast
+from enum import Enum
+from pathlib import Path
+from types import GenericAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import typer
 
@@ -34,16 +37,22 @@ def read_pairs(texts: Sequence[str] | None, *, option: str, convert: Callable[[s
     return pairs
 
 
-def read_overrides(settings: Sequence[str] | None, replicas: Sequence[str] | None = None) -> dict[str, str]:
-    """Returns the overrides of the pipeline file that the options --set and --replicas contain.
+class Kind(Enum):
+    """The kinds of values that several commands accept: the type of a value, and the word for it in the help."""
 
-    The result maps dotted keys of the file, such as "stages.thinker.replicas", to values.
-    """
-    counts = read_pairs(replicas, option="--replicas", convert=int)
-    return {
-        **read_pairs(settings, option="--set", convert=str),
-        **{f"stages.{stage}.replicas": str(count) for stage, count in counts.items()},
-    }
+    ADDRESS = str, "HOST:PORT"
+    FILE = Path, "FILE"
+    FOLDER = Path, "FOLDER"
+    ID = str, "ID"
+    INPUT_FILE = Path, "FILE", {"exists": True, "dir_okay": False}
+    NAME = str, "NAME"
+    PAIR = str, "KEY=VALUE"
+    SECONDS = float, "SECONDS"
+    TEXT = str, "TEXT"
+
+    def __init__(self, value_type: Any, metavar: str, checks: Mapping[str, bool] | None = None) -> None:
+        self.type = value_type
+        self.settings = {"metavar": metavar, **(checks or {})}
 
 
 REQUIRED = inspect.Parameter.empty
@@ -57,36 +66,45 @@ class Parameter(NamedTuple):
     default: Any = REQUIRED
 
 
+Parameters: TypeAlias = Mapping[str, Parameter]
+"""A table of the arguments and options of a command, by parameter name."""
+
+
 def argument(
-    kind: Any,
-    text: str,
-    *,
-    metavar: str,
-    complete: Callable[..., list[str]] | None = None,
-    default: Any = REQUIRED,
-    **settings: Any,
+    kind: Any, text: str, *, complete: Callable[..., list[str]] | None = None, default: Any = REQUIRED, **settings: Any
 ) -> Parameter:
-    """Returns an argument of a command. `kind` is its type. `text` is its help text.
+    """Returns an argument of a command. `kind` is its type or Kind. `text` is its help text.
 
     - `complete` is a shell completion callback, or None for no completion.
     - `default` is the argument's value if the argument is omitted. The argument is required by default.
     - `settings` are passed to `typer.Argument`.
     """
-    info = typer.Argument(metavar=metavar, help=text, autocompletion=complete, show_default=False, **settings)
-    return Parameter(Annotated[kind, info], default)
+    value_type, settings = _type_of(kind, settings)
+    info = typer.Argument(help=text, autocompletion=complete, show_default=False, **settings)
+    return Parameter(Annotated[value_type, info], default)
 
 
 def option(kind: Any, text: str, *names: str, default: Any = None, **settings: Any) -> Parameter:
-    """Returns an option of a command. `kind` is the option's type. `text` is the option's help text.
+    """Returns an option of a command. `kind` is the option's type or Kind. `text` is the option's help text.
 
+    - A list with one type or Kind stands for a repeatable option.
     - `names` are the option's names, such as "--server". If `names` is empty, typer derives the name from the name of
       the parameter.
     - `default` is the option's value if the option is omitted. The help shows the default unless it is None or empty.
     - `settings` are passed to `typer.Option`. With `show_default`, the help shows this text as the default.
     """
+    value_type, settings = _type_of(kind, settings)
     settings.setdefault("show_default", default not in {None, ""})
     info = typer.Option(*names, help=text, **settings)
-    return Parameter(Annotated[kind | None if default is None else kind, info], default)
+    return Parameter(Annotated[value_type | None if default is None else value_type, info], default)
+
+
+def _type_of(kind: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns the type of an argument or option, and its settings with those of a Kind."""
+    if isinstance(kind, list):
+        item_type, settings = _type_of(kind[0], settings)
+        return GenericAlias(list, (item_type,)), settings
+    return (kind.type, {**kind.settings, **settings}) if isinstance(kind, Kind) else (kind, settings)
 
 
 def flag(text: str, name: str) -> Parameter:
@@ -94,27 +112,15 @@ def flag(text: str, name: str) -> Parameter:
     return option(bool, text, name, default=False)
 
 
-PIPELINE = argument(
-    str,
-    "Use the built-in pipeline with this name, for example speech, or the YAML file at this path.",
-    metavar="PIPELINE",
-)
-SETTINGS = option(
-    list[str],
-    "Override a value of the pipeline file, for example edges.*.connector=grpc. Repeatable.",
-    "--set",
-    metavar="KEY=VALUE",
-)
-REPLICAS = option(
-    list[str],
-    "Set the number of replicas of a stage, for example thinker=2. Repeatable. Other stages have the number of "
-    "replicas that the pipeline file sets.",
-    "--replicas",
-    metavar="STAGE=N",
-)
+def in_panel(title: str, options: Parameters) -> Parameters:
+    """Makes the help show these options below a title. Returns the options."""
+    for each in options.values():
+        (info,) = each.annotation.__metadata__
+        info.rich_help_panel = title
+    return options
 
 
-def with_parameters(parameters: Mapping[str, Parameter]) -> Callable[[_Command], _Command]:
+def with_parameters(parameters: Parameters) -> Callable[[_Command], _Command]:
     """Returns a decorator that sets the signature of a command, from which typer reads the command's parameters.
 
     The command must accept keyword arguments.
@@ -134,3 +140,11 @@ def with_parameters(parameters: Mapping[str, Parameter]) -> Callable[[_Command],
         return function
 
     return decorate
+
+
+def command(app: typer.Typer, parameters: Parameters, *, name: str | None = None) -> Callable[[_Command], _Command]:
+    """Returns a decorator that adds a command with these parameters to `app`.
+
+    The command must accept keyword arguments. If `name` is None, the command has the name of the function.
+    """
+    return lambda function: app.command(name)(with_parameters(parameters)(function))

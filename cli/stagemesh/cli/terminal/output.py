@@ -1,91 +1,30 @@
-"""The output of commands: tables, JSON, and views that are refreshed until Ctrl-C."""
+"""The output of commands: results as text or JSON, files, and views that are refreshed until Ctrl-C."""
 
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stagemesh.cli.terminal.options import Parameter, flag, option
+from stagemesh.cli.terminal.options import Kind, Parameters, flag, option
+from stagemesh.cli.terminal.tables import Cell, Column, make_table
+from stagemesh.common.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import EnumDescriptor
     from google.protobuf.message import Message
     from rich.console import RenderableType
     from rich.table import Table
-    from rich.text import Text
 
     from stagemesh.v1 import orchestrator_pb2
 
 _PIPE_COLUMNS = 240
 _MINUTE_S = 60
-_STATES_BY_STYLE = {
-    "green": ("ready", "running", "succeeded"),
-    "cyan": ("starting", "loading", "queued"),
-    "yellow": ("waiting", "draining", "asleep", "restarting", "cancelled"),
-    "red": ("failed", "unreachable"),
-    "dim": ("stopped", "finished"),
-}
-_STYLES = {state: style for style, states in _STATES_BY_STYLE.items() for state in states}
-
-Cell: TypeAlias = "str | int | list[tuple[str, str]]"
-"""The content of a table cell: plain text, a count, or a list of segments (text, style)."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table. `cell` takes a row and returns the content of the cell in this column.
-
-    If `right` is True, the cells are aligned to the right.
-    """
-
-    title: str
-    cell: Callable[[Any], Cell]
-    right: bool = False
-
-
-def number(title: str, cell: Callable[[Any], Cell]) -> Column:
-    """Returns a right-aligned table column for numbers. `cell` takes a row and returns the number."""
-    return Column(title, cell, right=True)
-
-
-def fields(*names: str) -> list[Column]:
-    """Returns a table column for each of these attributes of a row. The title is the name of the attribute."""
-    return [Column(name, attrgetter(name)) for name in names]
-
-
-def numbers(*names: str) -> list[Column]:
-    """Returns a right-aligned table column for each of these numeric attributes of a row.
-
-    The title is the name of the attribute.
-    """
-    return [number(name, attrgetter(name)) for name in names]
-
-
-def make_table(columns: Sequence[Column], rows: Iterable[object], *, title: str | None = None) -> "Table":
-    """Returns a table with one row for each element of `rows`. The table has no title if `title` is None."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(column.title, justify="right" if column.right else "left")
-    for row in rows:
-        table.add_row(*(to_text(column.cell(row)) for column in columns))
-    return table
-
-
-def to_text(cell: Cell) -> "Text":
-    """Returns the content of a table cell as rich text. Brackets are printed literally, not interpreted as markup."""
-    from rich.text import Text
-
-    if isinstance(cell, list):
-        return Text.assemble(*cell)
-    return Text(f"{cell:,}" if isinstance(cell, int) else cell)
 
 
 def print_all(output: "RenderableType") -> None:
@@ -115,6 +54,25 @@ def print_json(document: object) -> None:
     sys.stdout.flush()
 
 
+def print_result(document: object, view: "RenderableType", *, as_json: bool) -> None:
+    """Prints the result of a command to stdout: `document` as JSON, or else the text or table `view`."""
+    if as_json:
+        print_json(document)
+    elif isinstance(view, str):
+        typer.echo(view)
+    else:
+        print_all(view)
+
+
+@contextmanager
+def writing(path: Path, *, remedy: str = "") -> Generator[None]:
+    """Raises InvalidRequestError (CANNOT_WRITE) for an OSError of the block, which writes the file at `path`."""
+    try:
+        yield
+    except OSError as exc:
+        raise InvalidRequestError(f"{path} cannot be written: {exc.strerror}{remedy}", reason="CANNOT_WRITE") from exc
+
+
 def enum_word(enum: "EnumDescriptor", value: int) -> str:
     """Returns the name of a protobuf enum value in lower case, without the prefix that all names of the enum share.
 
@@ -123,11 +81,6 @@ def enum_word(enum: "EnumDescriptor", value: int) -> str:
     named = enum.values_by_number.get(value)
     prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
     return str(value) if named is None else named.name.removeprefix(prefix).lower()
-
-
-def state_cell(state: str, detail: str = "") -> Cell:
-    """Returns a table cell with a state in the color of this state, followed by `detail` in dimmed text."""
-    return [(state, _STYLES.get(state, "")), (f"  {detail}" if detail else "", "dim")]
 
 
 def size(size_bytes: float) -> str:
@@ -150,7 +103,6 @@ def connector_name(connector: int) -> str:
     Returns "not known" for 0, which means that no replica has reported a connector. If this version does not know the
     number, returns a text that contains the number.
     """
-    from stagemesh.common.errors import InvalidRequestError
     from stagemesh.common.plugins.connectors import name_of
 
     try:
@@ -195,15 +147,9 @@ def _link_reasons(link: "orchestrator_pb2.EdgeLink") -> str:
 
 
 INTERVAL = option(
-    float,
-    "Set the number of seconds between two updates.",
-    "--interval",
-    "-n",
-    default=1.0,
-    min=0.2,
-    metavar="SECONDS",
+    Kind.SECONDS, "Set the number of seconds between two updates.", "--interval", "-n", default=1.0, min=0.2
 )
-WATCH: Mapping[str, Parameter] = {
+WATCH: Parameters = {
     "watch": flag("Refresh the list until Ctrl-C. With --json, print one document per update.", "--watch"),
     "interval": INTERVAL,
 }

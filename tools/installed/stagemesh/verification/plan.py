@@ -136,7 +136,7 @@ def compare(
         path.write_bytes(TypeAdapter(VerificationJob).dump_json(job))
         command = [sys.executable, "-m", _MODULE, str(path)]
         # Libraries may print to stdout, which is for the results.
-        ended = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)  # noqa: S603 - our own module
+        ended = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
         if not job.report.exists():
             raise InternalError(f"the process of the reference ended with status {ended.returncode}; see its messages")
         report = TypeAdapter(VerificationReport).validate_json(job.report.read_bytes())
