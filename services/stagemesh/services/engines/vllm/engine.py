@@ -113,37 +113,30 @@ class VllmEngine:
         # Imported here and not in the loop, because even an import of a known module costs half a microsecond.
         from vllm.outputs import RequestOutput
 
-        from stagemesh.services.engines.vllm.outputs import (
-            TOKEN_IDS,
-            emission_of,
-            emission_of_prompt,
-            end_error,
-            finish_of,
-            is_wanted,
-            media_tokens,
-        )
+        from stagemesh.services.engines.vllm import outputs
         from stagemesh.services.engines.vllm.requests import engine_failed
 
         if task.max_steps is not None:
             raise UnsupportedError(f"stage {self._config.stage}: the vllm engine cannot pause")
         self.control.check_awake()
         async with AsyncExitStack() as held:
-            request, hooks, outputs = await self._begin(task, held)
-            if (emission := emission_of_prompt(request)) is not None:
+            request, hooks, queue = await self._begin(task, held)
+            if (emission := outputs.emission_of_prompt(request)) is not None:
                 yield emission
-            usage = Usage(prompt_tokens=len(request.prompt.token_ids), media_tokens=media_tokens(request.prompt))
-            sampled, with_tokens = request.sampled, is_wanted(task, TOKEN_IDS)
-            finished = outputs is None
+            prompt, sampled = request.prompt, request.sampled
+            usage = Usage(prompt_tokens=len(prompt.token_ids), media_tokens=outputs.media_tokens(prompt))
+            with_tokens = outputs.is_wanted(task, outputs.TOKEN_IDS)
+            finished = queue is None
             # One loop without further generators and functions, because it runs for every token.
-            while outputs is not None and not finished:
+            while queue is not None and not finished:
                 try:
-                    output = outputs.get_nowait() or await outputs.get()
+                    output = queue.get_nowait() or await queue.get()
                 except Exception as exc:
                     raise engine_failed(exc, stage=self._config.stage) from exc
                 assert isinstance(output, RequestOutput)
                 finished, completion, before = output.finished, output.outputs[0], len(sampled)
                 if completion.finish_reason == "error":
-                    raise end_error(task, stage=self._config.stage)
+                    raise outputs.end_error(task, stage=self._config.stage)
                 if not usage.steps:
                     yield usage
                 sampled += completion.token_ids
@@ -153,8 +146,8 @@ class VllmEngine:
                     self.control.count_prompt(output)
                     request.kv_transfer_params = output.kv_transfer_params
                     usage.cached_tokens = output.num_cached_tokens or 0
-                    usage.finish = finish_of(completion, request)
-                if (emission := emission_of(completion, request, with_tokens=with_tokens)) is not None:
+                    usage.finish = outputs.finish_of(completion, request)
+                if (emission := outputs.emission_of(completion, request, with_tokens=with_tokens)) is not None:
                     yield emission
                 if before // _PROGRESS_TOKENS != count // _PROGRESS_TOKENS:
                     yield Progress(count)
@@ -343,11 +336,7 @@ class VllmEngine:
                 raise InvalidRequestError(f"stage {self._config.stage} accepts no embeddings", reason="INVALID_EDGE")
             prompt = RequestPrompt(prompt_tokens(task.prompt, llm))
         params = sampling_params(
-            task,
-            prompt=prompt,
-            defaults=self._sampling_defaults,
-            config=llm.vllm_config,
-            tokenizer=llm.get_tokenizer(),
+            task, prompt=prompt, defaults=self._sampling_defaults, config=llm.vllm_config, tokenizer=llm.get_tokenizer()
         )
         logprobs = None
         if params.logprobs is not None:

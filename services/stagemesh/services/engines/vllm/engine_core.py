@@ -23,14 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from stagemesh.common.errors import InternalError, UnavailableError
+from stagemesh.common.process import settings
 from stagemesh.common.process.lifecycle import die_with_parent
-from stagemesh.common.process.settings import (
-    COMPUTE_VARIABLES,
-    library_variable,
-    replace_variables,
-    set_library_variables,
-    variables,
-)
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -55,7 +49,7 @@ class ForkedProcess:
         Returns a file descriptor that becomes readable when the forked process ends. Raises OSError if it has ended.
         """
         with self._socket:
-            self._socket.sendall(ForkingPickler.dumps((variables(), process)))
+            self._socket.sendall(ForkingPickler.dumps((settings.variables(), process)))
             # The other end remains open until the forked process ends.
             self._socket.shutdown(socket.SHUT_WR)
             return self._socket.detach()
@@ -70,7 +64,7 @@ def _run_received(parent: socket.socket, *, parent_pid: int) -> int:
         if not data:
             return 0
         environment, process = pickle.loads(data)  # noqa: S301  # from this program itself
-        replace_variables(environment)
+        settings.replace_variables(environment)
         # When its core ends, vLLM would collect the objects of all imports, and thereby copy their shared memory. That
         # takes a second, and the memory is freed in any case when this process ends.
         gc.unfreeze = _keep_frozen
@@ -213,7 +207,7 @@ class LoadFailure:
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("stagemesh-load-failure", os.MFD_CLOEXEC)
-        set_library_variables({_FAILURE_FILE: f"/proc/{os.getpid()}/fd/{self._fd}"}, replace=True)
+        settings.set_library_variables({_FAILURE_FILE: f"/proc/{os.getpid()}/fd/{self._fd}"}, replace=True)
 
     def read(self) -> str:
         """Returns the error that a worker has recorded, or an empty text."""
@@ -229,7 +223,7 @@ def record_failure(error: Exception) -> None:
 
     Does nothing in a worker on another node than the replica, which has only its own log.
     """
-    with suppress(OSError), Path(library_variable(_FAILURE_FILE)).open("r+b") as file:
+    with suppress(OSError), Path(settings.library_variable(_FAILURE_FILE)).open("r+b") as file:
         if not file.read(1):
             file.seek(0)
             text = " ".join([type(error).__name__ + ":", *str(error).split()])
@@ -241,9 +235,9 @@ def prepare_environment() -> None:
 
     Does not change variables that are already set.
     """
-    set_library_variables(
+    settings.set_library_variables(
         {
-            **COMPUTE_VARIABLES,
+            **settings.COMPUTE_VARIABLES,
             # On a CPU, oneDNN prepares a kernel for each number of tokens. It would retain 1,024 of up to 100 kB.
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -278,9 +272,5 @@ def preload() -> Callable[[], None]:
         for module in _PRELOADED_MODULES:
             import_module(module)
     except ImportError:
-        return _fork_nothing
+        return lambda: None
     return fork_core
-
-
-def _fork_nothing() -> None:
-    pass

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.wire.tensors import Tensors
 from stagemesh.services.engines.base import EngineEvent, Task
 from stagemesh.services.engines.vllm.run_ahead_limit import RequestLimit
@@ -128,6 +129,7 @@ class RequestFeature:
     """
     llm: "AsyncLLM"
     """The running AsyncLLM. Set by `start`."""
+    _stage: str
 
     def set_arguments(self, arguments: "AsyncEngineArgs") -> None:
         """Sets vLLM's engine arguments that the feature needs. Raises InvalidRequestError if the options
@@ -171,6 +173,10 @@ class RequestFeature:
         callbacks to `held` that release the request's resources.
         """
         return None
+
+    def _invalid(self, problem: str) -> InvalidRequestError:
+        """Returns the error for an option of the stage that the feature does not accept."""
+        return InvalidRequestError(f"stage {self._stage}: {problem}", reason="INVALID_OPTION")
 
     def close(self) -> None:
         """Releases all resources of the feature. Called after vLLM has shut down, possibly more than once."""

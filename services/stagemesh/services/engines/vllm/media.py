@@ -24,15 +24,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.audio import AudioResampler
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.services.engines import media_decoding
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.media_decoding import (
-    DecodedAudio,
-    DecodedBytes,
-    read_audio,
-    read_image,
-    read_samples,
-    read_video,
-)
+from stagemesh.services.engines.media_decoding import DecodedAudio, DecodedBytes
 from stagemesh.services.engines.prompts import MediaFile, Medium, RawPrompt, media_of
 from stagemesh.services.engines.vllm.features import RequestFeature, RequestPrompt
 from stagemesh.services.engines.vllm.requests import check_tokens, prompt_tokens
@@ -169,17 +163,16 @@ def decode_media(
     data = dict[str, list[object]]()
     for medium in media:
         made: object
-        if not isinstance(medium, MediaFile):
-            made = resample(read_samples(medium, decoded))
-        elif medium.kind == "image":
-            made = read_image(medium, decoded)
-        elif medium.kind == "audio":
-            made = resample(read_audio(medium, decoded))
-        else:
-            made = read_video(medium, decoded, max_frames=max_frames)
+        match medium:
+            case MediaFile(kind="image"):
+                made = media_decoding.read_image(medium, decoded)
+            case MediaFile(kind="video"):
+                made = media_decoding.read_video(medium, decoded, max_frames=max_frames)
+            case _:
+                made = resample(media_decoding.read_sound(medium, decoded))
         data.setdefault(medium.kind, []).append(made)
         if _has_audio_track(medium):
-            data.setdefault("audio", []).append(resample(read_audio(medium, decoded)))
+            data.setdefault("audio", []).append(resample(media_decoding.read_audio(medium, decoded)))
     return data
 
 
@@ -242,7 +235,7 @@ def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
     except ImportError as exc:
         raise UnsupportedError(
             f"this stage cannot resample audio from {audio.sample_rate_hz} Hz to the model's {wanted.target_sr:g} Hz; "
-            "install PyAV or SciPy, or send the audio at that rate",
+            "install PyAV or SciPy, or send the audio at that rate"
         ) from exc
     return samples, wanted.target_sr
 

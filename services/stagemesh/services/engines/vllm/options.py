@@ -1,16 +1,20 @@
-"""The options of a vllm stage that Stagemesh defines in addition to vLLM's engine arguments. Does not
-import vLLM.
+"""The options of a vllm stage that Stagemesh defines in addition to vLLM's engine arguments, and the signature of a
+stage with these options. Does not import vLLM.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, JsonValue
+from pydantic.dataclasses import dataclass
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.plugins.descriptors import Emitted, Signature
+from stagemesh.common.plugins.entry_points import load_codec_model_descriptor
+from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.services.engines.options import parse_options
 
 Layer: TypeAlias = int | Literal["last", "accept"]
@@ -31,11 +35,10 @@ def tensor_name(layer: Layer) -> str:
     return "hidden_states" if layer == LAST else f"hidden_states_{layer}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_NO_OTHERS)
 class HiddenStatesOptions:
     """The stage option `hidden_states`, which selects the hidden states that the stage emits."""
 
-    __pydantic_config__: ClassVar = _NO_OTHERS
     layers: tuple[Layer, ...] = (LAST,)
     """The layers whose hidden states are emitted.
 
@@ -89,20 +92,18 @@ STATES = "states"
 """The name of the optional tensor that contains upstream states among the input rows of a codec language model."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_NO_OTHERS)
 class EmbeddingsOptions:
     """The stage option `embeddings`, with which a stage receives embeddings over an edge instead of a prompt."""
 
-    __pydantic_config__: ClassVar = _NO_OTHERS
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     """The dtype of the accepted tensors, independent of the model's dtype."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_NO_OTHERS)
 class CodecOptions:
     """The stage option `codec`, with which a stage runs a codec language model."""
 
-    __pydantic_config__: ClassVar = _NO_OTHERS
     model: str
     """The name of the codec language model, for example `qwen3_omni.talker`."""
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
@@ -115,14 +116,13 @@ KV_CACHE_KIND = "vllm.kv"
 """The kind of this ticket."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_NO_OTHERS)
 class KvHandoverOptions:
     """The stage option `kv_handover`, which makes the stage the prefill stage or the decode stage of a pair.
 
     The key `split` of a stage in a pipeline file sets it.
     """
 
-    __pydantic_config__: ClassVar = _NO_OTHERS
     role: Literal["prefill", "decode"]
     """A prefill stage computes prompts and hands their KV cache over. A decode stage receives it and samples tokens."""
     min_tokens: Annotated[int, Field(ge=0)] = 128
@@ -181,3 +181,45 @@ def own_options(options: Mapping[str, JsonValue], *, stage: str = "") -> StageOp
 def engine_options(options: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Returns the stage options that Stagemesh does not define. They are passed to vLLM as engine arguments."""
     return {name: value for name, value in options.items() if name not in _OWN}
+
+
+_SAMPLED = {
+    "text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text"),
+    "token_ids": Emitted(TensorSpec("int32", ("tokens",)), kind="tokens"),
+    PROMPT_IDS: Emitted(TensorSpec("int32", ("tokens",))),
+}
+
+
+def signature_of(_function: str | None, options: Mapping[str, JsonValue]) -> Signature:
+    """Returns the signature of a stage with these options: its inputs, its outputs and what it accepts of a request."""
+    own = own_options(options)
+    adapters = bool(options.get("enable_lora"))
+    if own.codec is not None:
+        return _codec_signature(own.codec)
+    if own.kv_handover is not None:
+        return _handover_signature(own.kv_handover, adapters=adapters)
+    accepts, emits = dict[str, TensorSpec](), dict(_SAMPLED)
+    if own.embeddings is not None:
+        accepts[INPUTS_EMBEDS] = TensorSpec(own.embeddings.dtype, ("tokens", "hidden"))
+    if own.hidden_states is not None:
+        widths = {POSITIONS: AXES}
+        for name, dtype in own.hidden_states.tensors.items():
+            emits[name] = Emitted(TensorSpec(dtype, ("tokens", widths.get(name, "hidden"))))
+    return Signature(accepts, emits, sampling=True, adapters=adapters, media=not accepts)
+
+
+def _handover_signature(handover: KvHandoverOptions, *, adapters: bool) -> Signature:
+    ticket = TensorSpec.ticket(KV_CACHE_KIND)
+    if handover.role == "prefill":
+        return Signature(emits={KV_CACHE: Emitted(ticket)}, adapters=adapters, media=True, assists=True)
+    return Signature({KV_CACHE: ticket}, _SAMPLED, sampling=True, adapters=adapters, media=True)
+
+
+def _codec_signature(codec: CodecOptions) -> Signature:
+    """Returns the signature of a stage that runs a codec language model. It emits the codes of audio frames."""
+    descriptor = load_codec_model_descriptor(codec.model)
+    accepts = dict(descriptor.accepts)
+    if accepts:
+        accepts[STATES] = TensorSpec(codec.dtype, ("tokens", "hidden"))
+    emits = {CODES: Emitted(TensorSpec("int32", ("frames", "groups")))}
+    return Signature(accepts, emits, descriptor.options, sampling=True, optional=frozenset({STATES}) & accepts.keys())

@@ -1,7 +1,8 @@
 """Converts tasks to vLLM's requests, and runs the requests in vLLM."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from itertools import chain
 from typing import Any, cast
 
 from vllm import SamplingParams
@@ -18,18 +19,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from stagemesh.common.errors import InvalidRequestError, UnavailableError, UnsupportedError
+from stagemesh.services.engines import prompts
 from stagemesh.services.engines.adapters import Entry
 from stagemesh.services.engines.base import SamplingOptions, Structure, StructureKind, Task
-from stagemesh.services.engines.prompts import (
-    ChatMessage,
-    Conversation,
-    MediaKind,
-    Part,
-    Prompt,
-    RawPrompt,
-    Tool,
-    media_of,
-)
 from stagemesh.services.engines.vllm.control import lora_request
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
 from stagemesh.services.engines.vllm.outputs import TEXT, TOKEN_IDS, is_wanted, media_tokens
@@ -55,14 +47,14 @@ _OWN_ARGUMENTS = frozenset(
 # The names of vLLM's arguments that differ from the kinds of structures.
 _STRUCTURES: Mapping[StructureKind, str] = {"json_schema": "json", "allowed_texts": "choice"}
 # vLLM's message parts for media. They have no content, because vLLM receives the decoded media separately.
-_EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
+_EMPTY_PARTS: Mapping[prompts.MediaKind, Mapping[str, object]] = {
     "image": {"type": "image_pil", "image_pil": None},
     "audio": {"type": "input_audio", "input_audio": {"data": "", "format": ""}},
     "video": {"type": "video_url", "video_url": {"url": ""}},
 }
 
 
-def prompt_tokens(prompt: Prompt | None, llm: AsyncLLM) -> list[int]:
+def prompt_tokens(prompt: prompts.Prompt | None, llm: AsyncLLM) -> list[int]:
     """Returns the token ids of a prompt, with placeholder tokens for media.
 
     Applies the model's chat template to text and conversations. If the model does not have a template, encodes text
@@ -74,17 +66,21 @@ def prompt_tokens(prompt: Prompt | None, llm: AsyncLLM) -> list[int]:
     if not ids:
         raise InvalidRequestError("the prompt is empty; send text, messages or token ids", reason="EMPTY_PROMPT")
     # A tokenizer may have more tokens than the model. Placeholders for media are not in the vocabulary either.
-    if not media_of(prompt):
+    if not prompts.media_of(prompt):
         check_tokens(ids, vocabulary=llm.model_config.get_vocab_size())
     return ids
 
 
-def check_tokens(ids: Sequence[int], *, vocabulary: int) -> None:
-    """Raises InvalidRequestError if a token id is outside the model's vocabulary of `vocabulary` tokens."""
+def check_tokens(ids: Iterable[int], *, vocabulary: int, field: str = "") -> None:
+    """Raises InvalidRequestError if a token id is outside the model's vocabulary of `vocabulary` tokens.
+
+    `field` names the sampling option that contains the ids in the error message.
+    """
     outside = next((token for token in ids if not 0 <= token < vocabulary), None)
     if outside is not None:
+        place = f"{field}: " if field else ""
         raise InvalidRequestError(
-            f"token id {outside} is outside the model's vocabulary of {vocabulary}", reason="UNKNOWN_TOKEN"
+            f"{place}token id {outside} is outside the model's vocabulary of {vocabulary}", reason="UNKNOWN_TOKEN"
         )
 
 
@@ -98,23 +94,23 @@ def _chat_template(renderer: BaseRenderer) -> object | None:
     return template if template is not None else getattr(renderer.get_tokenizer(), "chat_template", None)
 
 
-def _encode(prompt: Prompt | None, renderer: BaseRenderer) -> list[int]:
+def _encode(prompt: prompts.Prompt | None, renderer: BaseRenderer) -> list[int]:
     match prompt:
         case None | "":
             return []
-        case RawPrompt(content=str(text)):
+        case prompts.RawPrompt(content=str(text)):
             return renderer.get_tokenizer().encode(text)
-        case RawPrompt(content=ids):
+        case prompts.RawPrompt(content=ids):
             return [token for token in ids if isinstance(token, int)]
         case str():
             if _chat_template(renderer) is None:
                 return renderer.get_tokenizer().encode(prompt)
-            return _conversation_tokens(Conversation([ChatMessage("user", prompt)]), renderer)
-        case Conversation():
+            return _conversation_tokens(prompts.Conversation([prompts.ChatMessage("user", prompt)]), renderer)
+        case prompts.Conversation():
             return _conversation_tokens(prompt, renderer)
 
 
-def _conversation_tokens(conversation: Conversation, renderer: BaseRenderer) -> list[int]:
+def _conversation_tokens(conversation: prompts.Conversation, renderer: BaseRenderer) -> list[int]:
     template = _chat_template(renderer)
     if template is None:
         raise InvalidRequestError(
@@ -149,7 +145,7 @@ def _conversation_tokens(conversation: Conversation, renderer: BaseRenderer) -> 
     return renderer.get_tokenizer().encode(prompt["prompt"], add_special_tokens=False)
 
 
-def _message(message: ChatMessage) -> Mapping[str, object]:
+def _message(message: prompts.ChatMessage) -> Mapping[str, object]:
     """Returns a message in the form that chat templates expect."""
     content = [_part(part) for part in message.parts] or message.content
     given: dict[str, object] = {"role": message.role, "content": content}
@@ -164,12 +160,12 @@ def _message(message: ChatMessage) -> Mapping[str, object]:
     return given
 
 
-def _tool(tool: Tool) -> Mapping[str, object]:
+def _tool(tool: prompts.Tool) -> Mapping[str, object]:
     parameters = tool.parameters or {"type": "object", "properties": {}}
     return {"name": tool.name, "description": tool.description, "parameters": parameters}
 
 
-def _part(part: Part) -> Mapping[str, object]:
+def _part(part: prompts.Part) -> Mapping[str, object]:
     return {"type": "text", "text": part} if isinstance(part, str) else _EMPTY_PARTS[part.kind]
 
 
@@ -217,16 +213,14 @@ def sampling_params(
             logprobs=sampling.logprobs if is_wanted(task, TEXT) or is_wanted(task, TOKEN_IDS) else None,
             **values,
         )
-        for token in params.stop_token_ids or ():
-            _check_token(token, model.get_vocab_size(), field="stop_token_ids")
+        check_tokens(params.stop_token_ids or (), vocabulary=model.get_vocab_size(), field="stop_token_ids")
         SamplingParams.verify(params, model, config.speculative_config, config.structured_outputs_config, tokenizer)
         SamplingParams.update_from_tokenizer(params, tokenizer)
     except (ValueError, VLLMValidationError) as exc:
         raise InvalidRequestError(f"sampling: {exc}", reason="INVALID_SAMPLING") from exc
     # vLLM does not check that the model has these tokens.
-    for tokens in params.bad_words_token_ids or ():
-        for token in tokens:
-            _check_token(token, model.get_vocab_size(), field="bad_words")
+    bad_words = chain.from_iterable(params.bad_words_token_ids or ())
+    check_tokens(bad_words, vocabulary=model.get_vocab_size(), field="bad_words")
     return params
 
 
@@ -250,13 +244,6 @@ def _max_tokens(
     if sampling.max_tokens is not None:
         return sampling.max_tokens
     return min(space, max(sampling.min_tokens, int(usual.get("max_tokens", DEFAULT_MAX_TOKENS))))
-
-
-def _check_token(token: int, vocabulary: int, *, field: str) -> None:
-    if not 0 <= token < vocabulary:
-        raise InvalidRequestError(
-            f"{field}: token id {token} is outside the model's vocabulary of {vocabulary}", reason="UNKNOWN_TOKEN"
-        )
 
 
 def _given(sampling: SamplingOptions) -> dict[str, Any]:

@@ -24,14 +24,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.base import Checkpoint
-from stagemesh.services.engines.vllm.features import (
-    EngineRequest,
-    RequestFeature,
-    RequestHook,
-    RequestPrompt,
-    get_argument,
-    set_argument,
-)
+from stagemesh.services.engines.vllm import features
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -61,7 +54,7 @@ class Resumed(msgspec.Struct, frozen=True):
     """The minimum length of the request's whole output in tokens, including the checkpoint's tokens."""
 
 
-class Resume(RequestFeature):
+class Resume(features.RequestFeature):
     """The request feature for checkpoints. Emits checkpoints of requests and resumes requests from checkpoints.
 
     `checkpoint_tokens` is the maximum number of tokens between two checkpoints, and `checkpoint_s` the time in seconds
@@ -77,7 +70,7 @@ class Resume(RequestFeature):
         await super().start(llm)
         llm.output_processor.__class__ = ResumingOutputProcessor
 
-    def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook:  # noqa: ARG002  # nothing to release
+    def open(self, request: features.EngineRequest, held: AsyncExitStack) -> features.RequestHook:  # noqa: ARG002  # nothing to release
         request.sampled += _checked_tokens(request, vocabulary=self.llm.model_config.get_vocab_size())
         if request.logprobs is not None and request.task.resume_from is not None:
             request.logprobs.resume(request.sampled, request.task.resume_from.tensors)
@@ -85,13 +78,13 @@ class Resume(RequestFeature):
         return _Checkpoints(request, interval=self._interval, interval_s=self._interval_s)
 
 
-class _Checkpoints(RequestHook):
+class _Checkpoints(features.RequestHook):
     """Emits a checkpoint of one request every `interval` tokens, or at the first token after `interval_s` seconds.
 
     Emits no checkpoints if `interval` is 0.
     """
 
-    def __init__(self, request: EngineRequest, *, interval: int, interval_s: float) -> None:
+    def __init__(self, request: features.EngineRequest, *, interval: int, interval_s: float) -> None:
         self._request, self._interval, self._interval_s = request, interval, interval_s
         self._seen_tokens, self._last_s = len(request.sampled), time.monotonic()
 
@@ -122,7 +115,7 @@ def remaining_params(params: Params, *, resumed: int) -> Params:
     rest = copy.copy(params)
     rest.max_tokens = params.max_tokens - resumed
     rest.min_tokens = max(0, params.min_tokens - resumed)
-    set_argument(rest, Resumed(resumed, params.min_tokens))
+    features.set_argument(rest, Resumed(resumed, params.min_tokens))
     return rest
 
 
@@ -145,7 +138,7 @@ class ResumingOutputProcessor(OutputProcessor):
 
         Raises VLLMValidationError if the checkpoint contains a stop token or a stop string.
         """
-        resumed = get_argument(request.sampling_params, Resumed)
+        resumed = features.get_argument(request.sampling_params, Resumed)
         detokenizer = self._resumed_detokenizer(request, resumed) if resumed is not None else None
         super().add_request(request, prompt, parent_req, request_index, queue)
         if resumed is not None and detokenizer is not None:
@@ -180,7 +173,7 @@ class ResumingOutputProcessor(OutputProcessor):
         return detokenizer
 
 
-def _checked_tokens(request: EngineRequest, *, vocabulary: int) -> Sequence[int]:
+def _checked_tokens(request: features.EngineRequest, *, vocabulary: int) -> Sequence[int]:
     """Returns the tokens of the checkpoint from which a request resumes, or no tokens if the request has no checkpoint.
 
     Raises InvalidRequestError if the request cannot have produced the checkpoint. A checkpoint contains a digest of its
@@ -203,7 +196,7 @@ def _checked_tokens(request: EngineRequest, *, vocabulary: int) -> Sequence[int]
     return tokens
 
 
-def _digest(prompt: RequestPrompt) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+def _digest(prompt: features.RequestPrompt) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
     return np.frombuffer(prompt.fingerprint, np.uint8)
 
 
@@ -229,7 +222,7 @@ class RunnerV1:
         for request_id in scheduler_output.finished_req_ids:
             self._resumed.pop(request_id, None)
         for new in fresh:
-            if resumed := get_argument(new.sampling_params, Resumed):
+            if resumed := features.get_argument(new.sampling_params, Resumed):
                 state = runner.requests[new.req_id]
                 self._resumed[new.req_id] = state.prompt_token_ids[-resumed.tokens :]
                 if state.generator is not None and hasattr(runner, "sampler"):
@@ -271,7 +264,7 @@ class RunnerV2:
         as output.
         """
         for new in scheduler_output.scheduled_new_reqs:
-            resumed = get_argument(new.sampling_params, Resumed)
+            resumed = features.get_argument(new.sampling_params, Resumed)
             if resumed is not None and new.prompt_token_ids is not None and new.sampling_params is not None:
                 # A copy, because the scheduler may use the same object and must retain the remaining limits.
                 params = new.sampling_params = new.sampling_params.clone()

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from stagemesh.common.wire.telemetry import StepTrace
-from stagemesh.services.engines.base import EngineEvent, EngineLoad
+from stagemesh.services.engines.base import EngineLoad
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook
 
 if TYPE_CHECKING:
@@ -79,21 +79,19 @@ class StepSpans(RequestFeature):
             return None
         self._traces[request.name] = trace
         held.callback(self._traces.pop, request.name)
-        return _OutputSpans(trace, self._running, others=self._others)
+        return _OutputSpans(trace, self)
 
-    def _others(self, trace: StepTrace) -> list[str]:
-        return [other.traceparent for other in self._traces.values() if other is not trace]
+    def add(self, trace: StepTrace, *, seconds: float) -> None:
+        """Adds a span of this duration to the trace of a running request."""
+        links = [other.traceparent for other in self._traces.values() if other is not trace]
+        trace.add_call(seconds=seconds, requests=self._running(), links=links)
 
 
 class _OutputSpans(RequestHook):
-    def __init__(
-        self, trace: StepTrace, running: Callable[[], int], *, others: Callable[[StepTrace], list[str]]
-    ) -> None:
-        self._trace, self._running, self._others = trace, running, others
-        self._last_s = time.monotonic()
+    def __init__(self, trace: StepTrace, spans: StepSpans) -> None:
+        self._trace, self._spans, self._last_s = trace, spans, time.monotonic()
 
-    def observe(self, *, finished: bool) -> Iterator[EngineEvent]:
-        del finished
+    def observe(self, *, finished: bool) -> tuple[()]:  # noqa: ARG002  # each output has a span
         last_s, self._last_s = self._last_s, time.monotonic()
-        self._trace.add_call(seconds=self._last_s - last_s, requests=self._running(), links=self._others(self._trace))
-        return iter(())
+        self._spans.add(self._trace, seconds=self._last_s - last_s)
+        return ()

@@ -3,11 +3,13 @@ numbers, which do not depend on the batch.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # torch's own abbreviation
+
+from stagemesh.services.engines.vllm.codec.base import SampledFrames
 
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Odd multipliers of the SplitMix64 generator, as signed numbers."""
@@ -29,11 +31,8 @@ class Draws:
     again.
     """
 
-    def __init__(
-        self, seeds: torch.Tensor, positions: torch.Tensor, greedy: torch.Tensor, *, sampling: ResidualSampling
-    ) -> None:
-        """The tensors have one value for each frame. The seeds and the positions are int64, `greedy` is bool."""
-        self._state, self._greedy, self._sampling = _mix(seeds) + positions, greedy, sampling
+    def __init__(self, frames: SampledFrames, *, sampling: ResidualSampling) -> None:
+        self._state, self._greedy, self._sampling = _mix(frames.seeds) + frames.positions, frames.greedy, sampling
 
     def choose(self, logits: torch.Tensor, group: int) -> torch.Tensor:
         """Returns one code for each frame, int64[frames]. `logits` is float32[frames, codes]."""
@@ -59,26 +58,13 @@ def _mix(values: torch.Tensor) -> torch.Tensor:
     return values ^ (values >> 31 & (1 << 33) - 1)
 
 
-class PredictorConfig(Protocol):
-    """The fields of the configuration that the code predictor reads. Named as in the checkpoint's config."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    num_code_groups: int
-    rms_norm_eps: float
-    rope_parameters: dict[str, float]
-
-
 class CodePredictor(nn.Module):
     """Predicts the residual codes of the frames of a batch. All parameters are loaded by their names in checkpoints."""
 
-    def __init__(self, config: PredictorConfig, *, outer_width: int | None = None) -> None:
-        """`outer_width` is the width of the language model if it differs from the predictor's. Its states and the
+    def __init__(self, config: Any, *, outer_width: int | None = None) -> None:
+        """`config` is the code predictor's part of the checkpoint's config, as transformers reads it.
+
+        `outer_width` is the width of the language model if it differs from the predictor's. Its states and the
         embeddings have this width, and a projection to the predictor's follows.
         """
         super().__init__()
@@ -86,11 +72,7 @@ class CodePredictor(nn.Module):
         residuals, width = self.groups - 1, config.hidden_size
         outer = outer_width or width
         self.projection = nn.Identity() if outer == width else nn.Linear(outer, width)
-        self.heads, self.key_heads, self.head_width = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        self.key_heads, self.head_width = config.num_key_value_heads, config.head_dim
         self.embeddings = nn.Parameter(torch.empty(residuals, config.vocab_size, outer), requires_grad=False)
         self.outputs = nn.Parameter(torch.empty(residuals, config.vocab_size, width), requires_grad=False)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
@@ -169,7 +151,7 @@ class CodePredictor(nn.Module):
 class _Layer(nn.Module):
     """A decoder layer with normalized queries and keys."""
 
-    def __init__(self, config: PredictorConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         width, self._sizes = config.hidden_size, (config.num_attention_heads, config.num_key_value_heads)
         heads, key_heads = self._sizes

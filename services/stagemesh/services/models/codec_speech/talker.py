@@ -9,6 +9,7 @@ from torch.nn import functional as F  # noqa: N812  # torch's own abbreviation
 from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 
+from stagemesh.services.engines.vllm.codec.base import RowParts, SampledFrames
 from stagemesh.services.models.codec_speech.code_predictor import CodePredictor, Draws, ResidualSampling
 
 TEXT_EMBEDDING = "thinker.model.embed_tokens."
@@ -40,23 +41,17 @@ class ResidualTalker(nn.Module):
         suppressed = torch.tensor([code for code in special if code != config.codec_eos_token_id])
         self.register_buffer("suppressed", suppressed, persistent=False)
 
-    def add_codes(self, rows: torch.Tensor, codes: torch.Tensor, residuals: torch.Tensor) -> torch.Tensor:
+    def add_codes(self, rows: torch.Tensor, parts: RowParts) -> torch.Tensor:
         """Adds the embeddings of the rows' codes to `rows`. A code of -1 is absent."""
+        codes, residuals = parts.codes, parts.residuals
         rows = rows + self.embed_input_ids(codes.clamp_min(0)) * (codes[:, None] >= 0)
         return rows + self.code_predictor.embed(residuals.clamp_min(0)) * (residuals[:, :1] >= 0)
 
-    def predict_residuals(
-        self,
-        states: torch.Tensor,
-        codes: torch.Tensor,
-        *,
-        seeds: torch.Tensor,
-        positions: torch.Tensor,
-        greedy: torch.Tensor,
-    ) -> torch.Tensor:
-        """Returns the other codes of frames. See `CodecModule` of the vllm engine."""
-        draws = Draws(seeds, positions, greedy, sampling=self._sampling)
-        return self.code_predictor(states, self.embed_input_ids(codes), draws)  # type: ignore[no-any-return]
+    def predict_residuals(self, frames: SampledFrames) -> torch.Tensor:
+        """Returns the residual codes of frames, int64[frames, groups - 1]."""
+        first = self.embed_input_ids(frames.codes)
+        draws = Draws(frames, sampling=self._sampling)
+        return self.code_predictor(frames.states, first, draws)  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Returns the logits of the first codes, in which special codes are suppressed."""

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 
+from stagemesh.services.engines.vllm.codec.base import RowParts, SampledFrames
 from stagemesh.services.models.codec_speech.talker import TEXT_EMBEDDING, OmniTalker
 
 
@@ -49,31 +50,18 @@ class Qwen2_5OmniTalker(OmniTalker, LlamaForCausalLM):  # noqa: N801  # pyright:
         """Returns the input embeddings of codes without text, [codes, width]."""
         return self.thinker_to_talker_proj(self.model.embed_tokens(input_ids))  # type: ignore[no-any-return]
 
-    def embed_rows(
-        self,
-        text_ids: torch.Tensor,
-        states: torch.Tensor | None,
-        codes: torch.Tensor,
-        residuals: torch.Tensor,  # noqa: ARG002  # frames have one code
-    ) -> torch.Tensor:
-        """Returns the input embeddings of rows. See `CodecModule` of the vllm engine."""
+    def embed_rows(self, parts: RowParts) -> torch.Tensor:
+        """Returns the input embeddings of rows, [rows, width]. The frames have no residual codes."""
+        text_ids, states, codes, _ = parts
         rows = self.text_embedding(text_ids.clamp_min(0)) * (text_ids[:, None] >= 0)
         if states is not None:
             rows = rows + states.to(rows)
         rows = rows + self.model.embed_tokens(codes.clamp_min(0)) * (codes[:, None] >= 0)
         return self.thinker_to_talker_proj(rows)  # type: ignore[no-any-return]
 
-    def predict_residuals(
-        self,
-        states: torch.Tensor,  # noqa: ARG002  # frames have one code
-        codes: torch.Tensor,
-        *,
-        seeds: torch.Tensor,  # noqa: ARG002
-        positions: torch.Tensor,  # noqa: ARG002
-        greedy: torch.Tensor,  # noqa: ARG002
-    ) -> torch.Tensor:
+    def predict_residuals(self, frames: SampledFrames) -> torch.Tensor:
         """Returns int64[frames, 0], because a frame has one code."""
-        return codes.new_empty(len(codes), 0)
+        return frames.codes.new_empty(len(frames.codes), 0)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Returns the logits of the codes. The code that begins the audio is suppressed.

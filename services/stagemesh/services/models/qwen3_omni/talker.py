@@ -8,6 +8,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 
+from stagemesh.services.engines.vllm.codec.base import RowParts
 from stagemesh.services.models.codec_speech.code_predictor import ResidualSampling
 from stagemesh.services.models.codec_speech.talker import TEXT_EMBEDDING, OmniTalker, Projection, ResidualTalker
 
@@ -44,11 +45,10 @@ class Qwen3OmniTalker(  # pyright: ignore[reportIncompatibleVariableOverride]
         self.text_projection, self.hidden_projection = Projection(*sizes), Projection(*sizes)
         self.add_code_predictor(config, vocabulary=text.vocab_size, sampling=_RESIDUALS)
 
-    def embed_rows(
-        self, text_ids: torch.Tensor, states: torch.Tensor | None, codes: torch.Tensor, residuals: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns the input embeddings of rows. See `CodecModule` of the vllm engine."""
+    def embed_rows(self, parts: RowParts) -> torch.Tensor:
+        """Returns the input embeddings of rows, [rows, width]."""
+        text_ids, states = parts.text_ids, parts.states
         rows = self.text_projection(self.text_embedding(text_ids.clamp_min(0)))
         if states is not None:
             rows = torch.where(text_ids[:, None] < 0, self.hidden_projection(states.to(rows)), rows)
-        return self.add_codes(rows, codes, residuals)
+        return self.add_codes(rows, parts)

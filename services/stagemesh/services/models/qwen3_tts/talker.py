@@ -10,6 +10,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
+from stagemesh.services.engines.vllm.codec.base import RowParts
 from stagemesh.services.models.checkpoint import read_generation_config
 from stagemesh.services.models.codec_speech.code_predictor import ResidualSampling
 from stagemesh.services.models.codec_speech.talker import Projection, ResidualTalker
@@ -44,14 +45,13 @@ class Qwen3TTSTalker(ResidualTalker, Qwen3ForCausalLM):
             outer_width=config.hidden_size,
         )
 
-    def embed_rows(
-        self, text_ids: torch.Tensor, states: torch.Tensor | None, codes: torch.Tensor, residuals: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns the input embeddings of rows. See `CodecModule` of the vllm engine."""
+    def embed_rows(self, parts: RowParts) -> torch.Tensor:
+        """Returns the input embeddings of rows, [rows, width]."""
+        text_ids, states = parts.text_ids, parts.states
         rows = self.text_projection(self.text_embedding(text_ids.clamp_min(0))) * (text_ids[:, None] >= 0)
         if states is not None:
             rows = rows + states.to(rows)
-        return self.add_codes(rows, codes, residuals)
+        return self.add_codes(rows, parts)
 
     @staticmethod
     def is_unused_checkpoint_weight(name: str) -> bool:

@@ -1,7 +1,7 @@
 """The interfaces of a codec language model: its description, and its model class for vLLM."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,34 @@ class CodecModel(Protocol):
         return text_ids
 
 
+class RowParts(NamedTuple):
+    """The parts of input rows."""
+
+    text_ids: "torch.Tensor"
+    """The text token of each row, int64[rows], or -1 for a row that has only an upstream state."""
+    states: "torch.Tensor | None"
+    """The upstream states, [rows, state width], or None if there are none. A row without one has zeros."""
+    codes: "torch.Tensor"
+    """The first code of each row's frame or a special code, int64[rows], or -1 if the row has none."""
+    residuals: "torch.Tensor"
+    """The residual codes of each row's frame, int64[rows, groups - 1], or -1."""
+
+
+class SampledFrames(NamedTuple):
+    """Frames of which vLLM has sampled the first codes. Random numbers depend only on the seeds and the positions."""
+
+    states: "torch.Tensor"
+    """The hidden states that produced the first codes, [frames, width]."""
+    codes: "torch.Tensor"
+    """The first codes, int64[frames]."""
+    seeds: "torch.Tensor"
+    """The seeds of the requests, int64[frames]."""
+    positions: "torch.Tensor"
+    """The token positions of the frames, int64[frames]."""
+    greedy: "torch.Tensor"
+    """Whether to choose the most probable codes, bool[frames]."""
+
+
 class CodecModule(Protocol):
     """The methods that the model class of a codec language model has in addition to vLLM's."""
 
@@ -67,37 +95,10 @@ class CodecModule(Protocol):
     adds_states: bool
     """Whether a row can have a state in addition to its text. Otherwise, a row has the one or the other."""
 
-    def embed_rows(
-        self,
-        text_ids: "torch.Tensor",
-        states: "torch.Tensor | None",
-        codes: "torch.Tensor",
-        residuals: "torch.Tensor",
-    ) -> "torch.Tensor":
-        """Returns the input embeddings of rows, [rows, width].
-
-        - `text_ids` int64[rows]: the text token of each row, or -1 for a row that has only an upstream state
-        - `states` [rows, state width]: the upstream states, or None if there are none. A row without one has zeros.
-        - `codes` int64[rows]: the first code of each row's frame or a special code, or -1 if the row has none
-        - `residuals` int64[rows, groups - 1]: the other codes of each row's frame, or -1
-        """
+    def embed_rows(self, parts: RowParts) -> "torch.Tensor":
+        """Returns the input embeddings of rows, [rows, width]."""
         ...
 
-    def predict_residuals(
-        self,
-        states: "torch.Tensor",
-        codes: "torch.Tensor",
-        *,
-        seeds: "torch.Tensor",
-        positions: "torch.Tensor",
-        greedy: "torch.Tensor",
-    ) -> "torch.Tensor":
-        """Returns the other codes of frames, int64[frames, groups - 1].
-
-        - `states` [frames, width]: the hidden states that produced the first codes
-        - `codes` int64[frames]: the first codes
-        - `seeds` and `positions` int64[frames]: the requests' seeds and the frames' token positions. Random numbers
-          depend only on them.
-        - `greedy` bool[frames]: whether to choose the most probable codes
-        """
+    def predict_residuals(self, frames: SampledFrames) -> "torch.Tensor":
+        """Returns the residual codes of frames, int64[frames, groups - 1]."""
         ...

@@ -21,21 +21,8 @@ from stagemesh.services.engines.abilities import PartitionsArena
 from stagemesh.services.engines.base import Checkpoint, Task
 from stagemesh.services.engines.options import request_options
 from stagemesh.services.engines.vllm.codec.base import CodecModel
-from stagemesh.services.engines.vllm.features import (
-    EngineRequest,
-    RequestFeature,
-    RequestHook,
-    set_argument,
-)
-from stagemesh.services.engines.vllm.options import (
-    AXES,
-    CODEC_SLOTS,
-    CODES,
-    POSITIONS,
-    ROW_CODES,
-    STATES,
-    CodecOptions,
-)
+from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, set_argument
+from stagemesh.services.engines.vllm.options import AXES, CODEC_SLOTS, CODES, POSITIONS, ROW_CODES, STATES, CodecOptions
 from stagemesh.services.engines.vllm.rows.input_memory import Column
 from stagemesh.services.engines.vllm.rows.input_rows import InputRows, RowsPrompt
 from stagemesh.services.engines.vllm.rows.row_receiver import EmittedRows, RowReceiver
@@ -84,22 +71,14 @@ class CodecRows(InputRows):
     def set_arguments(self, arguments: "AsyncEngineArgs") -> None:
         super().set_arguments(arguments)
         if arguments.hf_overrides:
-            raise InvalidRequestError(
-                f"stage {self._stage}: hf_overrides selects the codec language model's part of the checkpoint; omit it",
-                reason="INVALID_OPTION",
-            )
+            raise self._invalid("hf_overrides selects the codec language model's part of the checkpoint; omit it")
         if arguments.pipeline_parallel_size > 1:
-            raise InvalidRequestError(
-                f"stage {self._stage}: the first pipeline rank needs the codes that the last one predicts; set "
-                "pipeline_parallel_size to 1",
-                reason="INVALID_OPTION",
+            raise self._invalid(
+                "the first pipeline rank needs the codes that the last one predicts; set pipeline_parallel_size to 1"
             )
         arguments.hf_overrides = self._description.hf_overrides
         arguments.generation_config = "vllm"
-        arguments.override_generation_config = {
-            **self._description.sampling,
-            **arguments.override_generation_config,
-        }
+        arguments.override_generation_config = {**self._description.sampling, **arguments.override_generation_config}
 
     def columns(self, model: "ModelConfig") -> list[Column]:  # noqa: ARG002  # the widths are in the description
         return [

@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from stagemesh.services.engines.vllm.codec.base import CodecModule
+from stagemesh.services.engines.vllm.codec.base import CodecModule, RowParts, SampledFrames
 from stagemesh.services.engines.vllm.codec.feature import CODE_OFFSET, RESIDUALS, TEXT_OFFSET, Drawing
 from stagemesh.services.engines.vllm.features import track_arguments
 from stagemesh.services.engines.vllm.options import CODES, STATES
-from stagemesh.services.engines.vllm.rows.input_memory import TakesRows, TakesRowsV1, as_tensor
+from stagemesh.services.engines.vllm.rows.input_memory import StepRows, TakesRows, TakesRowsV1, as_tensor
 from stagemesh.services.engines.vllm.rows.row_writer import Attachment, RequestedRows, RowWriter, Slice
 
 if TYPE_CHECKING:
@@ -64,23 +64,16 @@ class _PredictsCodes(TakesRows):
             track_arguments(self._drawings, scheduler_output, Drawing)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
-    def embed(
-        self,
-        inputs_embeds: torch.Tensor,
-        request_ids: Sequence[str],
-        starts: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int32],
-    ) -> None:
+    def embed(self, inputs_embeds: torch.Tensor, rows: StepRows) -> None:
         memory = self._inputs
         if memory is None or not self._slots:
             return
-        number = len(request_ids)
-        total, device = int(starts[number]), inputs_embeds.device
-        counts = np.diff(starts[: number + 1])
-        requests = [self._slots[request_id] for request_id in request_ids]
+        requests = [self._slots[request_id] for request_id in rows.request_ids]
+        starts, positions = rows.starts[: len(requests) + 1], rows.positions[: len(requests)]
+        total, device, counts = int(starts[-1]), inputs_embeds.device, np.diff(starts)
         slots = np.repeat([request.slot for request in requests], counts)
         prompts = np.repeat([request.prompt_tokens for request in requests], counts)
-        at = np.arange(total) + np.repeat(positions[:number] - starts[:number], counts)
+        at = np.arange(total) + np.repeat(positions - starts[:-1], counts)
         text_ids = memory.columns["text_ids"][slots, at, 0].astype(np.int64) - TEXT_OFFSET
         codes = memory.columns["codes"][slots, at, 0].astype(np.int64) - CODE_OFFSET
         runner = cast("Any", self)
@@ -98,12 +91,8 @@ class _PredictsCodes(TakesRows):
         if given.any():
             written = torch.from_numpy(given).to(device)
             residuals = torch.where(written > 0, written - CODE_OFFSET, residuals)
-        inputs_embeds[:total] = model.embed_rows(
-            text,
-            states,
-            torch.where(in_prompt, torch.from_numpy(codes).to(device), sampled),
-            residuals,
-        )
+        all_codes = torch.where(in_prompt, torch.from_numpy(codes).to(device), sampled)
+        inputs_embeds[:total] = model.embed_rows(RowParts(text, states, all_codes, residuals))
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Samples the first codes, predicts the other codes, and reports the frames to the replica."""
@@ -115,29 +104,24 @@ class _PredictsCodes(TakesRows):
         return output
 
     def predict(
-        self,
-        sampled: torch.Tensor,
-        states: torch.Tensor,
-        rows: Sequence[int],
-        request_ids: Sequence[str],
-        positions: npt.NDArray[np.int64],
+        self, sampled: torch.Tensor, states: torch.Tensor, request_ids: Sequence[str], positions: npt.NDArray[np.int64]
     ) -> None:
         """Predicts the frames whose first codes are `sampled`, int64[frames], and retains them.
 
-        `states` [requests, width] contains the states of which `rows` produced the codes, and `positions` the token
-        positions of the codes.
+        `states` [frames, width] contains the states that produced the codes, `request_ids` the requests of the frames,
+        and `positions` the token positions of the codes.
         """
         model: CodecModule = cast("Any", self).get_model()
         device = states.device
-        drawings = [self._drawings[request_ids[row]] for row in rows]
+        drawings = [self._drawings[request_id] for request_id in request_ids]
         at = torch.from_numpy(positions).to(device)
         seeds = torch.tensor([_signed(drawing.seed) for drawing in drawings], device=device)
         greedy = torch.tensor([drawing.greedy for drawing in drawings], device=device)
-        residuals = model.predict_residuals(states[list(rows)], sampled, seeds=seeds, positions=at, greedy=greedy)
-        slots = torch.tensor([self._slots[request_ids[row]].slot for row in rows], device=device)
+        residuals = model.predict_residuals(SampledFrames(states, sampled, seeds, at, greedy))
+        slots = torch.tensor([self._slots[request_id].slot for request_id in request_ids], device=device)
         self._residuals[slots, at] = residuals
         codes = torch.cat([sampled[:, None], residuals], 1).int()
-        requested = [(number, self._requested.get(request_ids[row])) for number, row in enumerate(rows)]
+        requested = enumerate(map(self._requested.get, request_ids))
         slices = [
             Slice(each.name, int(positions[number]) - 1, number, 1)
             for number, each in requested
@@ -164,7 +148,8 @@ class RunnerV1(_PredictsCodes, TakesRowsV1):
             starts = runner.query_start_loc.np
             ends = batch.num_computed_tokens_cpu[rows] + np.diff(starts[: batch.num_reqs + 1])[rows]
             sampled = output.sampled_token_ids[rows, 0].long()
-            self.predict(sampled, self._sample_states, rows, batch.req_ids, ends.astype(np.int64))
+            request_ids = [batch.req_ids[row] for row in rows]
+            self.predict(sampled, self._sample_states[rows], request_ids, ends.astype(np.int64))
         return output
 
     def _calc_mrope_positions(self, scheduler_output: "SchedulerOutput") -> None:

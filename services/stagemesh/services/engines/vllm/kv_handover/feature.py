@@ -178,9 +178,6 @@ class _KvHandover(RequestFeature):
         """Returns whether the decode stage computes the prompt of a request itself, because the prompt is short."""
         return len(request.prompt.token_ids) < self._options.min_tokens
 
-    def _invalid(self, message: str) -> InvalidRequestError:
-        return InvalidRequestError(f"stage {self._stage}: {message}", reason="INVALID_OPTION")
-
 
 class Prefill(_KvHandover):
     """The request feature of a prefill stage. Emits a ticket for each prompt, and frees its KV cache on release."""
@@ -284,48 +281,41 @@ class Decode(_KvHandover):
 
         Raises InvalidRequestError (INVALID_TICKET) if the ticket's descriptor cannot be read.
         """
-        if self.is_short(request):
-            return
+        if not self.is_short(request) and (cause := await self._accept(request, held)):
+            _log.warning("stage %s computes the prompt of request %s itself: %s", self._stage, request.name, cause)
+
+    async def _accept(self, request: EngineRequest, held: AsyncExitStack) -> str:
+        """Returns "", or why the stage computes the prompt of the request itself."""
         try:
             async with asyncio.timeout(self._options.wait_s):
                 ticket = await _receive(request.task)
         except TimeoutError:
-            self._log_own_prefill(request, f"its KV cache did not arrive within {self._options.wait_s:g} s")
-            return
+            return f"its KV cache did not arrive within {self._options.wait_s:g} s"
         except StagemeshError as exc:
             if not is_recoverable(exc):
                 raise
-            self._log_own_prefill(request, exc.message)
-            return
+            return exc.message
         if ticket is None:
-            self._log_own_prefill(request, "the prefill stage has sent no KV cache")
-            return
+            return "the prefill stage has sent no KV cache"
         accepted = _AcceptedTicket(ticket, request.name)
         held.push_async_callback(accepted.close)
         if accepted.descriptor.fingerprint != request.prompt.fingerprint:
-            self._log_own_prefill(request, "the prefill stage has computed another prompt")
-            return
+            return "the prefill stage has computed another prompt"
         try:
             await accepted.renew()
         except UnavailableError as exc:
-            self._log_own_prefill(request, exc.message)
-            return
+            return exc.message
         self._accepted[request.name] = accepted
         held.callback(self._accepted.pop, request.name, None)
+        return ""
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:  # noqa: ARG002  # see `prepare`
         accepted = self._accepted.pop(request.name, None)
         if accepted is None:
             return None
-        request.params.extra_args = {
-            **(request.params.extra_args or {}),
-            _PARAMS: dict(accepted.descriptor.parameters),
-        }
+        request.params.extra_args = {**(request.params.extra_args or {}), _PARAMS: dict(accepted.descriptor.parameters)}
         accepted.keep(self.llm)
         return accepted
-
-    def _log_own_prefill(self, request: EngineRequest, cause: str) -> None:
-        _log.warning("stage %s computes the prompt of request %s itself: %s", self._stage, request.name, cause)
 
 
 class _AcceptedTicket(RequestHook):

@@ -9,18 +9,16 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.outputs import ModelRunnerOutput
 
-from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.wire.tensors import DTYPES
 from stagemesh.services.engines.abilities import PartitionsArena
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, track_arguments
 from stagemesh.services.engines.vllm.options import ACCEPT, LAST, POSITIONS, HiddenStatesOptions, tensor_name
+from stagemesh.services.engines.vllm.rows.input_memory import StepRows
 from stagemesh.services.engines.vllm.rows.row_receiver import EmittedRows, RowReceiver, min_share_bytes
 from stagemesh.services.engines.vllm.rows.row_writer import Attachment, RequestedRows, RowWriter, Slice
 
@@ -122,9 +120,6 @@ class HiddenStates(RequestFeature):
             raise self._invalid("hidden_states: the checkpoint has no talker that accepts a layer; name a layer number")
         return layer
 
-    def _invalid(self, problem: str) -> InvalidRequestError:
-        return InvalidRequestError(f"stage {self._stage}: {problem}", reason="INVALID_OPTION")
-
     def _check_layers(self, model_without_layers: str | None) -> None:
         """Raises InvalidRequestError unless `model_without_layers` is None.
 
@@ -159,15 +154,9 @@ def _layer_problem(model: "ModelConfig", inner_layers: list[int], *, pipeline_ra
 
 
 class Batch(NamedTuple):
-    """The rows of one step, between `execute_model` and `sample_tokens`. The requests are in the order of
-    their rows.
-    """
+    """The rows of one step and their states, between `execute_model` and `sample_tokens`."""
 
-    request_ids: Sequence[str]
-    starts: npt.NDArray[np.int32]
-    """The index of each request's first row, followed by the total number of rows. The array may be longer."""
-    positions: npt.NDArray[np.int32]
-    """The token position of each request's first row. The array may be longer than the number of requests."""
+    rows: StepRows
     hidden: torch.Tensor
     aux: Sequence[torch.Tensor]
 
@@ -215,12 +204,12 @@ class _EmitsHiddenStates:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Copies the requested rows, samples the step's tokens, and reports the rows to the replica."""
         batch = self._batch() if self._rows is not None and self._requested else None
-        slices = self._slices(batch) if batch is not None else []
+        slices = self._slices(batch.rows) if batch is not None else []
         if self._rows is None or batch is None or not slices:
             return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         written = self._rows.copy(self._states(batch), slices)
         output = cast("Any", super().sample_tokens(*args, **kwargs))  # type: ignore[misc]
-        self._rows.send(written, self._valid_counts(batch, output) if self._drafts else {})
+        self._rows.send(written, self._valid_counts(batch.rows, output) if self._drafts else {})
         return output
 
     @property
@@ -237,26 +226,23 @@ class _EmitsHiddenStates:
         state = cast("Any", self).execute_model_state
         if state is None or state.hidden_states is None:
             return None
-        return Batch(*self._requests(state), state.hidden_states, state.aux_hidden_states or ())
+        return Batch(self._step_rows(state), state.hidden_states, state.aux_hidden_states or ())
 
-    def _requests(self, state: Any) -> tuple[Sequence[str], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Returns the fields `request_ids`, `starts` and `positions` of the step's `Batch`.
-
-        `state` is the model runner's state between `execute_model` and `sample_tokens`.
-        """
+    def _step_rows(self, state: Any) -> StepRows:
+        """Returns the rows of the step. `state` is the runner's state between `execute_model` and `sample_tokens`."""
         raise NotImplementedError
 
     def _positions(self, count: int) -> torch.Tensor:
         """Returns the positions of the step's first `count` rows for M-RoPE, [axes, rows]."""
         raise NotImplementedError
 
-    def _slices(self, batch: Batch) -> list[Slice]:
+    def _slices(self, rows: StepRows) -> list[Slice]:
         slices: list[Slice] = []
-        for i, request_id in enumerate(batch.request_ids):
+        for i, request_id in enumerate(rows.request_ids):
             requested = self._requested.get(request_id)
             if requested is None:
                 continue
-            start, end, position = int(batch.starts[i]), int(batch.starts[i + 1]), int(batch.positions[i])
+            start, end, position = int(rows.starts[i]), int(rows.starts[i + 1]), int(rows.positions[i])
             skipped = max(0, requested.first_position - position)
             if requested.end_position is not None:
                 end = min(end, start + requested.end_position - position)
@@ -272,19 +258,19 @@ class _EmitsHiddenStates:
             states[POSITIONS] = self._positions(len(batch.hidden)).T
         return {name: states[name] for name in self._rows.tensors}
 
-    def _valid_counts(self, batch: Batch, output: Any) -> dict[str, int]:
+    def _valid_counts(self, rows: StepRows, output: Any) -> dict[str, int]:
         """Returns the number of valid rows of each request with draft tokens, by request name.
 
         The rows of rejected draft tokens are invalid. vLLM computes the positions of these rows again.
         """
         assert isinstance(output, ModelRunnerOutput), "the feature disables asynchronous scheduling with drafts"
         counts: dict[str, int] = {}
-        for i, request_id in enumerate(batch.request_ids):
+        for i, request_id in enumerate(rows.request_ids):
             requested, drafts = self._requested.get(request_id), self._drafts.get(request_id)
             if requested is not None and drafts:
                 sampled = len(output.sampled_token_ids[output.req_id_to_index[request_id]])
-                rows = int(batch.starts[i + 1] - batch.starts[i])
-                counts[requested.name] = rows - len(drafts) + max(0, sampled - 1)
+                count = int(rows.starts[i + 1] - rows.starts[i])
+                counts[requested.name] = count - len(drafts) + max(0, sampled - 1)
         return counts
 
 
@@ -294,9 +280,8 @@ class RunnerV1(_EmitsHiddenStates):
     Also works with the runner's subclasses, such as the CPU runner.
     """
 
-    def _requests(self, state: Any) -> tuple[Sequence[str], npt.NDArray[np.int32], npt.NDArray[np.int32]]:  # noqa: ARG002
-        runner = cast("Any", self)
-        return runner.input_batch.req_ids, runner.query_start_loc.np, runner.input_batch.num_computed_tokens_cpu
+    def _step_rows(self, state: Any) -> StepRows:  # noqa: ARG002  # the runner itself has them
+        return StepRows.of_v1(self)
 
     def _positions(self, count: int) -> torch.Tensor:
         return cast("torch.Tensor", cast("Any", self).mrope_positions.gpu[:, :count])
@@ -305,9 +290,8 @@ class RunnerV1(_EmitsHiddenStates):
 class RunnerV2(_EmitsHiddenStates):
     """A mixin that emits hidden states from the model runner in `vllm.v1.worker.gpu.model_runner`."""
 
-    def _requests(self, state: Any) -> tuple[Sequence[str], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        batch = state.input_batch
-        return batch.req_ids, batch.query_start_loc_np, batch.num_computed_tokens_np
+    def _step_rows(self, state: Any) -> StepRows:
+        return StepRows.of_v2(state.input_batch)
 
     def _positions(self, count: int) -> torch.Tensor:
         return cast("torch.Tensor", cast("Any", self).model_state.rope_state.get_positions(count))

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -115,6 +115,27 @@ class InputSlot(msgspec.Struct, frozen=True):
     """The number of prompt tokens. Rows at positions below this number are the prompt."""
 
 
+class StepRows(NamedTuple):
+    """The rows of one step of a model runner. The requests are in the order of their rows."""
+
+    request_ids: Sequence[str]
+    starts: npt.NDArray[np.int32]
+    """The index of each request's first row, followed by the total number of rows. The array may be longer."""
+    positions: npt.NDArray[np.int32]
+    """The token position of each request's first row. The array may be longer than the number of requests."""
+
+    @classmethod
+    def of_v1(cls, runner: Any) -> "StepRows":
+        """Returns the rows of the step that the runner in `vllm.v1.worker.gpu_model_runner` computes."""
+        batch = runner.input_batch
+        return cls(batch.req_ids, runner.query_start_loc.np, batch.num_computed_tokens_cpu)
+
+    @classmethod
+    def of_v2(cls, batch: Any) -> "StepRows":
+        """Returns the rows of a batch of the runner in `vllm.v1.worker.gpu.model_runner`."""
+        return cls(batch.req_ids, batch.query_start_loc_np, batch.num_computed_tokens_np)
+
+
 class TakesRows:
     """A mixin for model runners. Leaves the inputs unchanged until `attach_inputs` is called.
 
@@ -135,18 +156,8 @@ class TakesRows:
             track_arguments(self._slots, scheduler_output, InputSlot)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
-    def embed(
-        self,
-        inputs_embeds: torch.Tensor,
-        request_ids: Sequence[str],
-        starts: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int32],
-    ) -> None:
-        """Writes the requests' rows into the input embeddings of a step, `inputs_embeds` [tokens, width].
-
-        For the request `request_ids[i]`, `starts[i]` is the index of the first row in the step, and `positions[i]` is
-        the token position of this row in the request.
-        """
+    def embed(self, inputs_embeds: torch.Tensor, rows: StepRows) -> None:
+        """Writes the requests' rows into the input embeddings of a step, `inputs_embeds` [tokens, width]."""
         raise NotImplementedError
 
 
@@ -161,11 +172,8 @@ class TakesRowsV1(TakesRows):
         inputs_embeds: torch.Tensor | None = made[1]
         if self._inputs is not None and self._slots and inputs_embeds is not None:
             runner = cast("Any", self)
-            batch = runner.input_batch
-            count = batch.num_reqs
-            starts, positions = runner.query_start_loc.np[: count + 1], batch.num_computed_tokens_cpu[:count]
-            self.embed(inputs_embeds, batch.req_ids, starts, positions)
-            self._hide_placeholders(batch)
+            self.embed(inputs_embeds, StepRows.of_v1(runner))
+            self._hide_placeholders(runner.input_batch)
         return made
 
     def _hide_placeholders(self, batch: Any) -> None:
@@ -192,8 +200,7 @@ class TakesRowsV2(TakesRows):
         def prepare_and_embed(scheduled: Any, batch: Any, request_states: Any) -> torch.Tensor | None:
             inputs_embeds: torch.Tensor | None = prepare(scheduled, batch, request_states)
             if inputs_embeds is not None:
-                starts, positions = batch.query_start_loc_np, batch.num_computed_tokens_np
-                self.embed(inputs_embeds, batch.req_ids, starts, positions)
+                self.embed(inputs_embeds, StepRows.of_v2(batch))
             return inputs_embeds
 
         state.prepare_inputs_embeds = prepare_and_embed

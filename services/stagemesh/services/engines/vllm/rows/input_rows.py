@@ -20,14 +20,8 @@ from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
 from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import EngineEvent, Task
+from stagemesh.services.engines.vllm import features
 from stagemesh.services.engines.vllm.engine_core import runner_call
-from stagemesh.services.engines.vllm.features import (
-    EngineRequest,
-    RequestFeature,
-    RequestHook,
-    RequestPrompt,
-    set_argument,
-)
 from stagemesh.services.engines.vllm.rows.input_memory import Column, InputMemory, InputSlot, InputTicket
 from stagemesh.services.engines.vllm.run_ahead_limit import UNLIMITED, RequestLimit
 
@@ -37,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-class InputFlow(RequestHook):
+class InputFlow(features.RequestHook):
     """Reads one request's input rows from an edge and writes them into the request's slot of the shared memory.
 
     `read_rows` returns the rows of a packet, [rows, width] or [rows], by column. All columns have the same number of
@@ -189,13 +183,13 @@ PLACEHOLDER = 0
 
 
 @dataclass(frozen=True, eq=False)
-class RowsPrompt(RequestPrompt):
+class RowsPrompt(features.RequestPrompt):
     """A prompt of placeholder tokens. `flow` writes the rows that replace the tokens into the shared memory."""
 
     flow: InputFlow = field(kw_only=True)
 
 
-class InputRows(RequestFeature):
+class InputRows(features.RequestFeature):
     """Assigns a slot of the shared memory to each request. vLLM's workers read the request's rows from the slot."""
 
     _memory: InputMemory | None = None
@@ -217,16 +211,14 @@ class InputRows(RequestFeature):
 
     def set_arguments(self, arguments: "AsyncEngineArgs") -> None:
         if arguments.speculative_config is not None:
-            raise InvalidRequestError(
-                f"stage {self._stage}: rows from the edge are added to the embeddings of sampled tokens, which "
-                "speculative_config guesses; omit it",
-                reason="INVALID_OPTION",
+            raise self._invalid(
+                "rows from the edge are added to the embeddings of sampled tokens, which speculative_config guesses; "
+                "omit it"
             )
         if arguments.nnodes > 1:
-            raise InvalidRequestError(
-                f"stage {self._stage}: rows from the edge are in the memory of the replica's first node, which workers "
-                "on other nodes cannot read; run the stage on one node",
-                reason="INVALID_OPTION",
+            raise self._invalid(
+                "rows from the edge are in the memory of the replica's first node, which workers on other nodes cannot "
+                "read; run the stage on one node"
             )
         arguments.enable_prompt_embeds = True
 
@@ -245,7 +237,7 @@ class InputRows(RequestFeature):
         for slot in range(slots):
             self._free_slots.put_nowait(slot)
 
-    async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:
+    async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> features.RequestPrompt | None:
         """Waits for a free slot, then reads rows until the prompt's length is known.
 
         Returns a prompt of placeholder tokens, or None if the task does not have an incoming edge. Raises
@@ -268,11 +260,11 @@ class InputRows(RequestFeature):
         # A salt separates the prefix caches of requests, because the same placeholders represent different rows.
         return RowsPrompt(placeholders, {"type": "token", "cache_salt": name}, flow=flow)
 
-    def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:
+    def open(self, request: features.EngineRequest, held: AsyncExitStack) -> features.RequestHook | None:
         if not isinstance(request.prompt, RowsPrompt):
             return None
         flow = request.prompt.flow
-        set_argument(request.params, InputSlot(flow.slot, len(request.prompt.token_ids)))
+        features.set_argument(request.params, InputSlot(flow.slot, len(request.prompt.token_ids)))
         request.params.skip_reading_prefix_cache = True
         flow.start(request.limit, partial(self.llm.abort, request.name))
         held.push_async_callback(flow.stop)

@@ -26,13 +26,7 @@ from stagemesh.services.engines.abilities import PartitionsArena
 from stagemesh.services.engines.base import Emission
 from stagemesh.services.engines.vllm.engine_core import runner_call
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestHook, set_argument
-from stagemesh.services.engines.vllm.rows.row_writer import (
-    OVERFLOW_DIVISOR,
-    Attachment,
-    RequestedRows,
-    StepRows,
-    min_overflow_bytes,
-)
+from stagemesh.services.engines.vllm.rows import row_writer
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -43,6 +37,12 @@ _LATE_S = 10.0
 """The maximum time to wait for the rows of tokens that vLLM has already sampled, in seconds."""
 
 _log = logging.getLogger(__name__)
+
+
+class RowsLostError(UnavailableError):
+    """Raised if a worker does not write rows that a request emits."""
+
+    default_reason = "HIDDEN_STATES_LOST"
 
 
 class EmittedRows(RequestHook):
@@ -71,12 +71,7 @@ class EmittedRows(RequestHook):
         if skipped >= count:
             return
         if skipped < 0:
-            self.fail(
-                UnavailableError(
-                    f"the rows of positions {self.next_position} to {position} are missing",
-                    reason="HIDDEN_STATES_LOST",
-                )
-            )
+            self.fail(RowsLostError(f"the rows of positions {self.next_position} to {position} are missing"))
             return
         if skipped:
             tensors = {name: tensor[skipped:] for name, tensor in tensors.items()}
@@ -131,9 +126,8 @@ class EmittedRows(RequestHook):
                 async with asyncio.timeout(_LATE_S):
                     await self._changed.wait()
             except TimeoutError:
-                raise UnavailableError(
-                    f"the rows from position {self.next_position} on did not arrive; the worker's log has the cause",
-                    reason="HIDDEN_STATES_LOST",
+                raise RowsLostError(
+                    f"the rows from position {self.next_position} on did not arrive; the worker's log has the cause"
                 ) from None
 
 
@@ -162,12 +156,12 @@ class RowReceiver:
         CoreRefusalError if a worker cannot open the arena.
         """
         assert self._arena is not None, "a stage's runtime passes the arena before it starts the engine"
-        overflow_bytes = self._share_bytes // OVERFLOW_DIVISOR
+        overflow_bytes = self._share_bytes // row_writer.OVERFLOW_DIVISOR
         for size_bytes in (self._share_bytes - overflow_bytes, overflow_bytes):
             self._tickets.append(self._arena.open_partition(size_bytes))
         rows, overflow = self._tickets
         address, token = f"stagemesh-rows-{secrets.token_hex(16)}", secrets.token_bytes(16)
-        attachment = Attachment(address, token, rows, overflow, dict(tensors))
+        attachment = row_writer.Attachment(address, token, rows, overflow, dict(tensors))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as listener:
             listener.bind("\0" + address)
             listener.listen(4)
@@ -177,16 +171,13 @@ class RowReceiver:
                         check(result)
                     self._connection = await _accept(listener, token)
             except TimeoutError:
-                raise UnavailableError(
-                    "no vLLM worker connected to write rows; the worker's log has the cause",
-                    reason="HIDDEN_STATES_LOST",
-                ) from None
+                raise RowsLostError("no vLLM worker connected to write rows; the worker's log has the cause") from None
         asyncio.get_running_loop().add_reader(self._connection, self._read_messages, self._arena)
 
     def open(self, rows: EmittedRows, held: AsyncExitStack) -> None:
         """Starts to receive the rows of a request, from the next position of `rows` onwards."""
         request = rows.request
-        set_argument(request.params, RequestedRows(request.name, rows.next_position, rows.end_position))
+        set_argument(request.params, row_writer.RequestedRows(request.name, rows.next_position, rows.end_position))
         self._requests[request.name] = rows
         held.callback(self._requests.pop, request.name)
         request.limit.set_taken(request.known_tokens)
@@ -210,7 +201,7 @@ class RowReceiver:
         assert self._connection is not None, "a closed connection has no reader"
         try:
             while data := self._connection.recv(_MAX_MESSAGE_BYTES):
-                self._push(msgspec.msgpack.decode(data, type=StepRows), arena)
+                self._push(msgspec.msgpack.decode(data, type=row_writer.StepRows), arena)
         except BlockingIOError:
             return
         except (OSError, msgspec.MsgspecError, StagemeshError) as exc:
@@ -218,14 +209,9 @@ class RowReceiver:
         # The worker has closed the connection or has violated the protocol.
         asyncio.get_running_loop().remove_reader(self._connection)
         for rows in self._requests.values():
-            rows.fail(
-                UnavailableError(
-                    "vLLM's worker has stopped writing rows; the worker's log has the cause",
-                    reason="HIDDEN_STATES_LOST",
-                )
-            )
+            rows.fail(RowsLostError("vLLM's worker has stopped writing rows; the worker's log has the cause"))
 
-    def _push(self, step: StepRows, arena: PartitionsArena) -> None:
+    def _push(self, step: row_writer.StepRows, arena: PartitionsArena) -> None:
         tensors = arena.adopt(step.handle).held()
         if step.overflow:
             tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
@@ -252,7 +238,7 @@ def min_share_bytes(*, row_bytes: int, tensors: int) -> int:
 
     `row_bytes` is the size of one row in all tensors together. `tensors` is the number of tensors.
     """
-    return OVERFLOW_DIVISOR * min_overflow_bytes(row_bytes=row_bytes, tensors=tensors)
+    return row_writer.OVERFLOW_DIVISOR * row_writer.min_overflow_bytes(row_bytes=row_bytes, tensors=tensors)
 
 
 def _count(tensors: Tensors) -> int:

@@ -262,10 +262,7 @@ class RowWriter:
 
 
 def _copy(
-    pieces: Mapping[str, list[torch.Tensor]],
-    targets: Mapping[str, torch.Tensor],
-    *,
-    stream: torch.cuda.Stream | None,
+    pieces: Mapping[str, list[torch.Tensor]], targets: Mapping[str, torch.Tensor], *, stream: torch.cuda.Stream | None
 ) -> torch.cuda.Event | None:
     """Copies rows to host memory.
 
