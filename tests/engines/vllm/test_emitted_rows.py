@@ -4,13 +4,13 @@ import asyncio
 
 import numpy as np
 import pytest
-import torch
 
 from stagemesh.common.errors import UnavailableError
 from stagemesh.services.engines.base import Emission, Task
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
 from stagemesh.services.engines.vllm.requests import CheckedParams
-from stagemesh.services.engines.vllm.rows.hidden_states import Batch, RunnerV1
+from stagemesh.services.engines.vllm.rows.hidden_states import RunnerV1
+from stagemesh.services.engines.vllm.rows.input_memory import StepRows
 from stagemesh.services.engines.vllm.rows.row_receiver import EmittedRows
 from stagemesh.services.engines.vllm.rows.row_writer import RequestedRows, Slice
 
@@ -53,9 +53,9 @@ def test_a_worker_writes_only_the_requested_positions() -> None:
         "done": RequestedRows("done", 0, 4),
     }
     positions, starts = np.array([4, 0, 4, 4], np.int32), np.array([0, 3, 7, 10, 13], np.int32)
-    batch = Batch(["all", "prompt", "done", "other"], starts, positions, torch.empty(13, 1), ())
-    assert worker._slices(batch) == [Slice("all", 4, 0, 3), Slice("prompt", 1, 4, 3)]
-    later = batch._replace(positions=np.array([7, 4, 7, 7], np.int32))
+    rows = StepRows(["all", "prompt", "done", "other"], starts, positions)
+    assert worker._slices(rows) == [Slice("all", 4, 0, 3), Slice("prompt", 1, 4, 3)]
+    later = rows._replace(positions=np.array([7, 4, 7, 7], np.int32))
     assert worker._slices(later) == [Slice("all", 7, 0, 3), Slice("prompt", 4, 3, 2)]
 
 
