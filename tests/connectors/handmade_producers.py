@@ -1,24 +1,39 @@
 """Producers whose messages a test writes by hand, connected to a real consumer."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
 from stagemesh.common.wire.versions import own_protocol
+from stagemesh.conformance import Host
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.packets import EdgeKey
 from stagemesh.connectors.wire import key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
-from tests.connectors.hosts import Host
 
 KEY = EdgeKey("r", "a->b", 1)
 WIRE_KEY = key_to_wire(KEY)
-OPEN = stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=WIRE_KEY, connector=chunk_pb2.CONNECTOR_GRPC))
 
 PutCall: TypeAlias = "grpc.aio.StreamStreamCall[stage_pb2.PutChunkRequest, stage_pb2.PutChunkResponse]"
+
+
+def hello(**fields: Any) -> stage_pb2.PutChunkRequest:
+    """Returns the first message of an incarnation of producer "a-0". `fields` replaces fields of its Hello."""
+    usual = {"replica": "a-0", "incarnation": "i", "pipeline": "p", "generation": "g", "protocol": own_protocol()}
+    return stage_pb2.PutChunkRequest(hello=stage_pb2.Hello(**{**usual, **fields}))
+
+
+def opening(key: EdgeKey = KEY, connector: int = chunk_pb2.CONNECTOR_GRPC) -> stage_pb2.PutItem:
+    """Returns the item that opens a flow."""
+    return stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=key_to_wire(key), connector=connector))  # type: ignore[arg-type]
+
+
+def chunk(key: EdgeKey = KEY, **fields: Any) -> stage_pb2.PutItem:
+    """Returns the item with a chunk of a flow."""
+    return stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=key_to_wire(key), **fields))
 
 
 class Peer:
@@ -36,59 +51,58 @@ class Peer:
         self._last = items
         await self.call.write(stage_pb2.PutChunkRequest(items=items))
 
-    async def put_data(self, data: chunk_pb2.ChunkData, *, seq: int = 0) -> None:
-        """Sends the chunk with the number `seq`."""
-        await self.put(stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, seq=seq, data=data)))
-
-    async def welcomed(self) -> None:
-        """Returns when the consumer has answered the Hello."""
-        response = await self.call.read()
-        assert isinstance(response, stage_pb2.PutChunkResponse), await self.call.details()
+    async def welcome(self) -> stage_pb2.Welcome:
+        """Returns the consumer's answer to the Hello."""
+        response = await self._response()
         assert response.HasField("welcome")
+        return response.welcome
+
+    async def reply(self, is_wanted: Callable[[stage_pb2.PutReply], bool]) -> stage_pb2.PutReply:
+        """Returns the next reply for which `is_wanted` is true."""
+        while True:
+            for reply in (await self._response()).replies:
+                if is_wanted(reply):
+                    return reply
 
     async def answer(self, kind: str) -> stage_pb2.PutReply:
         """Returns the next reply of a kind."""
-        while True:
-            response = await self.call.read()
-            assert isinstance(response, stage_pb2.PutChunkResponse), await self.call.details()
-            for reply in response.replies:
-                if reply.WhichOneof("reply") == kind:
-                    return reply
+        return await self.reply(lambda reply: reply.WhichOneof("reply") == kind)
 
-    async def reason(self) -> str:
-        """Returns the reason of the next rejected flow. Repeats the last items if the consumer asks for it."""
+    async def rejection(self) -> chunk_pb2.Error:
+        """Returns the error of the next rejected flow. Repeats the last items if the consumer asks for it."""
         last = self._last
         while True:
-            response = await self.call.read()
-            assert isinstance(response, stage_pb2.PutChunkResponse), await self.call.details()
-            for reply in response.replies:
-                if reply.HasField("rejected"):
-                    return reply.rejected.error.reason
-                if reply.HasField("resync"):
-                    await self.put(OPEN, *last)
+            verdict = await self.reply(lambda reply: reply.HasField("rejected") or reply.HasField("resync"))
+            if verdict.HasField("rejected"):
+                return verdict.rejected.error
+            await self.put(opening(), *last)
+
+    async def reason(self) -> str:
+        """Returns the reason of the next rejected flow."""
+        return (await self.rejection()).reason
+
+    async def _response(self) -> stage_pb2.PutChunkResponse:
+        response = await self.call.read()
+        assert isinstance(response, stage_pb2.PutChunkResponse), await self.call.details()
+        return response
 
 
 @asynccontextmanager
-async def dialled(
-    host: Host, *, incarnation: str = "i", generation: str = "g", pipeline: str = "p"
-) -> AsyncIterator[Peer]:
-    """Yields an incarnation of producer "a-0" that has sent Hello to a consumer."""
+async def dialled(host: Host, first: stage_pb2.PutChunkRequest) -> AsyncIterator[Peer]:
+    """Yields a producer that has sent its first message to a consumer."""
     async with open_channel(host.endpoint) as channel:
         call = stage_pb2_grpc.StageServiceStub(channel).PutChunk()
-        hello = stage_pb2.Hello(
-            replica="a-0", incarnation=incarnation, pipeline=pipeline, generation=generation, protocol=own_protocol()
-        )
-        await call.write(stage_pb2.PutChunkRequest(hello=hello))
+        await call.write(first)
         yield Peer(host, call)
         call.cancel()
 
 
 @asynccontextmanager
-async def peer(*, generation: str = "g", pipeline: str = "p") -> AsyncIterator[Peer]:
-    """Yields a producer that has sent Hello to a consumer of its own."""
+async def peer(first: stage_pb2.PutChunkRequest | None = None) -> AsyncIterator[Peer]:
+    """Yields a producer that has sent its first message, by default a valid Hello, to a consumer of its own."""
     host = await Host.started("b-0", window_bytes=1 << 20, arena_bytes=2 << 20)
     try:
-        async with dialled(host, generation=generation, pipeline=pipeline) as one:
+        async with dialled(host, first or hello()) as one:
             yield one
     finally:
         await host.close()
@@ -99,7 +113,7 @@ async def open_peer() -> AsyncIterator[Peer]:
     """Yields a producer that has opened a flow by grpc."""
     async with peer() as one:
         one.inlet = one.host.plane.open_inlet(KEY, producer="a-0")
-        await one.put(OPEN)
+        await one.put(opening())
         assert (await one.answer("opened")).opened.connector == chunk_pb2.CONNECTOR_GRPC
         yield one
         await one.inlet.aclose()

@@ -1,15 +1,14 @@
 """Tickets that a test offers, and flows that carry them."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from stagemesh.common.plugins.connectors import AUTO, ConnectorName
-from stagemesh.common.wire.chunk_sizes import ChunkPolicy, StepPolicy
+from stagemesh.conformance import Host, open_flow
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, OfferedTicket, Packet, Ticket
-from tests.connectors.hosts import Host
+from stagemesh.connectors.packets import OfferedTicket, Packet, Ticket
 
 KIND = "test.state"
 LIMIT_S = 30.0
@@ -42,28 +41,10 @@ class Offers:
 
 
 def open_ticket_flow(
-    producer: Host,
-    consumer: Host,
-    *,
-    request: str = "r",
-    attempt: int = 1,
-    connector: ConnectorName = AUTO,
-    endpoint: str = "",
-    policy: ChunkPolicy | None = None,
-    rebind_s: float = 0.0,
-    kinds: tuple[str, ...] = (KIND,),
+    producer: Host, consumer: Host, *, ticket_kinds: tuple[str, ...] = (KIND,), **flow: Any
 ) -> tuple[Outlet, Inlet]:
-    """Opens a flow whose reader accepts tickets of `kinds`."""
-    key = EdgeKey(request, "a->b", attempt)
-    inlet = consumer.plane.open_inlet(key, producer=producer.replica, ticket_kinds=kinds, rebind_s=rebind_s)
-    outlet = producer.plane.open_outlet(
-        key,
-        ConsumerAddress(consumer.replica, endpoint or consumer.endpoint),
-        connector=connector,
-        policy=policy or StepPolicy(),
-        rebind_s=rebind_s,
-    )
-    return outlet, inlet
+    """Opens a flow whose reader accepts tickets of `ticket_kinds`. `flow` is passed to `open_flow`."""
+    return open_flow(producer, consumer, ticket_kinds=ticket_kinds, **flow)
 
 
 async def take(inlet: Inlet, name: str = "kv") -> Ticket:

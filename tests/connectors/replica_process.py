@@ -7,39 +7,26 @@ Commands run concurrently. The process ends when the socket is closed, so that n
 import argparse
 import asyncio
 import gc
-import itertools
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import uvloop
 
-from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.errors import StagemeshError
 from stagemesh.common.wire.chunk_sizes import StepPolicy
-from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader, MemoryAccount
+from stagemesh.conformance import Host
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
-from tests.connectors.connector_names import named
 from tests.connectors.contents import is_packet_of, packet_of
-from tests.connectors.hosts import Host
 
 EDGE = "a->b"
-
-
-class _AddressedHost(Host):
-    @classmethod
-    async def started_at(cls, address: str, replica: str, limits: dict[str, int]) -> Self:
-        """Starts a host at an address of this network namespace, at any free port unless the address names one."""
-        host = cls(replica, **limits)
-        host_name, _, port = address.partition(":")
-        host.endpoint = f"{host_name}:{host.server.add_insecure_port(f'{host_name}:{port or 0}')}"
-        await host.server.start()
-        return host
 
 
 @dataclass
@@ -60,9 +47,9 @@ class Program:
         self._readings: dict[str, _Reading] = {}
         self._outlets: dict[str, Outlet] = {}
 
-    async def expect(self, *, request: str, producer: str, gated: bool = False, attempt: int = 1) -> None:
+    async def expect(self, *, request: str, producer: str, gated: bool = False) -> None:
         """Opens an inlet. If `gated`, each packet needs an `allow`."""
-        inlet = self._host.plane.open_inlet(EdgeKey(request, EDGE, attempt), producer=producer)
+        inlet = self._host.plane.open_inlet(EdgeKey(request, EDGE, 1), producer=producer)
         self._readings[request] = _Reading(inlet, gated=gated)
 
     async def allow(self, *, request: str, packets: int | None = None) -> None:
@@ -72,14 +59,13 @@ class Program:
         for _ in range(packets or 1):
             reading.permits.release()
 
-    async def receive(self, *, request: str, size_bytes: int) -> dict[str, float]:
-        """Reads a flow to its end and checks every byte; returns the number of packets and the duration."""
+    async def receive(self, *, request: str, size_bytes: int) -> dict[str, int]:
+        """Reads a flow to its end and checks every byte; returns the number of packets."""
         reading = self._readings[request]
-        started = time.monotonic()
         while await self._take(reading, request=request, size_bytes=size_bytes):
             reading.count += 1
         await reading.inlet.aclose()
-        return {"count": reading.count, "seconds": time.monotonic() - started}
+        return {"count": reading.count}
 
     async def send(
         self, *, request: str, endpoint: str, consumer: str, connector: str, count: int, size_bytes: int
@@ -88,7 +74,7 @@ class Program:
         outlet = self._host.plane.open_outlet(
             EdgeKey(request, EDGE, 1),
             ConsumerAddress(consumer, endpoint),
-            connector=named(connector),
+            connector=connector,
             policy=StepPolicy(),
         )
         self._outlets[request] = outlet
@@ -96,7 +82,8 @@ class Program:
         for seq in range(count):
             await outlet.send(packet_of(request, seq, size_bytes))
         await outlet.finish()
-        return {**self._usage(outlet), "seconds": time.monotonic() - started}
+        seconds = time.monotonic() - started
+        return {"connector": outlet.attempt.connector, "chunks": outlet.usage.chunks, "seconds": seconds}
 
     async def progress(self, *, request: str) -> int:
         """Returns the number of packets sent or received so far."""
@@ -104,31 +91,11 @@ class Program:
             return self._readings[request].count
         return self._outlets[request].usage.chunks if request in self._outlets else 0
 
-    async def connector(self, *, request: str) -> str:
-        """Returns the present connector of a flow."""
-        return str(self._usage(self._outlets[request])["connector"])
-
     async def probe(self, *, consumer: str, endpoint: str, connector: str) -> dict[str, Any]:
         """Returns the connector that a flow would use, and the errors of better ones."""
-        found = await self._host.plane.probe(ConsumerAddress(consumer, endpoint), named(connector))
+        found = await self._host.plane.probe(ConsumerAddress(consumer, endpoint), connector)
         refusals = {name: error.message for name, error in found.refusals.items()}
         return {"connector": found.connector, "refusals": refusals}
-
-    async def break_reads(self, *, after: int) -> None:
-        """Makes nixl fail all reads except the first ones, as if its network broke."""
-        from stagemesh.connectors.nixl.connector import NixlReader
-
-        fetch, reads = NixlReader.fetch, itertools.count()
-
-        async def fetch_or_fail(
-            reader: NixlReader, places: Sequence[ArenaRange], account: MemoryAccount
-        ) -> list[Bytes]:
-            if next(reads) >= after:
-                raise UnavailableError("the network is gone")
-            return await fetch(reader, places, account)
-
-        NixlReader.fetch = fetch_or_fail  # type: ignore[assignment,method-assign]
-        NixlReader.fetch_at_once = FetchingReader.fetch_at_once  # type: ignore[method-assign]
 
     async def forget(self, *, request: str) -> None:
         """Closes a flow in any state."""
@@ -160,12 +127,8 @@ class Program:
         )
         return True
 
-    @staticmethod
-    def _usage(outlet: Outlet) -> dict[str, Any]:
-        return {"connector": outlet.attempt.connector, "chunks": outlet.usage.chunks}
 
-
-async def answer(program: Program, command: dict[str, Any]) -> dict[str, Any]:
+async def answer(program: object, command: dict[str, Any]) -> dict[str, Any]:
     """Runs one command."""
     number, operation = command.pop("id"), command.pop("op")
     try:
@@ -177,12 +140,10 @@ async def answer(program: Program, command: dict[str, Any]) -> dict[str, Any]:
     return {"id": number, "error": error}
 
 
-async def serve(control: socket.socket, *, replica: str, address: str, limits: dict[str, int]) -> None:
-    """Answers commands until the socket is closed."""
-    host = await _AddressedHost.started_at(address, replica, limits)
+async def serve(control: socket.socket, program: object, *, endpoint: str) -> None:
+    """Answers commands, which are the methods of the program, until the socket is closed."""
     reader, writer = await asyncio.open_connection(sock=control)
-    _write(writer, {"id": 0, "result": {"endpoint": host.endpoint}})
-    program = Program(host)
+    _write(writer, {"id": 0, "result": {"endpoint": endpoint}})
     async with asyncio.TaskGroup() as group:
 
         async def run(command: dict[str, Any]) -> None:
@@ -193,7 +154,6 @@ async def serve(control: socket.socket, *, replica: str, address: str, limits: d
             tasks.append(group.create_task(run(json.loads(line))))
         for task in tasks:
             task.cancel()
-    await host.close()
 
 
 def _write(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
@@ -210,17 +170,30 @@ def _open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir())) - 1
 
 
-def main() -> None:
-    """Runs until the test closes the socket."""
+def main(start: Callable[[argparse.Namespace], AbstractAsyncContextManager[tuple[object, str]]]) -> None:
+    """Runs until the test closes the socket. `start` yields the program for the options, and its endpoint."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--replica", required=True)
-    parser.add_argument("--address", default="127.0.0.1")
+    parser.add_argument("--listen", required=True)
     parser.add_argument("--limits", type=json.loads, default={})
     options = parser.parse_args()
-    control = socket.socket(fileno=options.control_fd)
-    uvloop.run(serve(control, replica=options.replica, address=options.address, limits=options.limits))
+
+    async def run() -> None:
+        async with start(options) as (program, endpoint):
+            await serve(socket.socket(fileno=options.control_fd), program, endpoint=endpoint)
+
+    uvloop.run(run())
+
+
+@asynccontextmanager
+async def _data_plane(options: argparse.Namespace) -> AsyncIterator[tuple[Program, str]]:
+    host = await Host.started(options.replica, listen=options.listen, **options.limits)
+    try:
+        yield Program(host), host.endpoint
+    finally:
+        await host.close()
 
 
 if __name__ == "__main__":
-    main()
+    main(_data_plane)

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,6 @@ import psutil
 _Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 START_TIMEOUT_S = 30.0
-_MODULE = "tests.connectors.replica_process"
 _ROOT = Path(__file__).parents[2]
 
 
@@ -60,7 +60,9 @@ class Replica:
         """Starts a command in a task."""
         return asyncio.create_task(self.call(op, **arguments), name=f"{op} of {self.name}")
 
-    async def wait(self, op: str, condition: Callable[[Any], bool], *, timeout_s: float = 5.0, **arguments: Any) -> Any:
+    async def wait(
+        self, op: str, condition: Callable[[Any], bool], *, timeout_s: float = 30.0, **arguments: Any
+    ) -> Any:
         """Repeats a command until its result meets a condition."""
         deadline = time.monotonic() + timeout_s
         while not condition(result := await self.call(op, **arguments)):
@@ -74,9 +76,13 @@ class Replica:
         children = psutil.Process(self._process.pid).children(recursive=True)
         return children[-1].pid if children else self._process.pid
 
+    def signal(self, number: int) -> None:
+        """Sends a signal to the replica itself."""
+        psutil.Process(self.process_id).send_signal(number)
+
     def kill(self) -> None:
         """Sends SIGKILL."""
-        psutil.Process(self.process_id).kill()
+        self.signal(signal.SIGKILL)
 
     async def close(self) -> None:
         """Ends the process and waits for it."""
@@ -125,24 +131,19 @@ def _spawn(
 async def replica(
     name: str,
     *,
+    module: str = "tests.connectors.replica_process",
     within: Sequence[str] = (),
-    address: str = "127.0.0.1",
+    listen: str = "127.0.0.1:0",
     environment: Mapping[str, str] | None = None,
     limits: Mapping[str, int] | None = None,
 ) -> AsyncIterator[Replica]:
-    """Starts a replica process. `within` is a command that runs another command elsewhere, as in a namespace."""
+    """Starts a replica process. `module` is its program.
+
+    `within` is a command that runs another command elsewhere, as in a namespace.
+    """
     ours, theirs = socket.socketpair()
-    command = [
-        sys.executable,
-        "-m",
-        _MODULE,
-        "--replica",
-        name,
-        "--address",
-        address,
-        "--limits",
-        json.dumps(limits or {}),
-    ]
+    command = [sys.executable, "-m", module, "--replica", name, "--listen", listen]
+    command += ["--limits", json.dumps(limits or {})]
     with theirs:
         process = _spawn([*within, *command], control=theirs, environment=environment or {})
     one = Replica(name, process=process, control=await asyncio.open_connection(sock=ours))

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import mmap
 import os
-import resource
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,10 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
 from stagemesh.common.wire.tensors import Array
+from stagemesh.conformance import until
 from stagemesh.connectors.arena import memory
 from stagemesh.connectors.arena.arena import COPY_IN_THREAD_BYTES, Arena, Region
 from stagemesh.connectors.arena.memory import PAGE_BYTES, layout_of, pages_are_of, pin_if_cuda
 from stagemesh.connectors.base import MemoryAccount
+from tests.limits import files_of_at_most
 
 MIB = 1 << 20
 PAGES = 64
@@ -229,9 +230,7 @@ async def test_cancelled_copy_keeps_its_region_until_it_has_ended(monkeypatch: p
     await asyncio.wait([writing])
     assert arena.used_bytes > 0
     gate.set()
-    async with asyncio.timeout(5):
-        while arena.used_bytes:
-            await asyncio.sleep(0.001)
+    await until(lambda: not arena.used_bytes, timeout_s=5)
 
 
 async def test_objects_are_never_written(arena: Arena) -> None:
@@ -446,13 +445,8 @@ def test_reader_finds_the_data_of_a_file_of_any_size(pages: int) -> None:
 
 
 async def test_missing_memory_is_a_clear_error_at_the_start() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    try:
-        with pytest.raises(NotReadyError, match="arena_bytes") as caught:
-            Arena(16 << 20)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(1 << 20), pytest.raises(NotReadyError, match="arena_bytes") as caught:
+        Arena(16 << 20)
     assert caught.value.reason == "NO_MEMORY"
 
 

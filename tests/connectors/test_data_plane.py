@@ -15,15 +15,25 @@ from stagemesh.common.errors import (
     UnavailableError,
 )
 from stagemesh.common.plugins.connectors import AUTO, GRPC, NIXL, SHM, ConnectorName
-from stagemesh.common.wire.chunk_sizes import FramesPolicy, PlayoutPace, StepPolicy
-from stagemesh.conformance import assert_same, receive_all, send_all
+from stagemesh.common.wire.chunk_sizes import FramesPolicy, PlayoutPace
+from stagemesh.conformance import (
+    Host,
+    assert_same,
+    exchange,
+    open_flow,
+    open_outlet,
+    packet,
+    receive_all,
+    send_all,
+    two_hosts,
+    until,
+)
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.connectors.wire import key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
-from tests.connectors.hosts import Host, open_flow, packet, two_hosts
 from tests.connectors.relays import relayed
 
 
@@ -32,7 +42,7 @@ async def test_small_tensors_arrive_inline(size: int) -> None:
     sent = [packet(seq, size) for seq in range(20)]
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b)
-        _, received = await asyncio.gather(send_all(outlet, sent), receive_all(inlet))
+        received = await exchange(outlet, inlet, sent)
         assert_same(received, sent)
         assert a.plane.arena.used_bytes == 0
 
@@ -41,16 +51,9 @@ async def test_request_id_can_be_used_again() -> None:
     async with two_hosts() as (a, b):
         for _ in range(2):
             outlet, inlet = open_flow(a, b)
-            _, received = await asyncio.gather(send_all(outlet, [packet(seq) for seq in range(3)]), receive_all(inlet))
+            received = await exchange(outlet, inlet, [packet(seq) for seq in range(3)])
             assert len(received) == 3
             await a.settled()
-
-
-async def test_auto_chooses_shm_on_one_host() -> None:
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_flow(a, b)
-        await asyncio.gather(send_all(outlet, [packet(0, 100_000)]), receive_all(inlet))
-        assert outlet.attempt.connector == SHM
 
 
 async def test_chunk_within_the_window_may_exceed_half_the_arena() -> None:
@@ -58,7 +61,7 @@ async def test_chunk_within_the_window_may_exceed_half_the_arena() -> None:
     async with two_hosts() as (a, _), two_hosts(arena_bytes=1 << 20, window_bytes=1 << 20) as (_, b):
         for connector in (SHM, GRPC):
             outlet, inlet = open_flow(a, b, connector=connector)
-            _, received = await asyncio.gather(send_all(outlet, sent), receive_all(inlet))
+            received = await exchange(outlet, inlet, sent)
             assert_same(received, sent)
 
 
@@ -68,7 +71,7 @@ async def test_private_arena_transfers_by_every_connector_but_shm(connector: Con
     sent = [packet(seq, 100_000) for seq in range(20)]
     async with two_hosts(shared_arena=False) as (a, b):
         outlet, inlet = open_flow(a, b, connector=connector)
-        _, received = await asyncio.gather(send_all(outlet, sent), receive_all(inlet))
+        received = await exchange(outlet, inlet, sent)
         assert_same(received, sent)
         assert outlet.attempt.connector == (NIXL if connector == AUTO else connector)
         del received
@@ -154,7 +157,7 @@ async def test_frames_policy_cuts_across_packets() -> None:
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b, policy=FramesPolicy(4, (2,), left_context_frames=1))
         packets = [Packet({"x": np.arange(n * 5, n * 5 + 5)}) for n in range(3)]
-        _, received = await asyncio.gather(send_all(outlet, packets), receive_all(inlet))
+        received = await exchange(outlet, inlet, packets)
         assert [got.tensors["x"].tolist() for got in received] == [
             [0, 1],
             [1, 2, 3, 4, 5],
@@ -167,12 +170,7 @@ async def test_frames_policy_cuts_across_packets() -> None:
 
 async def test_unexpected_flow_is_rejected() -> None:
     async with two_hosts() as (a, b):
-        outlet = a.plane.open_outlet(
-            EdgeKey("nobody", "a->b", 1),
-            ConsumerAddress("b-0", b.endpoint),
-            connector=AUTO,
-            policy=StepPolicy(),
-        )
+        outlet = open_outlet(a, b, request="nobody")
         with pytest.raises(StagemeshError, match="expects nothing"):
             await send_all(outlet, [packet(0)])
 
@@ -180,12 +178,7 @@ async def test_unexpected_flow_is_rejected() -> None:
 async def test_stale_attempt_is_rejected() -> None:
     async with two_hosts() as (a, b):
         b.plane.open_inlet(EdgeKey("r", "a->b", 2), producer="a-0")
-        outlet = a.plane.open_outlet(
-            EdgeKey("r", "a->b", 1),
-            ConsumerAddress("b-0", b.endpoint),
-            connector=AUTO,
-            policy=StepPolicy(),
-        )
+        outlet = open_outlet(a, b)
         with pytest.raises(NotReadyError, match="replaced") as caught:
             await send_all(outlet, [packet(0)])
         assert caught.value.reason == "STALE_ATTEMPT"
@@ -229,9 +222,7 @@ async def test_leases_end_at_a_consumer_that_is_reached_at_two_addresses() -> No
         links = list(a.plane._links.values())
         assert [bool(link._leases) for link in links] == [True, True]
         held.clear()
-        async with asyncio.timeout(5):
-            while any(link._leases for link in links):
-                await asyncio.sleep(0)
+        await until(lambda: not any(link._leases for link in links), timeout_s=5)
 
 
 _BOUND_S = 20
@@ -255,11 +246,6 @@ async def _carry(outlet: Outlet, inlet: Inlet, count: int) -> None:
         await anext(aiter(inlet))
     await outlet.finish()
     await inlet.aclose()
-
-
-async def _read_all(inlet: Inlet) -> None:
-    async for _ in inlet:
-        pass
 
 
 async def test_retained_chunks_are_replayed_to_the_end() -> None:
@@ -293,13 +279,11 @@ async def test_an_ended_flow_is_freed_at_once(aborted: bool, no_collector: None)
             await outlet.send(packet(0, 10))
             outlet.abort(CancelledRequestError("by the test"))
             with pytest.raises(CancelledRequestError):
-                await _read_all(inlet)
+                await receive_all(inlet)
         else:
             await _carry(outlet, inlet, 2)
         sender, receiver = weakref.ref(outlet), weakref.ref(inlet)
         del outlet, inlet
-        async with asyncio.timeout(_BOUND_S):
-            while sender() or receiver():
-                await asyncio.sleep(0)
+        await until(lambda: not (sender() or receiver()), timeout_s=_BOUND_S)
         with pytest.raises(grpc.aio.AioRpcError, match="no edge a->b of request r"):
             await _get(a, EdgeKey("r", "a->b", 1), 0)

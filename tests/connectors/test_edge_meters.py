@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
+from stagemesh.conformance import Host, open_flow, two_hosts
 from stagemesh.connectors.flow.edge_meters import OTHER_EDGES, EdgeMeter, EdgeMeters
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
-from tests.connectors.connector_names import CONNECTORS, named
+from tests.connectors import EACH_CONNECTOR
 from tests.connectors.contents import packet_of
-from tests.connectors.hosts import Host, open_flow, two_hosts
 
 CHUNKS = 40
-ALL = pytest.mark.parametrize("connector", CONNECTORS)
 
 
 def _meter(host: Host, connector: str) -> EdgeMeter:
@@ -54,11 +53,11 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Transfers:
     return measured
 
 
-@ALL
+@EACH_CONNECTOR
 async def test_bytes_and_seconds_are_those_that_were_transferred(connector: str, transfers: Transfers) -> None:
     packets = [packet_of("r", seq, size_bytes=1000 + 977 * seq) for seq in range(CHUNKS)]
     async with two_hosts() as (a, b):
-        outlet, inlet = open_flow(a, b, connector=named(connector))
+        outlet, inlet = open_flow(a, b, connector=connector)
 
         async def send() -> None:
             for packet in packets:
@@ -79,11 +78,11 @@ async def test_bytes_and_seconds_are_those_that_were_transferred(connector: str,
     assert meter.resent == 0
 
 
-@ALL
+@EACH_CONNECTOR
 async def test_the_wait_for_credit_is_counted(connector: str) -> None:
     packet = packet_of("r", 0, size_bytes=60_000)
     async with two_hosts(window_bytes=64_000) as (a, b):
-        outlet, inlet = open_flow(a, b, connector=named(connector))
+        outlet, inlet = open_flow(a, b, connector=connector)
         await outlet.send(packet)
         # The first chunk waits until the consumer has accepted the flow.
         before_s, began_s = _meter(a, connector).credit_wait_s, time.monotonic()
@@ -104,7 +103,7 @@ async def test_the_wait_for_credit_is_counted(connector: str) -> None:
 def test_further_names_of_edges_are_counted_together() -> None:
     meters = EdgeMeters()
     for number in range(2000):
-        meters.of(f"edge {number}", named("shm")).add(1, 0.0)
+        meters.of(f"edge {number}", "shm").add(1, 0.0)
     counted = list(meters)
     assert len(counted) == 1025
     assert {edge: meter.size_bytes for edge, _, meter in counted}[OTHER_EDGES] == 2000 - 1024

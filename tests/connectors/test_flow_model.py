@@ -20,7 +20,6 @@ from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.rpc.message_streams import StreamHandler
-from tests.connectors.connector_names import named
 from tests.connectors.contents import is_packet_of, packet_of
 from tests.connectors.model_wires import Clock, Wire, WireEnd, close_all, model_settings, turns, use_wires
 from tests.connectors.relay_faults import Direction
@@ -44,7 +43,7 @@ class Flow:
         self.request = request
         self.inlet: Inlet = machine.consumer.open_inlet(key, producer="a")
         self.outlet: Outlet = machine.producer.open_outlet(
-            key, ConsumerAddress("b", "nowhere"), connector=named(FLOWS[request]), policy=StepPolicy()
+            key, ConsumerAddress("b", "nowhere"), connector=FLOWS[request], policy=StepPolicy()
         )
         self.sizes: list[int] = []
         self.to_send: asyncio.Queue[int | None] = asyncio.Queue()

@@ -12,16 +12,14 @@ from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM, ConnectorName
 from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.common.wire.versions import OFFERS, own_protocol
+from stagemesh.conformance import Host, assert_same, exchange, open_flow, packet, two_hosts, until
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, MetadataValue
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey
 from stagemesh.connectors.wire import key_to_wire
-from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.message_streams import PUT_CHUNK
 from stagemesh.v1 import chunk_pb2, stage_pb2
-from tests.connectors.connector_names import named
-from tests.connectors.hosts import Host, open_flow, packet, two_hosts
+from tests.connectors.handmade_producers import dialled, hello
 from tests.connectors.relays import relayed
 
 KEY = EdgeKey("r", "a->b", 1)
@@ -140,9 +138,7 @@ class Scene:
 
     async def until_released(self) -> None:
         """Waits until the producer's arena is empty."""
-        async with asyncio.timeout(5):
-            while self.plane.arena.used_bytes:
-                await asyncio.sleep(0)
+        await until(lambda: not self.plane.arena.used_bytes, timeout_s=5)
 
 
 @asynccontextmanager
@@ -267,62 +263,33 @@ async def test_consumer_that_does_not_begin_with_welcome_fails(monkeypatch: pyte
 NOBODYS_SOCKET = "stagemesh-nobody-listens-here"
 
 
-async def _local_socket_of(host: Host) -> str:
-    """Returns the local socket name that a replica sends to its producers."""
-    async with open_channel(host.endpoint) as channel:
-        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(PUT_CHUNK, None, None)()
-        hello = stage_pb2.Hello(
-            replica="curious", incarnation="i", pipeline="p", generation="g", protocol=own_protocol()
-        )
-        await call.write(stage_pb2.PutChunkRequest(hello=hello).SerializeToString())
-        answer = await call.read()
-        assert isinstance(answer, bytes)
-        call.cancel()
-        return stage_pb2.PutChunkResponse.FromString(answer).welcome.local_socket
-
-
 @asynccontextmanager
 async def _claimed(connector: str, *, somebodys: bool) -> AsyncIterator[tuple[Host, Host, Outlet, Inlet]]:
     """Yields a flow to a consumer that names another replica's local socket, or one that does not exist."""
     async with two_hosts() as (a, b), relayed(b.endpoint) as relay:
         other = await Host.started("c-0")
         try:
-            relay.false_socket = await _local_socket_of(other) if somebodys else NOBODYS_SOCKET
-            key = EdgeKey("r", "a->b", 1)
-            inlet = b.plane.open_inlet(key, producer="a-0")
-            outlet = a.plane.open_outlet(
-                key, ConsumerAddress("b-0", relay.endpoint), connector=named(connector), policy=StepPolicy()
-            )
-            yield a, other, outlet, inlet
+            relay.false_socket = NOBODYS_SOCKET
+            if somebodys:
+                async with dialled(other, hello(replica="curious")) as curious:
+                    relay.false_socket = (await curious.welcome()).local_socket
+            yield a, other, *open_flow(a, b, connector=connector, endpoint=relay.endpoint)
         finally:
             await other.close()
 
 
-async def _carry(outlet: Outlet, inlet: Inlet) -> list[MetadataValue]:
-    async def send() -> None:
-        for seq in range(5):
-            await outlet.send(packet(seq, 100_000))
-        await outlet.finish()
-
-    async def receive() -> list[MetadataValue]:
-        seqs = [got.metadata["seq"] async for got in inlet]
-        await inlet.aclose()
-        return seqs
-
-    return (await asyncio.gather(send(), receive()))[1]
-
-
 @pytest.mark.parametrize("somebodys", [True, False])
 async def test_auto_serves_a_false_claimant_over_the_network(somebodys: bool) -> None:
+    sent = [packet(seq, 100_000) for seq in range(5)]
     async with _claimed("auto", somebodys=somebodys) as (a, other, outlet, inlet):
-        assert await _carry(outlet, inlet) == list(range(5))
-        assert outlet.attempt.connector != "shm"
+        assert_same(await exchange(outlet, inlet, sent), sent)
+        assert outlet.attempt.connector != SHM
         # The replica that owns the socket still works.
-        assert await _carry(*open_flow(a, other, request="r2", connector=named("shm"))) == list(range(5))
+        assert_same(await exchange(*open_flow(a, other, request="r2", connector=SHM), sent), sent)
 
 
 @pytest.mark.parametrize("somebodys", [True, False])
 async def test_shm_is_rejected_for_a_false_claimant(somebodys: bool) -> None:
-    async with _claimed("shm", somebodys=somebodys) as (_, _, outlet, _):
+    async with _claimed(SHM, somebodys=somebodys) as (_, _, outlet, _):
         with pytest.raises(NotReadyError, match="not on one host"):
             await outlet.send(packet(0, 100_000))

@@ -1,25 +1,48 @@
 """Messages of a broken or hostile producer: they are rejected with a reason, and no other flow is harmed (D7)."""
 
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
+
 import grpc
 import numpy as np
 import pytest
 
-from stagemesh.common.errors import StagemeshError
-from stagemesh.common.wire.versions import own_protocol
+from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.plugins.connectors import NIXL, ConnectorName
+from stagemesh.conformance import packet
+from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer
 from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.connectors.wire import FlowDigest, PacketShape, fill_inline, fill_metadata, key_to_wire
-from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
-from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc, tensor_pb2
-from tests.connectors.handmade_producers import KEY, OPEN, WIRE_KEY, dialled, open_peer, peer
-from tests.connectors.hosts import packet
+from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
+from tests.connectors.handmade_producers import KEY, WIRE_KEY, Peer, chunk, dialled, hello, open_peer, opening, peer
 
 HUGE = (1 << 64) - 1
+OTHER = KEY._replace(request_id="other")
 
 
 def _tensor(**fields: object) -> chunk_pb2.ChunkData:
     tensor = tensor_pb2.Tensor(**{"name": "x", "dtype": tensor_pb2.DATA_TYPE_UINT8, "shape": [4], **fields})  # type: ignore[arg-type]
     return chunk_pb2.ChunkData(tensors=[tensor], size_bytes=4)
+
+
+def _fragment(**fields: Any) -> stage_pb2.PutItem:
+    return stage_pb2.PutItem(fragment=chunk_pb2.ChunkFragment(payload=b"x", key=WIRE_KEY, **fields))
+
+
+def _large_chunk(size_bytes: int) -> stage_pb2.PutItem:
+    data = _tensor(inline=b"1234")
+    data.size_bytes = size_bytes
+    return chunk(data=data)
+
+
+def _demand(size_bytes: int) -> stage_pb2.PutItem:
+    return stage_pb2.PutItem(demand=stage_pb2.CreditDemand(key=WIRE_KEY, size_bytes=size_bytes))
+
+
+GOOD, BAD = chunk(data=_tensor(inline=b"1234")), chunk(data=_tensor(inline=b"12345"))
 
 
 @pytest.mark.parametrize(
@@ -48,47 +71,39 @@ def _tensor(**fields: object) -> chunk_pb2.ChunkData:
 )
 async def test_malformed_chunk_is_rejected(data: chunk_pb2.ChunkData) -> None:
     async with open_peer() as one:
-        await one.put_data(data)
+        await one.put(chunk(data=data))
         assert await one.reason() in {"INVALID_CHUNK", "FRAGMENT_GAP"}
 
 
-async def test_sequence_gap_is_rejected() -> None:
+@pytest.mark.parametrize(
+    ("item", "reason"),
+    [
+        pytest.param(chunk(data=_tensor(inline=b"1234"), seq=1), "SEQUENCE_GAP", id="gap in the sequence"),
+        pytest.param(_fragment(transfer_id=1, total_bytes=2 << 20), "CREDIT_EXCEEDED", id="large fragment"),
+        pytest.param(_fragment(transfer_id=1, total_bytes=HUGE), "CREDIT_EXCEEDED", id="huge fragment"),
+        pytest.param(_large_chunk(2 << 20), "CREDIT_EXCEEDED", id="large chunk"),
+        pytest.param(_large_chunk(HUGE), "CREDIT_EXCEEDED", id="huge chunk"),
+        pytest.param(_demand(1 << 60), "CHUNK_TOO_LARGE", id="large demand"),
+        pytest.param(_demand(HUGE), "CHUNK_TOO_LARGE", id="huge demand"),
+        pytest.param(chunk(end=chunk_pb2.ChunkEnd(count=3)), "DIGEST_MISMATCH", id="end of other chunks"),
+        pytest.param(
+            chunk(KEY._replace(request_id="?"), data=_tensor(inline=b"1234")), "UNKNOWN_FLOW", id="unknown request"
+        ),
+    ],
+)
+async def test_message_beyond_the_state_of_its_flow_is_rejected(item: stage_pb2.PutItem, reason: str) -> None:
     async with open_peer() as one:
-        await one.put_data(_tensor(inline=b"1234"), seq=1)
-        assert await one.reason() == "SEQUENCE_GAP"
+        await one.put(item)
+        assert await one.reason() == reason
 
 
 async def test_duplicate_is_dropped_silently() -> None:
     async with open_peer() as one:
         for seq in (0, 0, 1):
-            await one.put_data(_tensor(inline=b"1234"), seq=seq)
+            await one.put(chunk(data=_tensor(inline=b"1234"), seq=seq))
         while (await one.answer("ack")).ack.next_seq < 2:
             pass
         assert one.inlet.attempt.next_seq == 2
-
-
-@pytest.mark.parametrize("size_bytes", [2 << 20, HUGE])
-async def test_fragment_beyond_the_credit_is_rejected(size_bytes: int) -> None:
-    async with open_peer() as one:
-        piece = chunk_pb2.ChunkFragment(transfer_id=1, total_bytes=size_bytes, payload=b"x", key=WIRE_KEY)
-        await one.put(stage_pb2.PutItem(fragment=piece))
-        assert await one.reason() == "CREDIT_EXCEEDED"
-
-
-@pytest.mark.parametrize("size_bytes", [2 << 20, HUGE])
-async def test_chunk_beyond_the_credit_is_rejected(size_bytes: int) -> None:
-    async with open_peer() as one:
-        data = _tensor(inline=b"1234")
-        data.size_bytes = size_bytes
-        await one.put_data(data)
-        assert await one.reason() == "CREDIT_EXCEEDED"
-
-
-@pytest.mark.parametrize("size_bytes", [1 << 60, HUGE])
-async def test_demand_beyond_the_limit_is_rejected(size_bytes: int) -> None:
-    async with open_peer() as one:
-        await one.put(stage_pb2.PutItem(demand=stage_pb2.CreditDemand(key=WIRE_KEY, size_bytes=size_bytes)))
-        assert await one.reason() == "CHUNK_TOO_LARGE"
 
 
 @pytest.mark.parametrize(
@@ -97,36 +112,17 @@ async def test_demand_beyond_the_limit_is_rejected(size_bytes: int) -> None:
 async def test_fragment_out_of_order_is_rejected(total_bytes: int, offset: int) -> None:
     async with open_peer() as one:
         for number in range(HUGE - 4, HUGE):
-            piece = chunk_pb2.ChunkFragment(
-                transfer_id=number, total_bytes=total_bytes, offset=offset, payload=b"x", key=WIRE_KEY
-            )
-            await one.put(OPEN, stage_pb2.PutItem(fragment=piece))
+            await one.put(opening(), _fragment(transfer_id=number, total_bytes=total_bytes, offset=offset))
         assert (await one.answer("rejected")).rejected.error.reason == "FRAGMENT_GAP"
-
-
-async def test_end_that_describes_other_chunks_is_rejected() -> None:
-    async with open_peer() as one:
-        await one.put(stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, end=chunk_pb2.ChunkEnd(count=3))))
-        assert await one.reason() == "DIGEST_MISMATCH"
-
-
-async def test_chunk_of_an_unknown_request_is_rejected() -> None:
-    async with open_peer() as one:
-        chunk = chunk_pb2.Chunk(
-            key=chunk_pb2.EdgeKey(request_id="?", edge="a->b", attempt=1), data=_tensor(inline=b"1234")
-        )
-        await one.put(stage_pb2.PutItem(chunk=chunk))
-        assert await one.reason() == "UNKNOWN_FLOW"
 
 
 async def test_chunk_of_a_committed_flow_is_answered_with_the_commit() -> None:
     async with open_peer() as one:
-        await one.put_data(_tensor(inline=b"1234"))
+        await one.put(GOOD)
         digest, inlet = FlowDigest(), one.inlet
         digest.add(PacketShape(Packet({"x": np.zeros(4, np.uint8)})))
-        end = stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, seq=1, end=digest.end()))
-        late = stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, seq=2, data=_tensor(inline=b"5678")))
-        await one.put(end, late)
+        late = chunk(seq=2, data=_tensor(inline=b"5678"))
+        await one.put(chunk(seq=1, end=digest.end()), late)
         assert [got.tensors["x"].tobytes() async for got in inlet] == [b"1234"]
         await inlet.aclose()
         assert (await one.answer("commit")).commit.key == WIRE_KEY
@@ -139,33 +135,29 @@ async def test_chunk_of_a_closed_flow_is_rejected() -> None:
         inlet = one.inlet
         await inlet.aclose()
         assert (await one.answer("rejected")).rejected.error.reason == "NOT_READ"
-        await one.put_data(_tensor(inline=b"1234"))
+        await one.put(GOOD)
         assert (await one.answer("rejected")).rejected.error.reason == "UNKNOWN_FLOW"
 
 
 async def test_rejected_flow_harms_no_other() -> None:
     async with open_peer() as one:
-        other = EdgeKey("other", "a->b", 1)
-        inlet = one.host.plane.open_inlet(other, producer="a-0")
-        await one.put(stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=key_to_wire(other))))
-        await one.put_data(_tensor(inline=b"12345"))
+        inlet = one.host.plane.open_inlet(OTHER, producer="a-0")
+        await one.put(opening(OTHER))
+        await one.put(BAD)
         assert await one.reason() == "INVALID_CHUNK"
         digest, shape = FlowDigest(), PacketShape(packet(0))
         digest.add(shape)
-        chunk = chunk_pb2.Chunk(key=key_to_wire(other), seq=0)
-        fill_inline(chunk.data, packet(0).tensors, shape)
-        fill_metadata(chunk.data, packet(0).metadata)
-        await one.put(
-            stage_pb2.PutItem(chunk=chunk),
-            stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=key_to_wire(other), seq=1, end=digest.end())),
-        )
+        data = chunk_pb2.ChunkData()
+        fill_inline(data, packet(0).tensors, shape)
+        fill_metadata(data, packet(0).metadata)
+        await one.put(chunk(OTHER, data=data), chunk(OTHER, seq=1, end=digest.end()))
         assert [got.metadata["seq"] async for got in inlet] == [0]
 
 
 async def test_reader_of_a_rejected_flow_receives_the_cause() -> None:
     async with open_peer() as one:
         inlet = one.inlet
-        await one.put_data(_tensor(inline=b"12345"))
+        await one.put(BAD)
         with pytest.raises(StagemeshError, match="needs 4 bytes but has 5") as caught:
             await anext(inlet)
         assert caught.value.metadata["edge"] == "a->b"
@@ -173,10 +165,17 @@ async def test_reader_of_a_rejected_flow_receives_the_cause() -> None:
 
 @pytest.mark.parametrize(("field", "reason"), [("generation", "other generation"), ("pipeline", "other pipeline")])
 async def test_producer_of_another_deployment_is_rejected(field: str, reason: str) -> None:
-    async with peer(**{field: reason}) as one:
+    async with peer(hello(**{field: reason})) as one:
         with pytest.raises(grpc.aio.AioRpcError, match=reason) as caught:
             await one.call.read()
         assert from_rpc_error(caught.value, peer="b-0").reason == f"WRONG_{field.upper()}"
+
+
+@pytest.mark.parametrize("field", ["replica", "incarnation"])
+async def test_producer_without_identity_is_rejected(field: str) -> None:
+    async with peer(hello(**{field: ""})) as one:
+        with pytest.raises(grpc.aio.AioRpcError, match="name the producer and its incarnation"):
+            await one.call.read()
 
 
 async def test_false_claim_of_the_same_host_is_rejected() -> None:
@@ -185,42 +184,96 @@ async def test_false_claim_of_the_same_host_is_rejected() -> None:
         await one.put(stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_SHM, offer=lie)))
         assert (await one.answer("offer_answer")).offer_answer.error.reason == "CONNECTOR_UNAVAILABLE"
         one.host.plane.open_inlet(KEY, producer="a-0")
-        await one.put(stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=WIRE_KEY, connector=chunk_pb2.CONNECTOR_SHM)))
+        await one.put(opening(connector=chunk_pb2.CONNECTOR_SHM))
         assert await one.reason() == "CONNECTOR_UNAVAILABLE"
 
 
-@pytest.mark.parametrize(
-    "item",
-    [OPEN, stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, data=_tensor(inline=b"old!")))],
-    ids=["an OpenEdge", "a chunk"],
-)
+@pytest.mark.parametrize("item", [opening(), chunk(data=_tensor(inline=b"old!"))], ids=["an OpenEdge", "a chunk"])
 async def test_earlier_incarnation_cannot_write_into_its_successors_flow(item: stage_pb2.PutItem) -> None:
     async with peer() as former:
-        await former.welcomed()
-        async with dialled(former.host, incarnation="j") as successor:
+        await former.welcome()
+        async with dialled(former.host, hello(incarnation="j")) as successor:
             inlet = former.host.plane.open_inlet(KEY, producer="a-0")
-            await successor.put(OPEN)
+            await successor.put(opening())
             await successor.answer("opened")
             await former.put(item)
             assert (await former.answer("rejected")).rejected.error.reason == "STALE_INCARNATION"
-            await successor.put_data(_tensor(inline=b"new!"))
+            await successor.put(chunk(data=_tensor(inline=b"new!")))
             assert (await anext(aiter(inlet))).tensors["x"].tobytes() == b"new!"
             await inlet.aclose()
 
 
 async def test_failed_flow_is_not_accepted_again() -> None:
     async with open_peer() as one:
-        await one.put_data(_tensor(inline=b"12345"))
-        assert await one.reason() == "INVALID_CHUNK"
-        await one.put(OPEN)
-        assert await one.reason() == "INVALID_CHUNK"
+        for item in (BAD, opening()):
+            await one.put(item)
+            assert await one.reason() == "INVALID_CHUNK"
 
 
-@pytest.mark.parametrize("hello", [{"replica": "a-0"}, {"incarnation": "i"}], ids=str)
-async def test_producer_without_identity_is_rejected(hello: dict[str, str]) -> None:
-    async with peer() as one, open_channel(one.host.endpoint) as channel:
-        call = stage_pb2_grpc.StageServiceStub(channel).PutChunk()
-        message = stage_pb2.Hello(pipeline="p", generation="g", protocol=own_protocol(), **hello)
-        await call.write(stage_pb2.PutChunkRequest(hello=message))
-        with pytest.raises(grpc.aio.AioRpcError, match="name the producer and its incarnation"):
-            await call.read()
+class _FailingReader(FetchingReader):
+    def __init__(self) -> None:
+        self.closing, self.may_close = asyncio.Event(), asyncio.Event()
+
+    async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
+        raise UnavailableError("the network is gone")
+
+    async def close(self) -> None:
+        self.closing.set()
+        await self.may_close.wait()
+
+
+class _Failing(Connector):
+    name: ClassVar[ConnectorName] = NIXL
+
+    def __init__(self) -> None:
+        self.reader = _FailingReader()
+
+    async def offer(self) -> bytes:
+        return b""
+
+    async def connect(self, offer: bytes, producer: Producer) -> FetchingReader:
+        return self.reader
+
+    async def close(self) -> None:
+        pass
+
+
+def _chunk(key: EdgeKey, lease_id: int) -> stage_pb2.PutItem:
+    tensor = tensor_pb2.Tensor(name="x", dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[4])
+    tensor.shm.CopyFrom(tensor_pb2.ShmRegion(offset=1 << 16, size_bytes=4, generation=1))
+    return chunk(key, data=chunk_pb2.ChunkData(tensors=[tensor], size_bytes=4, lease_id=lease_id))
+
+
+@asynccontextmanager
+async def _agreed() -> AsyncIterator[tuple[Peer, _FailingReader]]:
+    """Yields two flows by a negotiated connector."""
+    async with peer() as one:
+        connector = _Failing()
+        one.host.plane._connectors._connectors[NIXL] = connector
+        inlets = [one.host.plane.open_inlet(key, producer="a-0") for key in (KEY, OTHER)]
+        await one.put(stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_NIXL)))
+        assert not (await one.answer("offer_answer")).offer_answer.HasField("error")
+        for key in (KEY, OTHER):
+            await one.put(opening(key, chunk_pb2.CONNECTOR_NIXL))
+            await one.answer("opened")
+        try:
+            yield one, connector.reader
+        finally:
+            connector.reader.may_close.set()
+            for inlet in inlets:
+                await inlet.aclose()
+
+
+@pytest.mark.parametrize(
+    "item", [_chunk(OTHER, 2), opening(OTHER, chunk_pb2.CONNECTOR_NIXL)], ids=["a chunk", "an OpenEdge"]
+)
+async def test_flow_that_shares_a_failed_reader_is_opened_again(item: stage_pb2.PutItem) -> None:
+    async with _agreed() as (one, reader):
+        await one.put(_chunk(KEY, 1))
+        await reader.closing.wait()
+        await one.put(item)
+        key = key_to_wire(OTHER)
+        verdict = await one.reply(lambda reply: key in (reply.resync.key, reply.rejected.key))
+        assert verdict.resync.failed == chunk_pb2.CONNECTOR_NIXL
+        await one.put(opening(OTHER))
+        assert (await one.answer("opened")).opened.key == key

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import itertools
-import os
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -13,13 +12,12 @@ from typing import Any
 import pytest
 
 from stagemesh.common.wire.chunk_sizes import StepPolicy
+from stagemesh.conformance import Host
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.v1 import stage_pb2
-from tests.connectors.connector_names import CONNECTORS, named
+from tests.connectors import CONNECTORS
 from tests.connectors.contents import is_packet_of, packet_of
-from tests.connectors.hosts import Host
-from tests.connectors.local_sockets import connect, listen
 from tests.connectors.relay_faults import CutError, Direction, Fault, Faults, pump, split
 from tests.connectors.relays import Relay, relayed
 
@@ -49,9 +47,7 @@ async def _deliver(consumer: Host, relay: Relay, *, name: str, connector: str) -
     producer = DataPlane(replica=name, pipeline="p", generation="g", **LIMITS)
     key = EdgeKey(name, "a->b", 1)
     inlet = consumer.plane.open_inlet(key, producer=name)
-    outlet = producer.open_outlet(
-        key, ConsumerAddress("b-0", relay.endpoint), connector=named(connector), policy=StepPolicy()
-    )
+    outlet = producer.open_outlet(key, ConsumerAddress("b-0", relay.endpoint), connector=connector, policy=StepPolicy())
 
     async def send() -> None:
         for seq in range(CHUNKS):
@@ -202,16 +198,3 @@ def test_batched_items_are_affected_one_by_one() -> None:
     ]
     assert [len(part.items) for part in parts] == [0, 1, 1, 1]
     assert parts[0].hello.replica == "a"
-
-
-async def test_descriptor_arrives_before_the_messages() -> None:
-    name = f"stagemesh-test-{os.getpid()}"
-    with listen(name) as listener, connect(name) as one, await listener.accept() as other:
-        one.send_descriptor(one.raw.fileno())
-        received = await other.receive_descriptor()
-        assert os.fstat(received).st_ino == os.fstat(one.raw.fileno()).st_ino
-        os.close(received)
-        writing = asyncio.create_task(one.write_frame(b"x" * 200_000))
-        frames = other.frames()
-        assert await anext(frames) == b"x" * 200_000
-        await writing

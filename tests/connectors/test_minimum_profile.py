@@ -6,10 +6,9 @@ import grpc
 import pytest
 
 from stagemesh.common.wire.chunk_sizes import StepPolicy
-from stagemesh.conformance import assert_same, receive_all, send_all
+from stagemesh.conformance import Host, assert_same, packet, receive_all, send_all
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.v1 import chunk_pb2
-from tests.connectors.hosts import Host, packet
 from tests.connectors.minimum_profile import (
     LIMITS,
     WINDOW_BYTES,

@@ -7,12 +7,10 @@ import pytest
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
 from stagemesh.common.plugins import connectors
 from stagemesh.common.plugins.connectors import AUTO, GRPC, NIXL, SHM, ConnectorName
+from stagemesh.conformance import Host, open_flow, packet, two_hosts
 from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.shm import ShmConnector
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe
-from tests.connectors.hosts import Host, open_flow, packet, two_hosts
-from tests.connectors.namespaces import ENVIRONMENT, namespaces
-from tests.connectors.replicas import ReplicaError, replica
 
 
 async def _probe(producer: Host, consumer: Host, connector: ConnectorName = AUTO) -> EdgeProbe:
@@ -87,24 +85,9 @@ async def test_restarted_consumer_is_probed_again() -> None:
             while True:
                 await _probe(a, b)
                 await asyncio.sleep(0)
-        successor = Host("b-0")  # type: ignore[abstract]
-        successor.server.add_insecure_port(b.endpoint)
-        await successor.server.start()
+        successor = await Host.started("b-0", listen=b.endpoint)
         assert (await _probe(a, b)).connector == SHM
         await successor.close()
-
-
-async def test_shm_between_hosts_is_rejected_and_auto_returns_the_reason() -> None:
-    with namespaces() as net:
-        async with (
-            replica("a-0", within=net.within(0), address=net.address(0), environment=ENVIRONMENT) as a,
-            replica("b-0", within=net.within(1), address=net.address(1), environment=ENVIRONMENT) as b,
-        ):
-            with pytest.raises(ReplicaError, match="not on one host"):
-                await a.call("probe", consumer=b.name, endpoint=b.endpoint, connector=SHM)
-            found = await a.call("probe", consumer=b.name, endpoint=b.endpoint, connector=AUTO)
-    assert found["connector"] == NIXL
-    assert "not on one host" in found["refusals"][SHM]
 
 
 def _without_shm(monkeypatch: pytest.MonkeyPatch) -> None:

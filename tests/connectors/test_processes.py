@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.connectors.connector_names import CONNECTORS
+from tests.connectors import EACH_CONNECTOR
 from tests.connectors.replicas import Replica, ReplicaError, flow, replica
 
 NOTICED_S = 5.0
@@ -19,7 +19,6 @@ FLAT_BYTES = 32 << 20
 ENDLESS = 1_000_000
 LIMITS = {"arena_bytes": 16 << 20, "window_bytes": 4 << 20}
 WARM_UP_ROUNDS = 2
-ALL = pytest.mark.parametrize("connector", CONNECTORS)
 
 
 def _shared_memory() -> set[str]:
@@ -93,76 +92,16 @@ async def _kill_rounds(connector: str, rounds: int) -> None:
     assert _shared_memory() <= shared_before
 
 
-@ALL
+@EACH_CONNECTOR
 async def test_the_survivor_notices_a_kill_at_once(connector: str) -> None:
     await _kill_rounds(connector, WARM_UP_ROUNDS + 1)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@ALL
+@EACH_CONNECTOR
 async def test_two_hundred_kills_leave_nothing(connector: str) -> None:
     await _kill_rounds(connector, 70)
-
-
-RESTART_LIMITS = {"arena_bytes": 4 << 20, "window_bytes": 1 << 20}
-"""Size of the arena, which the successor fills several times."""
-REPEATED_BYTES = 100_000
-READ = 3
-"""Number of chunks that the engine reads before its producer dies; more have arrived by then."""
-
-
-@ALL
-async def test_data_of_an_earlier_incarnation_is_never_accepted(connector: str) -> None:
-    async with replica("b-0", limits=RESTART_LIMITS) as consumer:
-        async with replica("a-0", limits=RESTART_LIMITS) as former:
-            address = former.endpoint
-            tasks = await flow(
-                former,
-                consumer,
-                request="old",
-                connector=connector,
-                count=1000,
-                size_bytes=REPEATED_BYTES,
-                gated=True,
-            )
-            await consumer.call("allow", request="old", packets=READ)
-            await consumer.wait("progress", lambda count: count == READ, request="old")
-            await former.wait("progress", lambda count: count > 2 * READ, request="old")
-            former.kill()
-            with pytest.raises(ConnectionError):
-                await tasks[0]
-        async with replica("a-0", address=address, limits=RESTART_LIMITS) as successor:
-            assert successor.endpoint == address
-            await _new_data_arrives(successor, consumer, connector)
-            await _old_flow_is_rejected(successor, consumer, connector)
-            await consumer.call("allow", request="old")
-            with pytest.raises(ReplicaError) as caught:
-                await tasks[1]
-            # `receive` checks that the chunks which arrived equal the sent ones. Then the reader gets the error.
-            assert caught.value.reason == "PEER_LOST"
-            assert await consumer.call("progress", request="old") > READ
-
-
-async def _new_data_arrives(successor: Replica, consumer: Replica, connector: str) -> None:
-    tasks = await flow(successor, consumer, request="new", connector=connector, count=200, size_bytes=REPEATED_BYTES)
-    sent, received = await asyncio.gather(*tasks)
-    assert (sent["chunks"], sent["connector"], received["count"]) == (200, connector, 200)
-
-
-async def _old_flow_is_rejected(successor: Replica, consumer: Replica, connector: str) -> None:
-    """Checks that a producer which sends the same flow again is rejected, with all of its chunks."""
-    with pytest.raises(ReplicaError) as caught:
-        await successor.call(
-            "send",
-            request="old",
-            endpoint=consumer.endpoint,
-            consumer=consumer.name,
-            connector=connector,
-            count=5,
-            size_bytes=REPEATED_BYTES,
-        )
-    assert caught.value.reason == "STALE_INCARNATION"
 
 
 CHUNK_BYTES = 1 << 20
@@ -201,13 +140,13 @@ async def _slow_with_fast(connector: str, chunks: int) -> float:
         return max(beside) / alone
 
 
-@ALL
+@EACH_CONNECTOR
 async def test_slow_consumer_costs_its_producer_no_memory(connector: str) -> None:
     assert await _slow_with_fast(connector, 600) > 0
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@ALL
+@EACH_CONNECTOR
 async def test_slow_request_does_not_slow_a_fast_one(connector: str) -> None:
     assert await _slow_with_fast(connector, 10_000) >= 0.8

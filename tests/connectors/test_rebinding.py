@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,12 +12,11 @@ import pytest
 from stagemesh.common.errors import InternalError, NotReadyError, StagemeshError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM
 from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
-from stagemesh.conformance import assert_same, receive_all, send_all
+from stagemesh.conformance import Host, assert_same, open_outlet, packet, receive_all, send_all
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.lost_peers import REBIND_S
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
-from tests.connectors.hosts import Host, packet
 
 _BOUND_S = 20
 
@@ -36,16 +36,7 @@ def key_of(attempt: int) -> EdgeKey:
     return EdgeKey("r", "a->b", attempt)
 
 
-def out(
-    producer: Host, consumer: Host, *, attempt: int, policy: ChunkPolicy | None = None, connector: str = AUTO
-) -> Outlet:
-    return producer.plane.open_outlet(
-        key_of(attempt),
-        ConsumerAddress(consumer.replica, consumer.endpoint),
-        connector=connector,
-        policy=policy or StepPolicy(),
-        rebind_s=REBIND_S,
-    )
+out = partial(open_outlet, rebind_s=REBIND_S)
 
 
 def rebind_out(outlet: Outlet, producer: Host, consumer: Host, *, attempt: int, connector: str = AUTO) -> None:

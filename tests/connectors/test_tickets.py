@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,16 +21,14 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.plugins.connectors import GRPC, SHM, ConnectorName
 from stagemesh.common.wire.chunk_sizes import FramesPolicy, StepPolicy, WholePolicy
-from stagemesh.conformance import Proxy, proxied, two_hosts
-from stagemesh.conformance.replicas import until
+from stagemesh.conformance import Host, Proxy, proxied, two_hosts, until
 from stagemesh.connectors import lost_peers
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet, ReceivedTicket, Ticket
 from stagemesh.connectors.stream import local_socket
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
-from tests.connectors.handmade_producers import KEY, OPEN, Peer, peer
-from tests.connectors.hosts import Host
+from tests.connectors.handmade_producers import KEY, Peer, chunk, opening, peer
 from tests.connectors.offers import KIND, LIMIT_S, Offers, open_ticket_flow, take
 
 BOUND_S = 5.0
@@ -58,29 +56,52 @@ async def three_hosts() -> AsyncGenerator[tuple[Host, Host, Host]]:
 
 
 @dataclass
-class HandedOver:
-    """A ticket that the engine of "b-0" has received from the engine of "a-0", and its flow."""
+class Flow:
+    """A flow from "a-0" to "b-0" that carries a packet with tickets."""
 
     a: Host
     b: Host
     offers: Offers
     outlet: Outlet
     inlet: Inlet
-    ticket: Ticket
-    proxy: Proxy
-    """The proxy before "b-0", which the flow uses if it was opened through the proxy."""
+
+    async def finish(self) -> None:
+        """Ends the flow and reads its rest."""
+        await finish(self.outlet, self.inlet)
 
 
 @asynccontextmanager
-async def handed_over(
-    *, rebind_s: float = 0.0, time_limit_s: float = LIMIT_S, through_proxy: bool = False
-) -> AsyncGenerator[HandedOver]:
+async def ticket_flow(
+    *names: str, time_limit_s: float = LIMIT_S, limits: Mapping[str, int] | None = None, **flow: Any
+) -> AsyncGenerator[Flow]:
+    """Sends a packet with a ticket for each name. `limits` are those of the data planes, `flow` is for `open_flow`."""
+    offers = Offers()
+    async with two_hosts(**(limits or {})) as (a, b):
+        outlet, inlet = open_ticket_flow(a, b, **flow)
+        await offers.send(outlet, *names, time_limit_s=time_limit_s)
+        yield Flow(a, b, offers, outlet, inlet)
+
+
+@dataclass
+class HandedOver(Flow):
+    """A flow whose ticket the engine of "b-0" has received from the engine of "a-0"."""
+
+    ticket: Ticket
+
+
+@asynccontextmanager
+async def handed_over(**arguments: Any) -> AsyncGenerator[HandedOver]:
+    async with ticket_flow(**arguments) as flow:
+        yield HandedOver(**vars(flow), ticket=await take(flow.inlet))
+
+
+@asynccontextmanager
+async def handed_over_through_proxy() -> AsyncGenerator[tuple[HandedOver, Proxy]]:
     offers = Offers()
     async with two_hosts() as (a, b), proxied(b.endpoint) as (proxy, endpoint):
-        route: dict[str, Any] = {"connector": GRPC, "endpoint": endpoint} if through_proxy else {}
-        outlet, inlet = open_ticket_flow(a, b, rebind_s=rebind_s, **route)
-        await offers.send(outlet, time_limit_s=time_limit_s)
-        yield HandedOver(a, b, offers, outlet, inlet, await take(inlet), proxy)
+        outlet, inlet = open_ticket_flow(a, b, connector=GRPC, endpoint=endpoint)
+        await offers.send(outlet)
+        yield HandedOver(a, b, offers, outlet, inlet, await take(inlet)), proxy
 
 
 @asynccontextmanager
@@ -88,7 +109,7 @@ async def ticket_peer() -> AsyncGenerator[tuple[Peer, Inlet]]:
     """Yields a producer that has opened a flow whose reader accepts tickets, and the reader's inlet."""
     async with peer() as one:
         inlet = one.host.plane.open_inlet(KEY, producer="a-0", ticket_kinds=[KIND])
-        await one.put(OPEN)
+        await one.put(opening())
         await one.answer("opened")
         yield one, inlet
         await inlet.aclose()
@@ -104,11 +125,8 @@ async def finish(outlet: Outlet, inlet: Inlet) -> None:
 
 @pytest.mark.parametrize("connector", [GRPC, SHM])
 async def test_ticket_arrives_with_the_tensors_of_its_packet(connector: ConnectorName) -> None:
-    offers = Offers()
-    async with two_hosts(inline_limit_bytes=0) as (a, b):
-        outlet, inlet = open_ticket_flow(a, b, connector=connector)
-        await offers.send(outlet)
-        packet = await anext(aiter(inlet))
+    async with ticket_flow(limits={"inline_limit_bytes": 0}, connector=connector) as it:
+        packet = await anext(aiter(it.inlet))
         ticket = packet.tickets["kv"]
         assert packet.tensors["first_token"].tolist() == [7]
         assert (ticket.kind, ticket.descriptor, ticket.size_bytes) == (KIND, b"kv", 1 << 30)
@@ -122,31 +140,25 @@ async def test_state_is_released_once_when_its_reader_releases_the_ticket() -> N
         it.ticket.release()
         it.ticket.release()
         await eventually(lambda: it.offers.released == ["kv"])
-        await finish(it.outlet, it.inlet)
+        await it.finish()
     assert it.offers.released == ["kv"]
 
 
 async def test_dropped_ticket_ends_like_a_released_one() -> None:
-    offers = Offers()
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_ticket_flow(a, b)
-        await offers.send(outlet)
-        ticket = await take(inlet)
+    async with ticket_flow() as it:
+        ticket = await take(it.inlet)
         await ticket.accept()
         del ticket
-        await eventually(lambda: offers.released == ["kv"])
+        await eventually(lambda: it.offers.released == ["kv"])
 
 
 async def test_ticket_without_an_acceptance_is_kept_until_the_flow_ends() -> None:
-    offers = Offers()
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_ticket_flow(a, b)
-        await offers.send(outlet)
-        (await take(inlet)).release()
+    async with ticket_flow() as it:
+        (await take(it.inlet)).release()
         await asyncio.sleep(0.05)
-        assert offers.released == []
-        await finish(outlet, inlet)
-        await eventually(lambda: offers.released == ["kv"])
+        assert it.offers.released == []
+        await it.finish()
+        await eventually(lambda: it.offers.released == ["kv"])
 
 
 async def test_ticket_cannot_be_accepted_after_its_time_limit() -> None:
@@ -170,19 +182,14 @@ async def test_acceptance_renews_the_time_limit() -> None:
 
 
 async def test_companions_are_released_together() -> None:
-    offers = Offers()
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_ticket_flow(a, b)
-        await offers.send(outlet, "with prompt", "without prompt")
-        packet = await anext(aiter(inlet))
-        first, second = packet.tickets.values()
-        del packet
+    async with ticket_flow("with prompt", "without prompt") as it:
+        first, second = (await anext(aiter(it.inlet))).tickets.values()
         await first.accept()
         first.release()
         await second.accept()
-        assert offers.released == []
+        assert it.offers.released == []
         second.release()
-        await eventually(lambda: offers.released == ["with prompt", "without prompt"])
+        await eventually(lambda: it.offers.released == ["with prompt", "without prompt"])
 
 
 async def test_state_for_two_consumers_is_released_after_the_last() -> None:
@@ -209,25 +216,25 @@ async def test_state_for_two_consumers_is_released_after_the_last() -> None:
 
 
 async def test_ticket_survives_a_broken_connection() -> None:
-    async with handed_over(through_proxy=True) as it:
-        it.proxy.cut()
+    async with handed_over_through_proxy() as (it, proxy):
+        proxy.cut()
         await it.ticket.accept()
-        it.proxy.cut()
+        proxy.cut()
         await it.ticket.accept()
         assert it.offers.released == []
-        it.proxy.cut()
+        proxy.cut()
         it.ticket.release()
         await eventually(lambda: it.offers.released == ["kv"])
-        await finish(it.outlet, it.inlet)
+        await it.finish()
 
 
 async def test_acceptance_that_is_cut_off_is_repeated() -> None:
-    async with handed_over(through_proxy=True) as it:
+    async with handed_over_through_proxy() as (it, proxy):
         for turns in range(8):
             accepting = asyncio.create_task(it.ticket.accept())
             for _ in range(turns):
                 await asyncio.sleep(0)
-            it.proxy.cut()
+            proxy.cut()
             await accepting
         assert it.offers.released == []
 
@@ -284,9 +291,9 @@ async def test_ticket_of_a_former_incarnation_is_refused() -> None:
 
 async def test_producer_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_peers, "TICKET_ANSWER_S", 0.1)
-    async with handed_over(through_proxy=True) as it:
-        it.proxy.target_port = 9
-        it.proxy.cut()
+    async with handed_over_through_proxy() as (it, proxy):
+        proxy.targets[:] = ["127.0.0.1:9"]
+        proxy.cut()
         with pytest.raises(UnavailableError) as refused:
             await it.ticket.accept()
         assert refused.value.reason == "TICKET_LOST"
@@ -309,13 +316,10 @@ async def test_aborted_flow_keeps_a_state_that_is_being_read() -> None:
 
 
 async def test_aborted_flow_releases_a_state_without_a_reader() -> None:
-    offers = Offers()
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_ticket_flow(a, b)
-        await offers.send(outlet)
-        outlet.abort(InternalError("the engine failed"))
-        await inlet.aclose()
-        await eventually(lambda: offers.released == ["kv"])
+    async with ticket_flow() as it:
+        it.outlet.abort(InternalError("the engine failed"))
+        await it.inlet.aclose()
+        await eventually(lambda: it.offers.released == ["kv"])
 
 
 async def test_used_ticket_is_not_sent_to_another_consumer() -> None:
@@ -349,16 +353,13 @@ async def test_ticket_that_a_new_producer_repeats_is_dropped() -> None:
 
 
 async def test_flow_with_a_kind_that_the_reader_does_not_accept_is_rejected() -> None:
-    offers = Offers()
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_ticket_flow(a, b, kinds=("other.state",))
-        await offers.send(outlet)
+    async with ticket_flow(ticket_kinds=("other.state",)) as it:
         with pytest.raises(UnsupportedError, match=r"accepts other\.state") as refused:
-            await outlet.finish()
+            await it.outlet.finish()
         assert refused.value.reason == "TICKET_REFUSED"
-        await eventually(lambda: offers.released == ["kv"])
+        await eventually(lambda: it.offers.released == ["kv"])
         with pytest.raises(UnsupportedError):
-            await take(inlet)
+            await take(it.inlet)
 
 
 @pytest.mark.parametrize("policy", [WholePolicy(), FramesPolicy(1)])
@@ -446,7 +447,7 @@ def _data(*tensors: tensor_pb2.Tensor, size_bytes: int = 0, lease_id: int = 5) -
 )
 async def test_malformed_ticket_is_rejected(data: chunk_pb2.ChunkData) -> None:
     async with ticket_peer() as (one, inlet):
-        await one.put_data(data)
+        await one.put(chunk(data=data))
         assert await one.reason() == "INVALID_CHUNK"
         await inlet.aclose()
         # No lease is retained for it.
@@ -457,7 +458,7 @@ async def test_malformed_ticket_is_rejected(data: chunk_pb2.ChunkData) -> None:
 @pytest.mark.parametrize("kind", ["", "KV", "other.kv", "a" * 65, "x\0"])
 async def test_ticket_of_another_kind_is_refused_and_its_lease_returned(kind: str) -> None:
     async with ticket_peer() as (one, inlet):
-        await one.put_data(_data(_handover(kind=kind)))
+        await one.put(chunk(data=_data(_handover(kind=kind))))
         assert (await one.answer("release")).release.lease_ids == [5]
         with pytest.raises(UnsupportedError):
             await take(inlet)
@@ -465,7 +466,7 @@ async def test_ticket_of_another_kind_is_refused_and_its_lease_returned(kind: st
 
 async def test_repeated_and_unknown_answers_are_ignored() -> None:
     async with ticket_peer() as (one, inlet):
-        await one.put_data(_data(_handover()))
+        await one.put(chunk(data=_data(_handover())))
         ticket = await take(inlet)
         accepting = asyncio.create_task(ticket.accept())
         accept = (await one.answer("accept")).accept

@@ -1,6 +1,6 @@
 """Producers and consumers of a later version of the contract: added fields, kinds and enum values."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
@@ -10,52 +10,35 @@ import pytest
 
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.plugins.connectors import SHM
-from stagemesh.common.wire.versions import own_protocol
 from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.connectors.wire import FlowDigest, PacketShape, key_to_wire
-from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.message_streams import PUT_CHUNK
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
-from tests.connectors.hosts import Host
+from tests.connectors.handmade_producers import KEY, WIRE_KEY, Peer, chunk, hello, opening, peer
 from tests.connectors.test_hostile_consumers import opened, scene
 from tests.later_contract import LATER, later, later_class, today
 
 ITEM = stage_pb2.PutItem
 REPLY: TypeAlias = stage_pb2.PutReply
+OTHER = KEY._replace(request_id="other")
 DATA = Packet({"bytes": np.arange(40, dtype=np.uint8)})
 
 
-class LaterProducer:
-    """A producer of the later version, connected to a real consumer by gRPC."""
+@asynccontextmanager
+async def _producer(**fields: Any) -> AsyncIterator[Peer]:
+    """Yields a producer of the later version. `fields` replaces fields of its Hello."""
+    async with peer(today(later(hello(**fields)), stage_pb2.PutChunkRequest)) as one:
+        yield one
 
-    def __init__(self, host: Host, call: Any) -> None:
-        self.host, self.call = host, call
 
-    async def put(self, *items: Any) -> None:
-        await self.call.write(later_class("PutChunkRequest")(items=items))
+def _read_today(item: Any) -> ITEM:
+    """Returns an item of the later version as today's class, which retains what it does not know."""
+    read: ITEM = today(item, ITEM)
+    return read
 
-    async def open(self, key: EdgeKey, **fields: Any) -> None:
-        opening = later(ITEM(open=stage_pb2.OpenEdge(key=key_to_wire(key), connector=chunk_pb2.CONNECTOR_GRPC)))
-        opening.open.MergeFrom(later_class("OpenEdge")(**fields))
-        await self.put(opening)
 
-    async def finish(self, key: EdgeKey) -> None:
-        """Sends one chunk and the end of an opened flow."""
-        shape, digest = PacketShape(DATA), FlowDigest()
-        digest.add(shape)
-        first = chunk_pb2.Chunk(key=key_to_wire(key), data=_data())
-        last = chunk_pb2.Chunk(key=key_to_wire(key), seq=1, end=digest.end())
-        await self.put(later(ITEM(chunk=first)), later(ITEM(chunk=last)))
-
-    async def rejection(self) -> chunk_pb2.Error:
-        """Returns the error of the next rejected flow."""
-        while (response := await self.call.read()) is not grpc.aio.EOF:
-            for reply in response.replies:
-                if reply.HasField("rejected"):
-                    error: chunk_pb2.Error = today(reply.rejected.error, chunk_pb2.Error)
-                    return error
-        raise AssertionError(await self.call.details())
+def _open(key: EdgeKey, connector: int = chunk_pb2.CONNECTOR_GRPC) -> ITEM:
+    return _read_today(later(opening(key, connector)))
 
 
 def _data() -> chunk_pb2.ChunkData:
@@ -66,86 +49,61 @@ def _data() -> chunk_pb2.ChunkData:
     return chunk_pb2.ChunkData(tensors=[message], size_bytes=tensor.nbytes)
 
 
-@asynccontextmanager
-async def _producer(protocol: Protocol | None = None) -> AsyncIterator[LaterProducer]:
-    host = await Host.started("b-0")
-    try:
-        async with open_channel(host.endpoint) as channel:
-            call: Any = channel.stream_stream(
-                PUT_CHUNK,
-                later_class("PutChunkRequest").SerializeToString,
-                later_class("PutChunkResponse").FromString,
-            )()
-            hello = stage_pb2.Hello(
-                replica="a-0", incarnation="i", pipeline="p", generation="g", protocol=protocol or own_protocol()
-            )
-            await call.write(later(stage_pb2.PutChunkRequest(hello=hello)))
-            yield LaterProducer(host, call)
-            call.cancel()
-    finally:
-        await host.close()
+def _rest(key: EdgeKey) -> list[ITEM]:
+    """Returns one chunk and the end of an opened flow."""
+    digest = FlowDigest()
+    digest.add(PacketShape(DATA))
+    return [_read_today(later(each)) for each in (chunk(key, data=_data()), chunk(key, seq=1, end=digest.end()))]
 
 
-def _key(request: str) -> EdgeKey:
-    return EdgeKey(request, "a->b", 1)
-
-
-def _later_item(key: EdgeKey | None, *, ignorable: bool = False) -> Any:
-    return later_class("PutItem")(later="?", key=None if key is None else later(key_to_wire(key)), ignorable=ignorable)
+def _later_item(key: EdgeKey | None, *, ignorable: bool = False) -> ITEM:
+    wire_key = None if key is None else later(key_to_wire(key))
+    return _read_today(later_class("PutItem")(later="?", key=wire_key, ignorable=ignorable))
 
 
 async def test_a_consumer_ignores_added_fields_and_ignorable_kinds() -> None:
     async with _producer() as producer:
-        inlet = producer.host.plane.open_inlet(_key("r"), producer="a-0")
-        await producer.open(_key("r"))
-        await producer.put(_later_item(_key("r"), ignorable=True), _later_item(None, ignorable=True))
-        await producer.finish(_key("r"))
+        inlet = producer.host.plane.open_inlet(KEY, producer="a-0")
+        await producer.put(_open(KEY))
+        await producer.put(_later_item(KEY, ignorable=True), _later_item(None, ignorable=True))
+        await producer.put(*_rest(KEY))
         assert [each.size_bytes async for each in inlet] == [DATA.size_bytes]
         await inlet.aclose()
 
 
-def _later_chunk() -> Any:
-    return later_class("PutItem")(chunk=later_class("Chunk")(key=later(key_to_wire(_key("r"))), later="?"))
+def _later_chunk() -> ITEM:
+    return _read_today(later_class("PutItem")(chunk=later_class("Chunk")(key=later(WIRE_KEY), later="?")))
 
 
-def _later_location(*, lease_id: int = 0) -> Any:
-    item = later(ITEM(chunk=chunk_pb2.Chunk(key=key_to_wire(_key("r")), data=_data())))
-    item.chunk.data.tensors[0].later = "elsewhere"
+def _later_tensor(*, lease_id: int = 0, **fields: Any) -> ITEM:
+    item = later(chunk(data=_data()))
+    item.chunk.data.tensors[0].MergeFrom(later_class("Tensor")(**fields))
     item.chunk.data.lease_id = lease_id
-    return item
-
-
-def _later_dtype() -> Any:
-    item = later(ITEM(chunk=chunk_pb2.Chunk(key=key_to_wire(_key("r")), data=_data())))
-    item.chunk.data.tensors[0].dtype = LATER
-    return item
+    return _read_today(item)
 
 
 @pytest.mark.parametrize(
-    ("make", "reason", "message"),
+    ("item", "reason", "message"),
     [
-        (lambda: _later_item(_key("r")), "UNKNOWN_KIND", "sent a PutItem of an unknown kind (field 1000"),
-        (_later_chunk, "UNKNOWN_KIND", "sent a Chunk of an unknown kind (field 1000"),
-        (_later_location, "UNKNOWN_KIND", "sent a Tensor of an unknown kind (field 1000"),
-        (lambda: _later_location(lease_id=5), "UNKNOWN_KIND", "sent a Tensor of an unknown kind (field 1000"),
-        (_later_dtype, "INVALID_CHUNK", "unknown dtype 900"),
+        (_later_item(KEY), "UNKNOWN_KIND", "sent a PutItem of an unknown kind (field 1000"),
+        (_later_chunk(), "UNKNOWN_KIND", "sent a Chunk of an unknown kind (field 1000"),
+        (_later_tensor(later="?"), "UNKNOWN_KIND", "sent a Tensor of an unknown kind (field 1000"),
+        (_later_tensor(later="?", lease_id=5), "UNKNOWN_KIND", "sent a Tensor of an unknown kind (field 1000"),
+        (_later_tensor(dtype=LATER), "INVALID_CHUNK", "unknown dtype 900"),
     ],
     ids=["item", "content", "location", "location with a lease", "dtype"],
 )
-async def test_a_consumer_refuses_an_unknown_kind_of_one_flow_only(
-    make: Callable[[], Any], reason: str, message: str
-) -> None:
+async def test_a_consumer_refuses_an_unknown_kind_of_one_flow_only(item: ITEM, reason: str, message: str) -> None:
     async with _producer() as producer:
-        failing = producer.host.plane.open_inlet(_key("r"), producer="a-0")
-        other = producer.host.plane.open_inlet(_key("other"), producer="a-0")
-        await producer.open(_key("r"))
-        await producer.open(_key("other"))
-        await producer.put(make())
-        error = await producer.rejection()
+        failing, other = (producer.host.plane.open_inlet(key, producer="a-0") for key in (KEY, OTHER))
+        await producer.put(_open(KEY))
+        await producer.put(_open(OTHER))
+        await producer.put(item)
+        error = (await producer.answer("rejected")).rejected.error
         assert (error.reason, message in error.message) == (reason, True), error.message
         with pytest.raises(StagemeshError, match="unknown"):
             await anext(failing)
-        await producer.finish(_key("other"))
+        await producer.put(*_rest(OTHER))
         assert len([each async for each in other]) == 1
         await failing.aclose()
         await other.aclose()
@@ -153,9 +111,9 @@ async def test_a_consumer_refuses_an_unknown_kind_of_one_flow_only(
 
 async def test_a_consumer_refuses_an_unknown_connector() -> None:
     async with _producer() as producer:
-        inlet = producer.host.plane.open_inlet(_key("r"), producer="a-0")
-        await producer.open(_key("r"), connector=LATER)
-        assert "900 is unknown" in (await producer.rejection()).message
+        inlet = producer.host.plane.open_inlet(KEY, producer="a-0")
+        await producer.put(_open(KEY, LATER))
+        assert "900 is unknown" in (await producer.answer("rejected")).rejected.error.message
         await inlet.aclose()
 
 
@@ -177,7 +135,7 @@ async def test_a_consumer_ends_the_stream_at_an_unknown_kind_without_a_flow() ->
     ids=["newer", "none"],
 )
 async def test_a_consumer_refuses_a_producer_without_a_common_version(protocol: Protocol, older: str) -> None:
-    async with _producer(protocol) as producer:
+    async with _producer(protocol=protocol) as producer:
         with pytest.raises(grpc.aio.AioRpcError, match=f"producer a-0 speaks .*consumer b-0 speaks .*upgrade {older}"):
             await producer.call.read()
 

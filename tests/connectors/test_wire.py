@@ -14,6 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.wire.tensors import DTYPES, Tensors
+from stagemesh.conformance import Host, assert_same, exchange, open_flow, two_hosts
 from stagemesh.connectors import fragments as fragments_module
 from stagemesh.connectors import wire
 from stagemesh.connectors.base import Bytes
@@ -22,9 +23,8 @@ from stagemesh.connectors.fragments import FragmentAssembler
 from stagemesh.connectors.packets import EdgeKey, Packet, ReceivedTicket
 from stagemesh.connectors.wire import FlowDigest, PacketShape
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
-from tests.connectors.connector_names import CONNECTORS, named
-from tests.connectors.contents import is_packet_of, packet_of
-from tests.connectors.hosts import Host, open_flow, two_hosts
+from tests.connectors import EACH_CONNECTOR
+from tests.connectors.contents import packet_of
 
 VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "protos/digest_vectors.json").read_text())
 
@@ -152,34 +152,21 @@ SIZE_BYTES = 20_000
 WINDOW_BYTES = 1 << 20
 LONG_AGO = pytest.mark.parametrize("start", [10**8, 2**32 - CHUNKS // 2, 2**53 - CHUNKS // 2])
 """Counter values after 50 hours, around the limit of 32 bits, and around the exact integers of a double."""
-ALL = pytest.mark.parametrize("connector", CONNECTORS)
 
 
 async def _carry(a: Host, outlet: Any, inlet: Any) -> None:
-    async def send() -> None:
-        for seq in range(CHUNKS):
-            await outlet.send(packet_of("r", seq, SIZE_BYTES))
-        await outlet.finish()
-
-    async def receive() -> None:
-        for seq in range(CHUNKS):
-            assert is_packet_of(await anext(inlet), request="r", seq=seq, size_bytes=SIZE_BYTES)
-        assert await anext(inlet, None) is None
-        await inlet.aclose()
-
-    await asyncio.gather(send(), receive())
-    async with asyncio.timeout(5):
-        while a.plane.arena.used_bytes:
-            await asyncio.sleep(0.01)
+    sent = [packet_of("r", seq, SIZE_BYTES) for seq in range(CHUNKS)]
+    assert_same(await exchange(outlet, inlet, sent), sent)
+    await a.settled()
 
 
-@ALL
+@EACH_CONNECTOR
 @LONG_AGO
 async def test_ids_stay_unique_after_many_leases_and_transfers(
     connector: str, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with two_hosts() as (a, b):
-        outlet, inlet = open_flow(a, b, connector=named(connector))
+        outlet, inlet = open_flow(a, b, connector=connector)
         (link,) = a.plane._links.values()
         lease_ids, transfer_ids = itertools.count(start + 1), itertools.count(start + 1)
         monkeypatch.setattr(sent_chunks, "_lease_ids", lease_ids)
@@ -189,11 +176,11 @@ async def test_ids_stay_unique_after_many_leases_and_transfers(
         assert not link._leases
 
 
-@ALL
+@EACH_CONNECTOR
 @LONG_AGO
 async def test_flow_continues_after_many_chunks_and_bytes(connector: str, start: int) -> None:
     async with two_hosts(window_bytes=WINDOW_BYTES) as (a, b):
-        outlet, inlet = open_flow(a, b, connector=named(connector))
+        outlet, inlet = open_flow(a, b, connector=connector)
         _advance_outlet(outlet, start)
         _advance_inlet(inlet, start)
         await _carry(a, outlet, inlet)

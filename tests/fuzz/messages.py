@@ -1,7 +1,7 @@
 """Random protobuf messages: structured ones with extreme values, and mutated bytes of these."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -16,7 +16,25 @@ _TEXTS = (
     "grpc", "00-" + "1" * 32 + "-" + "2" * 16 + "-01", "file:///etc/passwd", "memory://x", "\ud7ff", "a\nb", "r/1", "/",
 )  # fmt: skip
 _BYTES = (b"", b"\x00", b"\xff" * 8, b"a" * 100, bytes(range(256)))
+_SIGNED = (*_INTEGERS, -1, -(1 << 31))
+_SIGNED_64 = (*_INTEGERS, -1, -(1 << 63), (1 << 63) - 1)
+_UNSIGNED = (*_INTEGERS, (1 << 32) - 1)
+_UNSIGNED_64 = (*_INTEGERS, 1 << 32, (1 << 63) - 1, (1 << 64) - 1)
 _FLOATS = (0.0, 1.0, -1.0, 0.5, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"), 30.0)
+_SCALARS: Mapping[int, Sequence[object]] = {
+    FieldDescriptor.TYPE_STRING: _TEXTS,
+    FieldDescriptor.TYPE_DOUBLE: _FLOATS,
+    FieldDescriptor.TYPE_FLOAT: _FLOATS,
+    FieldDescriptor.TYPE_BOOL: (False, True),
+    FieldDescriptor.TYPE_UINT64: _UNSIGNED_64,
+    FieldDescriptor.TYPE_FIXED64: _UNSIGNED_64,
+    FieldDescriptor.TYPE_UINT32: _UNSIGNED,
+    FieldDescriptor.TYPE_FIXED32: _UNSIGNED,
+    FieldDescriptor.TYPE_INT64: _SIGNED_64,
+    FieldDescriptor.TYPE_SINT64: _SIGNED_64,
+    FieldDescriptor.TYPE_SFIXED64: _SIGNED_64,
+}
+"""The values of each type of field that has no other rule. All other types have signed integers of 32 bits."""
 
 
 class MessageFuzzer:
@@ -95,23 +113,9 @@ class MessageFuzzer:
         else:
             setattr(message, field.name, self._scalar(field))
 
-    def _scalar(self, field: Any) -> Any:  # noqa: PLR0911  # one case for each type
-        kind, types = field.type, FieldDescriptor
-        if kind == types.TYPE_STRING:
-            return self.random.choice(_TEXTS)
-        if kind == types.TYPE_BYTES:
+    def _scalar(self, field: Any) -> Any:
+        if field.type == FieldDescriptor.TYPE_BYTES:
             return self.random.choice((*_BYTES, self.random.randbytes(self.random.randint(0, 64))))
-        if kind in {types.TYPE_DOUBLE, types.TYPE_FLOAT}:
-            return self.random.choice(_FLOATS)
-        if kind == types.TYPE_BOOL:
-            return self.random.random() < 0.5
-        if kind == types.TYPE_ENUM:
-            values = [each.number for each in field.enum_type.values]
-            return self.random.choice((*values, 99))
-        if kind in {types.TYPE_UINT64, types.TYPE_FIXED64}:
-            return self.random.choice((*_INTEGERS, 1 << 32, (1 << 63) - 1, (1 << 64) - 1))
-        if kind in {types.TYPE_UINT32, types.TYPE_FIXED32}:
-            return self.random.choice((*_INTEGERS, (1 << 32) - 1))
-        if kind in {types.TYPE_INT64, types.TYPE_SINT64, types.TYPE_SFIXED64}:
-            return self.random.choice((*_INTEGERS, -1, -(1 << 63), (1 << 63) - 1))
-        return self.random.choice((*_INTEGERS, -1, -(1 << 31)))
+        if field.type == FieldDescriptor.TYPE_ENUM:
+            return self.random.choice((*(each.number for each in field.enum_type.values), 99))
+        return self.random.choice(_SCALARS.get(field.type, _SIGNED))

@@ -22,7 +22,6 @@ from google.protobuf.message import DecodeError
 from PIL import Image
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.wire.versions import own_protocol
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.fragments import decode_fragment, encode_fragment, split_into_fragments
 from stagemesh.connectors.packets import EdgeKey, Packet
@@ -36,6 +35,7 @@ from stagemesh.services.engines.media_decoding import DecodedBytes, read_audio, 
 from stagemesh.services.engines.prompts import MediaFile
 from stagemesh.services.stage.step.spec import checkpoint_to_wire, rebinding_from_wire, spec_from_wire
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, request_pb2, stage_pb2, tensor_pb2
+from tests.connectors.handmade_producers import hello
 from tests.fuzz.messages import MessageFuzzer
 
 _LIMIT_BYTES = 16 << 20
@@ -101,9 +101,7 @@ class ChunkReader:
         return arrived > 0
 
 
-_HELLO = stage_pb2.PutChunkRequest(
-    hello=stage_pb2.Hello(replica="a-0", incarnation="i", pipeline="p", generation="g", protocol=own_protocol())
-).SerializeToString()
+_HELLO = hello().SerializeToString()
 
 
 def _split(data: bytes) -> list[bytes]:

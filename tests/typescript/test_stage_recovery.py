@@ -173,7 +173,7 @@ async def test_restarted_consumer_gets_the_flow_again_by_rebinding() -> None:
         step = await stage.start("r", consumer=endpoint)
         sending = asyncio.create_task(send_all(outlet_to(stage.endpoint, a.plane, "r"), sent))
         await anext(inlet)
-        proxy.target_port = int(c2.endpoint.rsplit(":", 1)[1])
+        proxy.targets[:] = [c2.endpoint]
         proxy.cut()
         successor = inlet_from(c2.plane, "r", attempt=2)
         await stage.rebind(step, outputs=[output_binding(endpoint, 2, "c-0")])

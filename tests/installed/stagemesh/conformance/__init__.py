@@ -20,11 +20,14 @@ from stagemesh.conformance.reader_suite import ReaderSuite  # noqa: E402
 from stagemesh.conformance.replicas import (  # noqa: E402
     Host,
     assert_same,
+    exchange,
     open_flow,
+    open_outlet,
     packet,
     receive_all,
     send_all,
     two_hosts,
+    until,
 )
 
 __all__ = [
@@ -33,12 +36,15 @@ __all__ = [
     "Host",
     "Proxy",
     "assert_same",
+    "exchange",
     "open_flow",
+    "open_outlet",
     "packet",
     "proxied",
     "receive_all",
     "send_all",
     "two_hosts",
+    "until",
 ]
 
 

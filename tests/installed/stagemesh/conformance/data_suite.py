@@ -83,7 +83,7 @@ class DataSuite(Suite):
             assert_same(there, sent[0])
             assert_same(back, sent[1])
 
-    async def test_packet_for_two_consumers_arrives_at_both(self) -> None:
+    async def test_packet_for_two_consumers_is_written_once_and_arrives_at_both(self) -> None:
         sent = [packet(seq, 50_000) for seq in range(10)]
         async with two_hosts(inline_limit_bytes=0) as (_, c), self.hosts() as (a, b):
             fan_out = a.plane.fan_out()
@@ -96,6 +96,7 @@ class DataSuite(Suite):
             for got in await asyncio.gather(*map(receive_all, inlets)):
                 assert_same(got, sent)
             await sender
+            assert a.plane.arena.copied_bytes == sum(one.size_bytes for one in sent)
             await a.settled()
 
     async def test_nothing_is_held_after_the_flow(self) -> None:

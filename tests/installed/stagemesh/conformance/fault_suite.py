@@ -5,13 +5,23 @@ of a replica are rejected. The producer reaches the consumer through a `Proxy`, 
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError
-from stagemesh.conformance.replicas import Host, assert_same, exchange, open_flow, packet, receive_all, send_all
+from stagemesh.conformance.replicas import (
+    Host,
+    assert_same,
+    exchange,
+    open_flow,
+    open_outlet,
+    packet,
+    receive_all,
+    send_all,
+)
 from stagemesh.conformance.suite import BOUND_S, Suite
 from stagemesh.connectors import lost_peers
 from stagemesh.connectors.flow.inlet import Inlet
@@ -21,10 +31,12 @@ MIB = 1 << 20
 
 
 class Proxy:
-    """A TCP proxy for one port. `cut` resets the open connections. Later connections are still accepted."""
+    """A TCP proxy. `cut` resets the open connections. Later connections are still accepted."""
 
-    def __init__(self, target_port: int) -> None:
-        self.target_port = target_port
+    def __init__(self, *targets: str) -> None:
+        self.targets = list(targets)
+        """The endpoints, "host:port", to which connections lead in turn. A test may change the list."""
+        self._connections = itertools.count()
         self._writers: set[asyncio.StreamWriter] = set()
         self._running = 0
         self.forwarded_bytes = 0
@@ -32,7 +44,7 @@ class Proxy:
         """The numbers of forwarded bytes at which the proxy cuts all connections, in ascending order."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Relays one connection to the target port until the connection ends."""
+        """Relays one connection to a target until the connection ends."""
         self._running += 1
         try:
             async with _closing(writer):
@@ -42,7 +54,8 @@ class Proxy:
             self._running -= 1
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
+        host, _, port = self.targets[next(self._connections) % len(self.targets)].rpartition(":")
+        upstream_reader, upstream_writer = await asyncio.open_connection(host, int(port))
         async with _closing(upstream_writer):
             ends = {writer, upstream_writer}
             self._writers |= ends
@@ -87,9 +100,9 @@ async def _closing(writer: asyncio.StreamWriter) -> AsyncGenerator[None]:
 
 
 @asynccontextmanager
-async def proxied(endpoint: str) -> AsyncGenerator[tuple[Proxy, str]]:
-    """Starts a proxy for the given "host:port" endpoint. Yields the proxy and the proxy's own endpoint."""
-    proxy = Proxy(int(endpoint.rsplit(":", 1)[1]))
+async def proxied(*targets: str) -> AsyncGenerator[tuple[Proxy, str]]:
+    """Starts a proxy for the given "host:port" endpoints. Yields the proxy and the proxy's own endpoint."""
+    proxy = Proxy(*targets)
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:
@@ -168,6 +181,9 @@ class FaultSuite(Suite):
             successor = await Host.started("a-0", inline_limit_bytes=0)
             try:
                 assert_same(await self.carry(successor, b, sent, request="r2"), sent)
+                with pytest.raises(StagemeshError) as rejected:
+                    await _send(open_outlet(successor, b, connector=self.connector), 1)
+                assert rejected.value.reason == "STALE_INCARNATION"
                 with pytest.raises(UnavailableError, match="chunk 1 of edge a->b"):
                     await _first(inlet)
                 assert held == packet(50, 100_000).tensors["x"].tobytes()
@@ -230,6 +246,6 @@ async def _successor(previous: Host, proxy: Proxy) -> Host:
     The caller must close the returned host.
     """
     successor = await Host.started(previous.replica, inline_limit_bytes=0)
-    proxy.target_port = int(successor.endpoint.rsplit(":", 1)[1])
+    proxy.targets[:] = [successor.endpoint]
     proxy.cut()
     return successor

@@ -32,6 +32,8 @@ from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader, InPlace
 MIB = 1 << 20
 _HUGE = (1 << 64) - 1
 _SIZE_BYTES = 20_000
+_REGION_BYTES = 5 * PAGE_BYTES
+"""The size in bytes of the pages that contain `_SIZE_BYTES` bytes."""
 
 Unconnected: TypeAlias = tuple[End, End]
 """A producer and a consumer that are not connected."""
@@ -107,7 +109,8 @@ class ReaderSuite(Suite):
             {"size_bytes": _HUGE},
             {"size_bytes": 2 * ARENA_BYTES},
             {"size_bytes": -1},
-            {"size_bytes": _SIZE_BYTES + PAGE_BYTES},
+            {"size_bytes": _REGION_BYTES + 1},
+            {"offset": ARENA_BYTES, "size_bytes": ARENA_BYTES},
             {"offset": _HUGE, "size_bytes": _HUGE},
             {"offset": data_offset(ARENA_BYTES) + ARENA_BYTES, "size_bytes": 1},
             {"offset": data_offset(ARENA_BYTES) + ARENA_BYTES - PAGE_BYTES, "size_bytes": 1},
@@ -115,6 +118,7 @@ class ReaderSuite(Suite):
             {"generation": 0, "offset": data_offset(ARENA_BYTES) + ARENA_BYTES - PAGE_BYTES, "size_bytes": 1},
             {"generation": 7},
             {"generation": _HUGE},
+            {"generation": _HUGE + 1},
         ],
         ids=str,
     )

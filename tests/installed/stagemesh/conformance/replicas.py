@@ -40,28 +40,29 @@ from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 ARENA_BYTES = 8 << 20
 """The size in bytes of the arena of an `End`."""
-SETTLING_S = 5.0
+SETTLING_S = 30.0
 """The time limit in seconds for freeing memory that is no longer used."""
 
 
 class Host(stage_pb2_grpc.StageServiceServicer):
     """A data plane with a gRPC server that serves PutChunk and GetChunk, as a stage does.
 
-    `limits` are arguments of DataPlane, such as size limits in bytes.
+    It listens at `listen`, "host:port", where port 0 selects a free port. `limits` are arguments of DataPlane, such as
+    size limits in bytes.
     """
 
-    def __init__(self, replica: str, **limits: Any) -> None:
+    def __init__(self, replica: str, *, listen: str = "127.0.0.1:0", **limits: Any) -> None:
         arguments: dict[str, Any] = {"arena_bytes": 16 << 20, **limits}
         self.plane = DataPlane(replica=replica, pipeline="p", generation="g", **arguments)
         self.replica = replica
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         add_stage_service(self, self.server)
-        self.endpoint = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.endpoint = f"{listen.rpartition(':')[0]}:{self.server.add_insecure_port(listen)}"
 
     @classmethod
-    async def started(cls, replica: str, **limits: Any) -> Self:
+    async def started(cls, replica: str, **arguments: Any) -> Self:
         """Creates a host and starts its server. The caller must close the host."""
-        host = cls(replica, **limits)
+        host = cls(replica, **arguments)
         await host.server.start()
         return host
 
@@ -180,29 +181,48 @@ class Connected:
         return await self.reader.fetch(places, MemoryAccount())
 
 
+def open_outlet(
+    producer: Host,
+    consumer: Host,
+    *,
+    request: str = "r",
+    attempt: int = 1,
+    connector: ConnectorName = AUTO,
+    policy: ChunkPolicy | None = None,
+    endpoint: str = "",
+    rebind_s: float = 0.0,
+) -> Outlet:
+    """Opens the producer's end of a flow.
+
+    `request` is the id of the flow's request. `policy` determines how packets are cut into chunks. If `policy` is None,
+    StepPolicy is used. The producer connects to `endpoint`, or to the consumer's endpoint if `endpoint` is empty. It
+    waits `rebind_s` seconds for a successor of a lost consumer.
+    """
+    return producer.plane.open_outlet(
+        EdgeKey(request, "a->b", attempt),
+        ConsumerAddress(consumer.replica, endpoint or consumer.endpoint),
+        connector=connector,
+        policy=policy or StepPolicy(),
+        rebind_s=rebind_s,
+    )
+
+
 def open_flow(
     producer: Host,
     consumer: Host,
     *,
     request: str = "r",
-    connector: ConnectorName = AUTO,
-    policy: ChunkPolicy | None = None,
-    endpoint: str = "",
+    ticket_kinds: Sequence[str] = (),
+    rebind_s: float = 0.0,
+    **outlet: Any,
 ) -> tuple[Outlet, Inlet]:
     """Opens a flow from `producer` to `consumer`. Returns the flow's outlet and inlet.
 
-    `request` is the id of the flow's request. `policy` determines how packets are cut into chunks. If `policy` is None,
-    StepPolicy is used. The producer connects to `endpoint`, or to the consumer's endpoint if `endpoint` is empty.
+    The reader accepts tickets of `ticket_kinds`. `outlet` has further arguments of `open_outlet`.
     """
     key = EdgeKey(request, "a->b", 1)
-    inlet = consumer.plane.open_inlet(key, producer=producer.replica)
-    outlet = producer.plane.open_outlet(
-        key,
-        ConsumerAddress(consumer.replica, endpoint or consumer.endpoint),
-        connector=connector,
-        policy=policy or StepPolicy(),
-    )
-    return outlet, inlet
+    inlet = consumer.plane.open_inlet(key, producer=producer.replica, ticket_kinds=ticket_kinds, rebind_s=rebind_s)
+    return open_outlet(producer, consumer, request=request, rebind_s=rebind_s, **outlet), inlet
 
 
 def content(size_bytes: int, seed: int) -> Bytes:
