@@ -5,7 +5,7 @@ heard, the transcript and the state of the stages.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Protocol
@@ -18,11 +18,10 @@ from stagemesh.client.session_events import SessionEvent
 from stagemesh.common.errors import NotReadyError
 from stagemesh.v1.orchestrator_pb2 import ConverseResponse
 from tests.deployment import Deployment
-from tests.soak.footprint import Sample, growth, sample
-from tests.soak.operators import Operator, operating
+from tests.soak.footprint import Sample, growth, sampling
+from tests.soak.operators import Operator, operating, unreleased
 from tests.system.conversing import joined
 
-_SAMPLE_S = 2.0
 _RELEASE_S = 20.0
 _WORDS = ("river", "castle", "garden", "mountain", "kitchen", "library", "morning", "winter")
 
@@ -124,16 +123,14 @@ async def converse(
     """
     async with operating(up.admin_endpoint) as operator, AsyncClient(up.endpoint) as client:
         talk = _Talk(up, operator, plan, expected, sound_of)
-        sampling = asyncio.create_task(talk.sample())
-        async with client.converse(**arguments) as session:  # type: ignore[arg-type]
+        async with sampling(up.statuses) as samples, client.converse(**arguments) as session:  # type: ignore[arg-type]
             reading = asyncio.create_task(talk.read(session))
             _watch_wire(session, talk.late)
             for number in range(1, plan.turns + 1):
                 async with asyncio.timeout(plan.turn_s):
                     await talk.take_turn(session, number)
         await reading
-        sampling.cancel()
-        await talk.check_end()
+        await talk.check_end(samples)
         return talk.report
 
 
@@ -151,13 +148,6 @@ class _Talk:
         self._random = Random(plan.seed)
         self._heard: dict[int, Heard] = {}
         self._changed = asyncio.Event()
-        self._samples: list[Sample] = []
-
-    async def sample(self) -> None:
-        """Measures the processes of the deployment until it is cancelled."""
-        while True:
-            self._samples += sample(self._up.statuses)
-            await asyncio.sleep(_SAMPLE_S)
 
     async def read(self, session: AsyncSession) -> None:
         """Listens until the session is closed."""
@@ -183,11 +173,12 @@ class _Talk:
             await self._until_released(f"{session.session_id}.{turn}")
         self._expected.add(line, heard=answer)
 
-    async def check_end(self) -> None:
-        """Checks that nothing remains of the conversation."""
-        for held in await self._held():
+    async def check_end(self, samples: Sequence[Sample]) -> None:
+        """Checks that nothing remains of the conversation. `samples` are the measurements of its processes."""
+        await self._until(Deployment.all_ready)
+        for held in await unreleased(self._up, self._operator, wait_s=_RELEASE_S):
             self._find(f"{held} remains")
-        for problem in growth(self._samples):
+        for problem in growth(samples):
             self._find(problem)
         for turn, count in self.late.items():
             self._find(f"{count} outputs of turn {turn} arrived after its interruption was confirmed")
@@ -290,19 +281,6 @@ class _Talk:
         async with asyncio.timeout(_RELEASE_S):
             while request_id in await self._operator.running():
                 await asyncio.sleep(0.01)
-
-    async def _held(self) -> list[str]:
-        """Returns what stages and the orchestrator still hold some time after the end of the conversation."""
-        await self._until(Deployment.all_ready)
-        held, until_s = [""], time.monotonic() + _RELEASE_S
-        while held and time.monotonic() < until_s:
-            await asyncio.sleep(0.2)
-            held = [f"request {name}" for name in await self._operator.running()]
-            for name in self._up.replicas():
-                load = await asyncio.to_thread(self._up.load, name)
-                if load.running or load.queued or load.arena_used_bytes:
-                    held.append(f"{name}: {load.running} running, {load.queued} queued, {load.arena_used_bytes} bytes")
-        return held
 
 
 def _watch_wire(session: AsyncSession, late: Counter[int]) -> None:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import grpc
 import psutil
 
+from stagemesh.conformance import until
 from stagemesh.v1 import admin_pb2
 from tests.deployment import Deployment
 from tests.soak.connections import sever
@@ -127,8 +128,6 @@ class Faults:
 
 async def _until(condition: Callable[[], bool], *, what: str, timeout_s: float = _EFFECT_TIMEOUT_S) -> None:
     try:
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                await asyncio.sleep(0.005)
+        await until(condition, timeout_s=timeout_s)
     except TimeoutError:
         raise MissedError(f"the victim never {what}") from None

@@ -1,8 +1,9 @@
 """The resources that processes hold: memory, open files, and entries in /dev/shm."""
 
+import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -12,6 +13,7 @@ WARM_S = 60.0
 """Seconds until a process is warm: an orchestrator keeps the outputs of ended requests for 30 s and grows until then.
 """
 _FEWEST = 6
+_INTERVAL_S = 2.0
 _MB = 1 << 20
 
 
@@ -35,6 +37,24 @@ def sample(statuses: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
         with suppress(OSError, ValueError):
             files = len(list(Path(f"/proc/{process_id}/fd").iterdir()))
             yield Sample(name, process_id, time.monotonic(), _heap_bytes(process_id), files)
+
+
+@asynccontextmanager
+async def sampling(statuses: Mapping[str, Mapping[str, Any]]) -> AsyncIterator[list[Sample]]:
+    """Measures the processes of a deployment all the time within the block. Yields the list of what was measured."""
+    samples = list[Sample]()
+
+    async def measure() -> None:
+        while True:
+            samples.extend(sample(statuses))
+            await asyncio.sleep(_INTERVAL_S)
+
+    measuring = asyncio.create_task(measure())
+    try:
+        yield samples
+    finally:
+        measuring.cancel()
+        await asyncio.gather(measuring, return_exceptions=True)
 
 
 def _heap_bytes(process_id: int) -> int:

@@ -1,5 +1,7 @@
 """The calls of an operator, over the admin port."""
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -10,6 +12,7 @@ from google.protobuf.json_format import MessageToDict
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import admin_pb2, stage_pb2
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
+from tests.deployment import Deployment
 
 if TYPE_CHECKING:
     from stagemesh.v1.admin_pb2_grpc import AdminServiceAsyncStub
@@ -68,3 +71,20 @@ async def operating(endpoint: str) -> AsyncIterator[Operator]:
     """Connects an operator to the admin port of an orchestrator."""
     async with open_channel(endpoint) as channel:
         yield Operator(channel)
+
+
+async def unreleased(up: Deployment, operator: Operator, *, wait_s: float) -> list[str]:
+    """Returns the requests, steps and memory that are still held `wait_s` seconds after the last request has ended."""
+    end_s = time.monotonic() + wait_s
+    while (held := await _held(up, operator)) and time.monotonic() < end_s:
+        await asyncio.sleep(0.5)
+    return held
+
+
+async def _held(up: Deployment, operator: Operator) -> list[str]:
+    held = [f"request {name} of the orchestrator" for name in await operator.running()]
+    for name in up.replicas():
+        load = await asyncio.to_thread(up.load, name)
+        if load.running or load.queued or load.arena_used_bytes:
+            held.append(f"{name}: {load.running} running, {load.queued} queued, {load.arena_used_bytes} bytes of arena")
+    return held

@@ -10,10 +10,10 @@ from typing import TypeAlias
 from tests.deployment import Deployment, deployed
 from tests.soak.delivery import Flaws
 from tests.soak.faults import FaultKind
-from tests.soak.footprint import Sample, growth, sample, shared_memory
+from tests.soak.footprint import Sample, growth, sampling, shared_memory
 from tests.soak.injector import Injector
 from tests.soak.load import Load
-from tests.soak.operators import Operator, operating
+from tests.soak.operators import Operator, operating, unreleased
 from tests.soak.report import Report
 from tests.soak.work import Work
 from tests.soak.workload import OUTPUT_OF, requests, units, write_pipeline
@@ -21,7 +21,6 @@ from tests.soak.workload import OUTPUT_OF, requests, units, write_pipeline
 Through: TypeAlias = Callable[[str], AbstractAsyncContextManager[str]]
 """Returns the endpoint that clients call, given the orchestrator's endpoint."""
 
-_SAMPLE_S = 2.0
 _QUIET_S = 30.0
 
 
@@ -53,7 +52,7 @@ class Plan:
 class _Results:
     load: Load
     injector: Injector
-    samples: list[Sample] = field(default_factory=list[Sample])
+    samples: list[Sample]
     left: list[str] = field(default_factory=list[str])
     flawed: dict[str, Flaws] = field(default_factory=dict[str, Flaws])
     timelines: dict[str, object] = field(default_factory=dict[str, object])
@@ -101,16 +100,12 @@ async def _run(up: Deployment, operator: Operator, endpoint: str, plan: Plan, wo
         load_s=plan.load_s,
         hits=plan.hits,
     )
-    found = _Results(load, injector)
-    sampling = asyncio.create_task(_sample(up, found))
-    try:
+    async with sampling(up.statuses) as samples:
+        found = _Results(load, injector, samples)
         await load.each_once(len(work.requests), clients=plan.clients)
         if plan.faults_s:
             await _under_faults(found, plan)
-    finally:
-        sampling.cancel()
-        await asyncio.gather(sampling, return_exceptions=True)
-    found.left += await _unreleased(up, operator)
+    found.left += await unreleased(up, operator, wait_s=_QUIET_S)
     for name, delivery in load.ended.items():
         flaws = await asyncio.to_thread(work.judge, delivery)
         if flaws:
@@ -126,31 +121,6 @@ async def _under_faults(found: _Results, plan: Plan) -> None:
         group.create_task(found.load.until(stop, clients=plan.clients))
         await found.injector.run(count=plan.faults, stop_s=plan.faults_s)
         stop.set()
-
-
-async def _sample(up: Deployment, found: _Results) -> None:
-    while True:
-        found.samples += sample(up.statuses)
-        await asyncio.sleep(_SAMPLE_S)
-
-
-async def _unreleased(up: Deployment, operator: Operator) -> list[str]:
-    """Returns the resources that are still held some time after the last request has ended."""
-    for _ in range(int(_QUIET_S / 0.5)):
-        held = await _held(up, operator)
-        if not held:
-            break
-        await asyncio.sleep(0.5)
-    return held
-
-
-async def _held(up: Deployment, operator: Operator) -> list[str]:
-    held = [f"request {name} of the orchestrator" for name in await operator.running()]
-    for name in up.replicas():
-        load = await asyncio.to_thread(up.load, name)
-        if load.running or load.queued or load.arena_used_bytes:
-            held.append(f"{name}: {load.running} running, {load.queued} queued, {load.arena_used_bytes} bytes of arena")
-    return held
 
 
 def _report(found: _Results) -> Report:

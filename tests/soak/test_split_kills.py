@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 
 from tests.deployment import Deployment, deployed
-from tests.system.split_stage import (
-    KILLED_TOKENS,
-    check_equal,
-    check_no_blocks,
-    generate_with_kill,
-    write_pipeline,
-)
+from tests.system.split_stage import KILLED_TOKENS, check_equal, check_no_blocks, generate_with_kill, write_pipeline
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
 

@@ -23,11 +23,23 @@ Change = Callable[[Request], object]
 
 TEXT = TensorSpec("uint8", ("bytes",))
 SOURCE = Signature(emits={}, sampling=True, options={"speed": OptionSpec(1.0, minimum=0.5, maximum=2.0)})
+SEEING = replace(SOURCE, media=True)
 FED = Signature(accepts={"text": TEXT})
 BOUND = stage_pb2.OutputBinding(edge="a->b", consumer="b-0", endpoint="127.0.0.1:1")
 
 
 ENDLESS = request_pb2.Sampling(ignore_eos=True, grammar='start: "a"')
+
+
+def _request() -> Request:
+    """Returns the request of a step without streamed outputs."""
+    request = step_request()
+    request.ClearField("streamed")
+    return request
+
+
+def _check(request: Request, signature: Signature = SOURCE, **abilities: Any) -> None:
+    check_spec(spec_from_wire(request), signature, engine="fake", abilities=EngineAbilities(**abilities))
 
 
 def _lengths(least: int, most: int) -> request_pb2.Sampling:
@@ -36,6 +48,23 @@ def _lengths(least: int, most: int) -> request_pb2.Sampling:
 
 def _tensor(**fields: object) -> tensor_pb2.Tensor:
     return tensor_pb2.Tensor(name="x", dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[1], **fields)  # type: ignore[arg-type]
+
+
+def _part(**content: object) -> Change:
+    """Returns a change that makes the prompt a message of this one part."""
+
+    def change(request: Request) -> None:
+        part = request_pb2.Part(**content)  # type: ignore[arg-type]
+        request.input.conversation.messages.add(role=request_pb2.ROLE_USER, parts=[part])
+
+    return change
+
+
+def _audio(
+    rate_hz: int, *, dtype: tensor_pb2.DataType.ValueType = tensor_pb2.DATA_TYPE_FLOAT32, samples: int = 2
+) -> Change:
+    tensor = tensor_pb2.Tensor(dtype=dtype, shape=[samples], inline=bytes(4 * samples))
+    return _part(audio=request_pb2.Audio(samples=tensor, sample_rate_hz=rate_hz))
 
 
 @pytest.mark.parametrize(
@@ -83,40 +112,6 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: r.input.tensors.extend([_tensor(inline=b"1")] * 2), "INVALID_REQUEST", "'x' twice"),
         (lambda r: r.input.tensors.append(_tensor(shm=tensor_pb2.ShmRegion())), "INVALID_CHUNK", "inline"),
         (lambda r: r.input.tensors.append(_tensor(inline=b"12")), "INVALID_CHUNK", "needs 1 bytes but has 2"),
-    ],
-)
-def test_a_bad_request_is_rejected_with_a_remedy(change: Change, reason: str, message: str) -> None:
-    request = step_request()
-    request.ClearField("streamed")
-    change(request)
-    with pytest.raises(InvalidRequestError, match=message) as caught:
-        check_spec(spec_from_wire(request), SOURCE, engine="fake", abilities=EngineAbilities())
-    assert caught.value.reason == reason
-
-
-def _part(**content: object) -> Change:
-    """Returns a change that makes the prompt a message of this one part."""
-
-    def change(request: Request) -> None:
-        part = request_pb2.Part(**content)  # type: ignore[arg-type]
-        request.input.conversation.messages.add(role=request_pb2.ROLE_USER, parts=[part])
-
-    return change
-
-
-def _audio(
-    rate_hz: int, *, dtype: tensor_pb2.DataType.ValueType = tensor_pb2.DATA_TYPE_FLOAT32, samples: int = 2
-) -> Change:
-    tensor = tensor_pb2.Tensor(dtype=dtype, shape=[samples], inline=bytes(4 * samples))
-    return _part(audio=request_pb2.Audio(samples=tensor, sample_rate_hz=rate_hz))
-
-
-SEEING = Signature(media=True)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason", "message"),
-    [
         (_part(), "INVALID_PROMPT", "a part without content"),
         (
             _part(image=request_pb2.MediaFile(data=b"x", media_type="image/tiff")),
@@ -135,12 +130,11 @@ SEEING = Signature(media=True)
         (_audio(8_000, dtype=tensor_pb2.DATA_TYPE_INT32), "INVALID_MEDIA", "audio is int32"),
     ],
 )
-def test_an_invalid_medium_is_rejected(change: Change, reason: str, message: str) -> None:
-    request = step_request()
-    request.ClearField("streamed")
+def test_a_bad_request_is_rejected_with_a_remedy(change: Change, reason: str, message: str) -> None:
+    request = _request()
     change(request)
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        check_spec(spec_from_wire(request), SEEING, engine="fake", abilities=EngineAbilities())
+        _check(request, SEEING)
     assert caught.value.reason == reason
 
 
@@ -152,27 +146,24 @@ def test_content_and_parts_exclude_each_other() -> None:
 
 
 def test_media_are_rejected_by_a_text_engine() -> None:
-    request = step_request()
-    request.ClearField("streamed")
+    request = _request()
     _audio(8_000)(request)
-    check_spec(spec_from_wire(request), SEEING, engine="fake", abilities=EngineAbilities())
+    _check(request, SEEING)
     with pytest.raises(UnsupportedError, match="engine fake accepts only text on this stage; omit the audio"):
-        check_spec(spec_from_wire(request), SOURCE, engine="fake", abilities=EngineAbilities())
+        _check(request)
 
 
 def test_a_stage_without_its_edge_is_rejected() -> None:
-    request = step_request()
-    request.ClearField("streamed")
+    request = _request()
     fed = Signature(accepts={"frames": TensorSpec.parse("float32[frames]")})
     with pytest.raises(InvalidRequestError, match="bind an edge that carries frames") as caught:
-        check_spec(spec_from_wire(request), fed, engine="fake", abilities=EngineAbilities())
+        _check(request, fed)
     assert caught.value.reason == "MISSING_INPUT"
 
 
 def test_a_prompt_replaces_the_edge_of_a_stage_that_needs_text_alone() -> None:
-    request = step_request()
-    request.ClearField("streamed")
-    check_spec(spec_from_wire(request), FED, engine="fake", abilities=EngineAbilities())
+    request = _request()
+    _check(request, FED)
 
 
 @pytest.mark.parametrize("resumable", [True, False])
@@ -180,30 +171,27 @@ def test_max_steps_is_rejected_by_an_engine_that_cannot_pause(*, resumable: bool
     request = step_request()
     request.max_steps = 1
     with pytest.raises(UnsupportedError, match="engine fake cannot pause; leave max_steps unset"):
-        check_spec(spec_from_wire(request), SOURCE, engine="fake", abilities=EngineAbilities(can_resume=resumable))
+        _check(request, can_resume=resumable)
 
 
 def test_resuming_is_rejected_by_an_engine_that_cannot() -> None:
-    request = step_request()
-    request.ClearField("streamed")
+    request = _request()
     request.resume_from.SetInParent()
-    check_spec(spec_from_wire(request), SOURCE, engine="fake", abilities=EngineAbilities(can_resume=True))
+    _check(request, can_resume=True)
     with pytest.raises(UnsupportedError, match="engine fake cannot resume; leave resume_from unset"):
-        check_spec(spec_from_wire(request), SOURCE, engine="fake", abilities=EngineAbilities())
+        _check(request)
 
 
 def test_a_checkpoint_of_another_stage_is_rejected() -> None:
-    request = step_request()
-    request.ClearField("streamed")
+    request = _request()
     request.resume_from.outputs["audio"] = 3
     with pytest.raises(InvalidRequestError, match="the checkpoint counts 'audio'") as caught:
-        check_spec(spec_from_wire(request), SOURCE, engine="fake", abilities=EngineAbilities(can_resume=True))
+        _check(request, can_resume=True)
     assert caught.value.reason == "INVALID_CHECKPOINT"
 
 
 def test_a_valid_request_is_converted_completely() -> None:
-    request = step_request()
-    request.ClearField("streamed")
+    request = _request()
     request.parameters.sampling.MergeFrom(request_pb2.Sampling(max_tokens=3, temperature=0, stop=["."]))
     request.parameters.options["speed"].number = 2.0
     request.outputs.append(BOUND)
@@ -301,14 +289,13 @@ def _policy(request: Request) -> stage_pb2.ChunkPolicy:
 
 
 def test_an_absent_required_tensor_is_rejected() -> None:
-    request = step_request()
-    request.ClearField("streamed")
+    request = _request()
     request.inputs.add(edge="a->b", producer="a-0")
     request.absent.append("y")
     numbers = TensorSpec.parse("float32[n]")
     needing = Signature(accepts={"x": numbers, "y": numbers})
     with pytest.raises(InvalidRequestError, match="no edge carries y, which this stage requires") as caught:
-        check_spec(spec_from_wire(request), needing, engine="fake", abilities=EngineAbilities())
+        _check(request, needing)
     assert caught.value.reason == "MISSING_INPUT"
     check_spec(
         spec_from_wire(request), replace(needing, optional=frozenset("y")), engine="fake", abilities=EngineAbilities()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
+from stagemesh.conformance import until
 from stagemesh.connectors import lost_peers
 from stagemesh.connectors.packets import Packet
 from stagemesh.connectors.stream import connection
@@ -240,9 +241,9 @@ async def test_consumers_failure_reaches_its_producer() -> None:
 async def test_ended_steps_free_all_resources() -> None:
     async with _pair(stage_config(steps=3, size_bytes=20_000)) as (thinker, talker):
         await _run(thinker, talker)
-        async with asyncio.timeout(1):
-            while thinker.runtime.load().arena_used_bytes or talker.runtime.load().credit_bytes:
-                await asyncio.sleep(0.005)
+        await until(
+            lambda: not (thinker.runtime.load().arena_used_bytes or talker.runtime.load().credit_bytes), timeout_s=1
+        )
         assert (thinker.runtime.load().running, talker.runtime.load().running) == (0, 0)
 
 

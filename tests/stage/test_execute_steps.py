@@ -12,7 +12,7 @@ import pytest
 
 from stagemesh.common.errors import InternalError
 from stagemesh.common.notification import Journal
-from stagemesh.conformance.replicas import until
+from stagemesh.conformance import until
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.services.stage import servicer
 from stagemesh.services.stage.servicer import StepSession
@@ -148,6 +148,8 @@ async def test_a_call_ends_at_its_timeout() -> None:
         await caller.begin(2, step_request("never"), timeout_s=0.0)
         await caller.until_ended(1, 2)
     assert [caller.reason(number) for number in (1, 2)] == ["DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"]
+    assert "allow more time" in caller.received[1][-1].ended.error.message
+    assert engine.released == ["late"]
     assert caller.kinds(2) == ["ended"]
 
 

@@ -2,10 +2,9 @@
 
 import asyncio
 import hashlib
-import resource
 import threading
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.step import run
 from stagemesh.services.stage.step.spec import StepSpec, StreamedOutput
 from stagemesh.v1 import request_pb2, stage_pb2
+from tests.limits import files_of_at_most
 from tests.media.locations import join_store_threads, s3_server
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, stage_config, step_spec
@@ -101,16 +101,6 @@ def outputs(events: list[stage_pb2.ExecuteStepResponse]) -> list[request_pb2.Out
 
 def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file())
-
-
-@contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 async def test_a_stored_output_is_a_file_with_its_size_and_digest(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from stagemesh.common.plugins.connectors import GRPC
 from stagemesh.common.plugins.descriptors import Emitted, Signature, TransformDescriptor
 from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.common.wire.tensors import TensorSpec
-from stagemesh.conformance import Host
+from stagemesh.conformance import Host, until
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, OfferedTicket, Packet
 from stagemesh.fake_engine import KIND, STATE
@@ -76,13 +76,12 @@ async def test_ticket_of_a_step_that_was_stopped_is_released() -> None:
         )
         running = asyncio.create_task(events_of(runtime, replace(step_spec(), streamed=(), outputs=(unreachable,))))
         assert isinstance(runtime.engine, FakeEngine)
-        async with asyncio.timeout(5):
-            while not runtime.engine.states.counts.offered:
-                await asyncio.sleep(0.005)
+        states = runtime.engine.states
+        await until(lambda: bool(states.counts.offered), timeout_s=5)
         await runtime.cancel("r", attempt=0, reason="the test ends")
         with pytest.raises(StagemeshError):
             await running
-        assert runtime.engine.states.counts.released == 1
+        assert states.counts.released == 1
 
 
 async def test_bad_descriptor_fails_its_own_request_alone() -> None:

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.common.process.stage_process import ReplicaState
-from stagemesh.conformance.replicas import until
+from stagemesh.conformance import until
 from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.stage.health import RolloutRelease

@@ -1,28 +1,26 @@
-"""A replica that runs steps, without gRPC."""
+"""A replica that runs steps, without gRPC, and how long it keeps ended runs."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 
 from stagemesh.common.errors import (
     CancelledRequestError,
-    DeadlineError,
-    ExistsError,
     InternalError,
     NotReadyError,
-    OverloadedError,
     StagemeshError,
     StaleAttemptError,
     UnavailableError,
-    UnsupportedError,
 )
 from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.conformance import until
 from stagemesh.services.stage.lifecycle import PLANNED_S
-from stagemesh.services.stage.step import run
+from stagemesh.services.stage.step import run, run_index
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
@@ -71,14 +69,6 @@ async def test_an_ended_step_does_not_run_again() -> None:
     assert engine.released == ["r"]
 
 
-async def test_a_step_with_other_content_is_rejected() -> None:
-    async with ready_runtime() as runtime:
-        await events_of(runtime, step_spec(content="hi"))
-        with pytest.raises(ExistsError, match="other content") as caught:
-            await events_of(runtime, step_spec(content="ho"))
-    assert caught.value.reason == "STEP_EXISTS"
-
-
 async def test_a_stale_attempt_is_rejected() -> None:
     async with ready_runtime() as runtime:
         await events_of(runtime, step_spec(attempt=2))
@@ -109,7 +99,7 @@ async def test_the_engine_releases_a_step_without_callers(monkeypatch: pytest.Mo
             async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as others:
                 await anext(others)
             assert engine.running == ["r"]
-        await _until_released(engine)
+        await until(lambda: bool(engine.released), timeout_s=10)
         with pytest.raises(CancelledRequestError, match="every caller of the step has disconnected"):
             await events_of(runtime, step_spec())
         assert engine.released == ["r"]
@@ -124,25 +114,10 @@ async def test_a_caller_that_leaves_at_once_stops_the_step(monkeypatch: pytest.M
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait([waiting])
-        await _until_released(engine)
+        await until(lambda: bool(engine.released), timeout_s=10)
         with pytest.raises(CancelledRequestError):
             await events_of(runtime, step_spec())
         assert engine.running == []
-
-
-async def test_a_caller_that_returns_keeps_the_step_running() -> None:
-    engine = GatedEngine()
-    async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
-            await _read_first_output(events)
-        engine.gate.set()
-        assert (await events_of(runtime, step_spec()))[-1].HasField("finished")
-
-
-async def _until_released(engine: GatedEngine) -> None:
-    async with asyncio.timeout(10):
-        while not engine.released:
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize(
@@ -160,14 +135,6 @@ async def test_an_engine_error_names_stage_and_replica(error: Exception, expecte
     assert caught.value.metadata == {"stage": "thinker", "replica": "thinker-0", "request_id": "r"}
 
 
-async def test_a_step_ends_at_its_deadline() -> None:
-    engine = GatedEngine()
-    async with ready_runtime(engine=engine) as runtime:
-        with pytest.raises(DeadlineError, match="allow more time"):
-            [event async for event in runtime.execute(step_spec(), time_left_s=0.05)]
-    assert engine.released == ["r"]
-
-
 async def test_a_later_caller_extends_the_deadline() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
@@ -177,19 +144,6 @@ async def test_a_later_caller_extends_the_deadline() -> None:
             await asyncio.sleep(1.2)
             engine.gate.set()
         assert (await long)[-1].HasField("finished")
-
-
-async def test_cancel_waits_for_the_engine() -> None:
-    engine = GatedEngine()
-    async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
-            await _read_first_output(events)
-            cancelled = await runtime.cancel("r", attempt=0, reason="the user left")
-            assert cancelled == stage_pb2.CancelStepResponse(stopped=1)
-            assert engine.released == ["r"]
-            with pytest.raises(CancelledRequestError, match="the user left"):
-                [event async for event in events]
-        assert (await runtime.cancel("r", attempt=0, reason="again")).stopped == 0
 
 
 async def test_cancel_when_left_spares_a_step_that_another_caller_follows() -> None:
@@ -232,26 +186,6 @@ async def test_cancel_spares_later_attempts_and_other_requests() -> None:
         assert (await runtime.cancel("a", attempt=1, reason="")).stopped == 0
         assert (await runtime.cancel("b", attempt=0, reason="")).stopped == 0
         assert engine.running == ["a"]
-
-
-async def test_a_full_stage_says_when_to_retry() -> None:
-    engine = GatedEngine()
-    async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
-        for number in range(runtime.config.max_queued):
-            group.create_task(events_of(runtime, step_spec(f"r{number}")))
-        while len(engine.running) < runtime.config.max_queued:
-            await asyncio.sleep(0)
-        with pytest.raises(OverloadedError, match="max_queued") as caught:
-            await events_of(runtime, step_spec("last"))
-        assert caught.value.retry_after_s == 2.5
-        engine.gate.set()
-
-
-async def test_steps_wait_for_the_engine_to_load() -> None:
-    runtime = make_runtime()
-    with pytest.raises(NotReadyError, match="is loading: starting"):
-        await events_of(runtime, step_spec())
-    await runtime.close()
 
 
 async def test_shutdown_lets_steps_finish_and_accepts_planned_ones_meanwhile() -> None:
@@ -330,14 +264,46 @@ async def test_a_load_failure_is_reported_to_later_calls() -> None:
     await runtime.close()
 
 
-async def test_max_steps_without_the_ability_is_rejected_with_a_remedy() -> None:
-    async with ready_runtime(engine=GatedEngine()) as runtime:
-        pausing = replace(step_spec(), task=replace(step_spec().task, max_steps=2))
-        with pytest.raises(UnsupportedError, match="engine fake cannot pause; leave max_steps unset"):
-            await events_of(runtime, pausing)
-
-
 async def _read_first_output(events: AsyncGenerator[stage_pb2.ExecuteStepResponse]) -> None:
     """Reads Accepted and the first output, after which the engine works."""
     assert (await anext(events)).HasField("accepted")
     assert (await anext(events)).HasField("output")
+
+
+@pytest.mark.parametrize(("limit", "value"), [("KEPT_S", 0.0), ("MAX_KEPT", 0), ("MAX_KEPT_BYTES", len("hello") - 1)])
+async def test_an_ended_run_is_dropped_beyond_each_limit(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: float
+) -> None:
+    monkeypatch.setattr(run_index, limit, value)
+    engine = GatedEngine()
+    engine.gate.set()
+    async with ready_runtime(engine=engine) as runtime:
+        for _ in range(2):
+            await events_of(runtime, step_spec())
+            # Due timers run now.
+            await asyncio.sleep(0.001)
+    assert engine.released == ["r", "r"]
+
+
+async def test_many_requests_do_not_accumulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_index, "MAX_ATTEMPTS", 3)
+    monkeypatch.setattr(run_index, "MAX_KEPT", 3)
+    async with ready_runtime(stage_config(steps=1)) as runtime:
+        for number in range(10):
+            await events_of(runtime, step_spec(f"r{number}"))
+        book = runtime._runs
+        assert (len(book._runs), len(book._kept), len(book._attempts)) == (3, 3, 3)
+
+
+async def test_a_dropped_run_is_freed_without_the_garbage_collector() -> None:
+    async with ready_runtime(stage_config(steps=1)) as runtime:
+        await events_of(runtime, step_spec())
+        (run,) = runtime._runs._runs.values()
+        known = weakref.ref(run)
+        del run
+        gc.disable()
+        try:
+            runtime._runs.close()
+            assert known() is None
+        finally:
+            gc.enable()

@@ -13,7 +13,6 @@ from stagemesh.common.errors import (
     InvalidRequestError,
     NotFoundError,
     NotReadyError,
-    UnavailableError,
 )
 from stagemesh.common.plugins import connectors
 from stagemesh.common.process.host import host_token
@@ -285,11 +284,6 @@ async def test_a_fixed_connector_that_cannot_work_is_rejected(monkeypatch: pytes
     assert isinstance(error, NotReadyError)
     assert (error.reason, error.metadata["edge"]) == ("CONNECTOR_UNAVAILABLE", "thinker->talker")
     assert "set `connector: auto`" in error.message
-
-
-async def test_an_unreachable_consumer_is_unavailable() -> None:
-    async with served_stage() as thinker:
-        assert isinstance(await failure_of(_probe(thinker, "127.0.0.1:1")), UnavailableError)
 
 
 async def test_an_unknown_connector_is_rejected() -> None:

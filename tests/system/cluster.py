@@ -5,14 +5,16 @@ import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 
 from stagemesh.cli.launcher.ports import PortPicker
+from stagemesh.cli.launcher.process_configs import stage_config
 from stagemesh.client import AsyncClient
 from stagemesh.common.errors import UnavailableError
 from stagemesh.common.process.config import dump_config
-from stagemesh.common.process.stage_process import OrchestratorAddress, StageConfig
+from stagemesh.common.process.stage_process import OrchestratorAddress
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration
 from stagemesh.pipeline import load_pipeline
 from stagemesh.v1 import stage_pb2
@@ -75,15 +77,8 @@ class Cluster:
 
     def _start(self, name: str) -> "Popen[bytes]":
         stage = self._pipeline.stages[name.rpartition("-")[0]]
-        config = StageConfig(
-            pipeline=self._pipeline.name,
-            generation=self._pipeline.generation,
-            stage=stage.name,
-            replica=name,
-            engine=stage.engine,
-            function=stage.function,
-            options=stage.options,
-            listen="127.0.0.1:0",
+        config = replace(
+            stage_config(self._pipeline, stage, replica=name, listen="127.0.0.1:0"),
             orchestrators=(OrchestratorAddress(self._admin_endpoint),),
             tls=self._certificates(name),
             parent_pid=os.getpid(),

@@ -4,12 +4,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from anyio.from_thread import start_blocking_portal
 
+from stagemesh.cli.launcher.process_configs import stage_config
 from stagemesh.common.process.config import dump_config
-from stagemesh.common.process.stage_process import OrchestratorAddress, StageConfig
+from stagemesh.common.process.stage_process import OrchestratorAddress
 from stagemesh.pipeline import load_pipeline
 from tests.system.stub_stage import ReplicaFault, serving_stub
 
@@ -62,14 +64,10 @@ def external_replica(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Runs a replica of the stage `upper` in a process of its own. Registers it at `admin` if that is not empty."""
     loaded = load_pipeline(str(pipeline))
-    config = StageConfig(
-        pipeline=loaded.name,
-        generation=loaded.generation,
-        stage="upper",
-        replica=name,
+    config = replace(
+        stage_config(loaded, loaded.stages["upper"], replica=name, listen=listen),
         engine=engine,
         function=function,
-        listen=listen,
         orchestrators=(OrchestratorAddress(admin),) if admin else (),
     )
     command = [str(Path(sys.executable).with_name("stagemesh")), "serve", "stage", "-"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from stagemesh.common.errors import StagemeshError
+from stagemesh.conformance import until
 from stagemesh.connectors.packets import Packet
 from stagemesh.orchestrator.config import ReplicaAddress
 from stagemesh.orchestrator.fleet.fleet import Fleet
@@ -49,12 +50,9 @@ class Turn:
 
     def __init__(self, orchestrator: Orchestrator, request_id: str, *outputs: str) -> None:
         self.consumed_bytes = 0
-        self.consumed = asyncio.Event()
-        """Is set each time the stages have consumed more bytes."""
         self.stream = StreamedInput(self._consume)
         self.texts: dict[str, str] = {}
         """The text of each output so far."""
-        self.changed = asyncio.Event()
         request = orchestrator_pb2.GenerateRequest(request_id=request_id, outputs=outputs)
         valid = validate(request, orchestrator.pipeline, stream=self.stream)
         self.known = orchestrator.start(valid, content=b"", time_left_s=None)
@@ -67,17 +65,11 @@ class Turn:
 
     async def until_heard(self, output: str, text: str) -> None:
         """Waits until an output contains this text."""
-        async with asyncio.timeout(END_S):
-            while text not in self.texts.get(output, ""):
-                self.changed.clear()
-                await self.changed.wait()
+        await until(lambda: text in self.texts.get(output, ""), timeout_s=END_S)
 
     async def until_consumed(self, size_bytes: int) -> None:
         """Waits until all stages have consumed this number of bytes."""
-        async with asyncio.timeout(END_S):
-            while self.consumed_bytes < size_bytes:
-                self.consumed.clear()
-                await self.consumed.wait()
+        await until(lambda: self.consumed_bytes >= size_bytes, timeout_s=END_S)
 
     async def result(self) -> dict[str, str]:
         """Ends the input, and returns the text of each output."""
@@ -106,7 +98,6 @@ class Turn:
 
     def _consume(self, size_bytes: int) -> None:
         self.consumed_bytes += size_bytes
-        self.consumed.set()
 
     async def _follow(self) -> None:
         async with aclosing(self.known.record.follow(next_positions={})) as events:
@@ -115,4 +106,3 @@ class Turn:
                 if event.HasField("output"):
                     output = event.output
                     self.texts[output.name] = self.texts.get(output.name, "") + output.text
-                    self.changed.set()

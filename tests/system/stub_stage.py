@@ -53,8 +53,6 @@ class ReplicaFault(Enum):
     NONE = "none"
     SIGNATURE = "signature"
     VERSION = "version"
-    VERSION_AS_CONSUMER = "version_as_consumer"
-    VERSION_AS_PRODUCER = "version_as_producer"
     NO_DESCRIPTION = "no_description"
 
 
@@ -98,8 +96,7 @@ class StubStage:
 
     def __init__(self, identity: Identity, fault: ReplicaFault) -> None:
         self._identity, self._fault = identity, fault
-        as_consumer = fault is ReplicaFault.VERSION_AS_CONSUMER
-        self.consumer = FaultyConsumer(identity._replace(protocol=OTHER_PROTOCOL) if as_consumer else identity)
+        self.consumer = FaultyConsumer(identity)
 
     async def describe(self, request: stage_pb2.DescribeRequest, context: Any) -> stage_pb2.DescribeResponse:
         del request, context
@@ -154,11 +151,10 @@ class StubStage:
         key = chunk_pb2.EdgeKey(
             request_id=request.request_id, edge=binding.edge, attempt=binding.attempt or request.attempt
         )
-        as_producer = self._fault is ReplicaFault.VERSION_AS_PRODUCER
         await send_on(
             key,
             flow.chunks,
-            identity=self._identity._replace(protocol=OTHER_PROTOCOL) if as_producer else self._identity,
+            identity=self._identity,
             endpoint=binding.endpoint,
             digest=bytes(32) if fault_of(request.request_id) is RequestFault.WRONG_DIGEST else None,
         )

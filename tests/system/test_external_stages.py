@@ -1,17 +1,26 @@
-"""`engine: external` under `stagemesh up`: replicas by address and by registration, and what `up` reports."""
+"""`engine: external`: replicas by address and by registration, what `up` reports, and stages that break the protocol.
 
+The request or the replica that a broken stage affects ends with an error that names the cause. All others continue.
+"""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from stagemesh.cli.launcher.ports import PortPicker
-from stagemesh.common.errors import ExitCode
+from stagemesh.client import Client
+from stagemesh.common.errors import DeadlineError, ExitCode, InvalidRequestError, StagemeshError
 from stagemesh.v1 import stage_pb2
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment, deployed, eventually
+from tests.local_mesh import LocalMesh, local_mesh
 from tests.system.added_transforms import DOUBLED, add_transform
-from tests.system.external import external_replica, song
+from tests.system.external import external_replica, song, stub_replica
 from tests.system.reading import contents, read
+from tests.system.stub_stage import ReplicaFault, RequestFault
 
 UPPER = "upper (external)"
 
@@ -87,3 +96,125 @@ def test_nothing_is_lost_when_either_end_of_a_transform_at_the_producer_dies(
             assert "SStteepp  00  iiss" in undisturbed.text
             for disturb in (kill_writer, restart_upper):
                 assert contents(read(client.generate("hello", seed=3), {10: disturb})) == contents(undisturbed)
+
+
+TIMEOUT_S = 2.5
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMesh]:
+    address = f"127.0.0.1:{PortPicker().pick()}"
+    pipeline = song(tmp_path_factory.mktemp("song"), addresses=f'["{address}"]', step_s=0.01)
+    with stub_replica(pipeline, listen=address), local_mesh(pipeline) as deployment:
+        # The first request connects the stages, which must not use up the deadline of the first fault.
+        with deployment.client() as client:
+            assert client.generate("hello", seed=1, timeout_s=20).result().text
+        yield deployment
+
+
+class Case(NamedTuple):
+    """The error of a request, and a part of its message."""
+
+    error: type[StagemeshError]
+    message: str
+    reason: str = ""
+
+
+CASES: Mapping[RequestFault, Case] = {
+    RequestFault.NO_CREDIT: Case(DeadlineError, "stage 'writer' waits for credit from upper-0 on edge writer->upper"),
+    RequestFault.NO_REPLIES: Case(DeadlineError, "stage 'writer' waits for upper-0 to accept edge writer->upper"),
+    RequestFault.NO_ACCEPTANCE: Case(DeadlineError, "stage 'upper' waits for upper-0 to accept the request"),
+    RequestFault.NO_END: Case(DeadlineError, "stage 'frames' waits for chunk 0 of edge upper->frames from upper-0"),
+    RequestFault.REJECTED_DIGEST: Case(InvalidRequestError, "edge writer->upper ended with", "DIGEST_MISMATCH"),
+    RequestFault.WRONG_DIGEST: Case(
+        InvalidRequestError,
+        "edge upper->frames ended after 10 chunks, but",
+        "DIGEST_MISMATCH",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", CASES)
+def test_a_fault_ends_its_own_request_alone(up: LocalMesh, fault: RequestFault) -> None:
+    expected = CASES[fault]
+    with up.client() as client, ThreadPoolExecutor(1) as threads:
+        failing = threads.submit(_failure, client, f"{fault.value}.1")
+        result = client.generate("hello", seed=1, timeout_s=20).result()
+        assert len(result.text) == 300
+        error = failing.result()
+        assert isinstance(error, expected.error), error.message
+        assert expected.message in error.message
+        assert error.reason == (expected.reason or "DEADLINE_EXCEEDED")
+        assert not expected.reason or error.metadata["edge"] in expected.message
+        assert client.generate("hello", seed=1, timeout_s=20).result().text == result.text
+    eventually(lambda: all(_is_idle(up, name) for name in ("writer-0", "frames-0")), timeout_s=10)
+
+
+REFUSALS: Mapping[ReplicaFault, str] = {
+    ReplicaFault.SIGNATURE: "its signature differs from the pipeline file's in emits",
+    ReplicaFault.VERSION: "speaks wire versions 7 to 9",
+}
+
+
+@pytest.mark.parametrize("fault", REFUSALS)
+def test_a_replica_that_cannot_take_part_gets_no_requests(tmp_path: Path, fault: ReplicaFault) -> None:
+    good, bad = (PortPicker().pick() for _ in range(2))
+    pipeline = song(tmp_path, addresses=f'["127.0.0.1:{bad}", "127.0.0.1:{good}"]')
+    with (
+        stub_replica(pipeline, listen=f"127.0.0.1:{bad}", name="upper-1", fault=fault),
+        stub_replica(pipeline, listen=f"127.0.0.1:{good}"),
+        local_mesh(pipeline) as up,
+        up.client() as client,
+    ):
+        eventually(lambda: REFUSALS[fault] in _details(client), timeout_s=30)
+        for _ in range(3):
+            assert client.generate("hello", timeout_s=20).result().text
+
+
+def test_up_names_a_replica_that_does_not_answer(tmp_path: Path) -> None:
+    port, good, bad = (PortPicker().pick() for _ in range(3))
+    pipeline = song(tmp_path, addresses=f'["127.0.0.1:{bad}", "127.0.0.1:{good}"]')
+    with (
+        stub_replica(pipeline, listen=f"127.0.0.1:{bad}", name="upper-1", fault=ReplicaFault.NO_DESCRIPTION),
+        stub_replica(pipeline, listen=f"127.0.0.1:{good}"),
+        deployed(pipeline, f"--port={port}", until=_names_silent_replica),
+        Client(f"127.0.0.1:{port}") as client,
+    ):
+        for _ in range(3):
+            assert client.generate("hello", timeout_s=20).result().text
+
+
+def _names_silent_replica(up: Deployment) -> bool:
+    return "does not answer" in str(up.statuses.get("upper (external)", {}).get("detail"))
+
+
+def test_a_stage_of_the_minimum_profile_may_die_and_return(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{PortPicker().pick()}"
+    pipeline = song(tmp_path, addresses=f'["{address}"]', steps=40, step_s=0.02)
+    with ExitStack() as running:
+        stub = running.enter_context(ExitStack())
+        stub.enter_context(stub_replica(pipeline, listen=address))
+        deployment = running.enter_context(local_mesh(pipeline))
+        with deployment.client() as client:
+            undisturbed = client.generate("hello", seed=1).result().text
+            with ThreadPoolExecutor(1) as threads:
+                running_request = threads.submit(lambda: client.generate("hello", seed=1, timeout_s=60).result().text)
+                eventually(lambda: not _is_idle(deployment, "writer-0"), timeout_s=10)
+                stub.close()
+                stub.enter_context(stub_replica(pipeline, listen=address))
+                assert running_request.result() == undisturbed
+
+
+def _failure(client: Client, request_id: str) -> StagemeshError:
+    with pytest.raises(StagemeshError) as caught:
+        client.generate("hello", request_id=request_id, timeout_s=TIMEOUT_S).result()
+    return caught.value
+
+
+def _is_idle(up: LocalMesh, name: str) -> bool:
+    load = up.load(name)
+    return load.running == load.queued == load.arena_used_bytes == 0
+
+
+def _details(client: Client) -> str:
+    return " ".join(replica.detail for stage in client.describe().stages for replica in stage.replicas)

@@ -64,12 +64,6 @@ def test_an_edge_that_a_request_leaves_out_delays_nothing(client: Client) -> Non
     assert {edge.edge for edge in result.finished.edges} == {"writer->frames", "frames->mixer"}
 
 
-def test_stages_of_an_unrequested_output_do_not_run(client: Client) -> None:
-    result = client.generate("hello", seed=7, outputs=["text"]).result()
-    assert result.text.encode() == b"".join(text.tobytes() for text in texts_in_a_row(7))
-    assert not result.finished.edges
-
-
 def test_edges_marked_apart_deliver_each_packet_once() -> None:
     with local_mesh(GRAPH, overrides={"stages.mixer.join": "any"}) as up, up.client() as client:
         result = client.generate("hello", seed=7).result()

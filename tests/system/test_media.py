@@ -109,14 +109,6 @@ def test_a_reference_outside_is_rejected_by_the_orchestrator(eye: Eye, client: C
     assert "stage" not in caught.value.metadata
 
 
-def test_a_link_out_of_the_allowed_locations_is_rejected_by_the_stage(eye: Eye, client: Client) -> None:
-    link = eye.folder / "data" / "link.png"
-    link.symlink_to(eye.folder / "eye.yaml")
-    with pytest.raises(PermissionDeniedError, match="outside the allowed roots") as caught:
-        client.generate([MediaFile(f"file://{link}", "image/png")]).result()
-    assert caught.value.metadata["stage"] == "eye"
-
-
 def test_a_deleted_object_is_reported(eye: Eye, client: Client, tmp_path: Path) -> None:
     missing = MediaFile(f"file://{eye.folder}/data/none.png", "image/png")
     for call in (client.generate([missing]).result, lambda: client.download(missing, tmp_path / "x")):

@@ -1,5 +1,6 @@
-"""Outputs, choices, limits, cancellation, the reasons why outputs end, and errors of requests."""
+"""Outputs, choices, parameters, cancellation, the reasons why outputs end, and errors of requests."""
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,22 +13,13 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from stagemesh.client import AsyncClient, Client, Event, Finished, OutputFinished, RetryPolicy, Text
-from stagemesh.common.errors import (
-    CancelledRequestError,
-    DeadlineError,
-    ExistsError,
-    InternalError,
-    InvalidRequestError,
-    OverloadedError,
-)
+from stagemesh.client import Client, Event, Finished, OutputFinished, StageArguments, Text
+from stagemesh.common.errors import CancelledRequestError, DeadlineError, InternalError, InvalidRequestError
 from tests.deployment import eventually
 from tests.local_mesh import LocalMesh, local_mesh
 from tests.system.pipelines import relays
 from tests.system.reading import contents, letters
 
-STEPS, STEP_S = 500, 0.02
-"""A request that takes ten seconds."""
 SERVICE = "stagemesh.v1.OrchestratorService"
 WRITER = """
 pipeline: writer
@@ -45,13 +37,6 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMesh]:
     with local_mesh(relays(tmp_path_factory.mktemp("quick"), step_s=0.01)) as up:
         yield up
         eventually(up.idle, timeout_s=10)
-
-
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMesh]:
-    pipeline = relays(tmp_path_factory.mktemp("slow"), steps=STEPS, step_s=STEP_S, max_in_flight=2, max_queued=0)
-    with local_mesh(pipeline) as up:
-        yield up
 
 
 @pytest.fixture(scope="module")
@@ -96,62 +81,10 @@ def test_choices_equal_requests_with_their_seeds(quick: LocalMesh) -> None:
     assert result.finished.usage["source"].steps == 3 * 10
 
 
-def test_a_client_that_disconnects_stops_every_stage(slow: LocalMesh) -> None:
-    with slow.client() as client:
-        for event in client.generate("hello"):
-            if isinstance(event, Text):
-                break
-        eventually(slow.idle, timeout_s=10)
-
-
-def test_cancelled_request_stops_every_stage(slow: LocalMesh) -> None:
-    with slow.client() as client, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(client.generate("hello", request_id="r1").result)
-        eventually(lambda: slow.load("frames-0").running == 1, timeout_s=20)
-        client.cancel("r1")
-        with pytest.raises(CancelledRequestError):
-            running.result()
-        eventually(slow.idle, timeout_s=10)
-
-
-def test_a_request_beyond_the_limit_is_rejected_with_a_time_to_retry(slow: LocalMesh) -> None:
-    with Client(slow.endpoint, retry_policy=RetryPolicy(attempts=1)) as client, ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(client.generate("hello", request_id=f"limit{n}").result) for n in range(2)]
-        eventually(lambda: slow.load("frames-0").running == 2, timeout_s=20)
-        with pytest.raises(OverloadedError) as caught:
-            client.generate("one too many").result()
-        assert caught.value.retry_after_s is not None
-        for n, future in enumerate(running):
-            client.cancel(f"limit{n}")
-            assert isinstance(future.exception(), CancelledRequestError)
-
-
-def test_failing_stage_ends_the_request_with_its_cause(tmp_path: Path) -> None:
-    with local_mesh(relays(tmp_path, fail=", options: {fail_at_step: 3}")) as up, up.client() as client:
-        with pytest.raises(InternalError, match="fails at step 3") as caught:
-            client.generate("hello").result()
-        assert caught.value.metadata["stage"] == "frames"
-        eventually(up.idle, timeout_s=10)
-
-
-async def test_the_same_request_attaches_and_another_is_rejected(quick: LocalMesh) -> None:
-    async with AsyncClient(quick.endpoint) as client:
-        first = aiter(client.generate("hello", request_id="twice", seed=1, max_tokens=50))
-        await anext(first)
-        second = await client.generate("hello", request_id="twice", seed=1, max_tokens=50).result()
-        with pytest.raises(ExistsError):
-            await client.generate("other", request_id="twice", seed=1).result()
-        rest = [event.delta async for event in first if isinstance(event, Text)]
-        assert "".join(rest) == second.text
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"prompt": ""}, InvalidRequestError, "prompt"),
-        ({"prompt": "x", "outputs": ["video"]}, InvalidRequestError, "video"),
-        ({"prompt": "x", "options": {"speed": 2.0}}, InvalidRequestError, "speed"),
-        ({"prompt": "x", "request_id": "a b"}, InvalidRequestError, "request_id"),
         ({"prompt": "x", "timeout_s": 0.0}, DeadlineError, "timeout_s"),
         ({"prompt": "x" * (9 << 20)}, InvalidRequestError, "bytes"),
     ],
@@ -185,8 +118,9 @@ def test_an_output_says_why_it_ends(writer: LocalMesh) -> None:
 
 def test_a_failed_request_reports_its_work(writer: LocalMesh) -> None:
     events: list[Event] = []
-    with writer.client() as client, pytest.raises(InternalError, match="fails at step 2"):
+    with writer.client() as client, pytest.raises(InternalError, match="fails at step 2") as caught:
         events.extend(client.generate("hi", outputs=["text", "broken"]))
+    assert caught.value.metadata["stage"] == "broken"
     assert _ends(events)["broken"] == "failed"
     finished = events[-1]
     assert isinstance(finished, Finished)
@@ -242,3 +176,71 @@ def test_the_commands_of_the_documents_work_by_reflection(channel: grpc.Channel)
     assert [event for event in events if "finished" in event] == events[-1:]
     parts = [event["output"].get("text", "") for event in events if "output" in event]
     assert "Step 2 is" in "".join(parts)
+
+
+SCHEMA = '{"type": "object"}'
+OMNI = """
+pipeline: omni
+main_stage: thinker
+stages:
+  thinker: {engine: fake, function: source, options: {steps: 6}}
+  talker: {engine: fake, function: talk}
+  frames: {engine: fake, function: frames}
+edges:
+  - {from: thinker, to: talker}
+  - {from: talker, to: frames, chunk: {frames: 25, ramp: [5, 10]}}
+outputs: {text: thinker, speech: talker, frames: frames}
+"""
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMesh]:
+    path = tmp_path_factory.mktemp("omni") / "omni.yaml"
+    path.write_text(OMNI)
+    with local_mesh(path) as up:
+        yield up
+
+
+@pytest.fixture
+def client(omni: LocalMesh) -> Iterator[Client]:
+    with omni.client() as client:
+        yield client
+
+
+def test_parameters_of_the_thinker_leave_the_talker_alone(client: Client) -> None:
+    whole = client.generate("hello", seed=1).result()
+    assert whole.texts["speech"] == whole.texts["text"]
+    assert whole.texts["text"].count("Step") == 6
+    limited = client.generate("hello", seed=1, max_tokens=2, json_schema=SCHEMA).result()
+    # The talker repeats what it receives. Its own limits would shorten or replace it.
+    assert limited.texts == {"text": SCHEMA * 2, "speech": SCHEMA * 2}
+    stopped = client.generate("hello", seed=1, stop=["Step 3"]).result()
+    assert stopped.texts["speech"] == stopped.texts["text"] == whole.texts["text"].partition("Step 3")[0]
+
+
+def test_parameters_of_the_talker_leave_the_thinker_alone(client: Client) -> None:
+    whole = client.generate("hello", seed=1).result().texts["text"]
+    limited = client.generate("hello", seed=1, stages={"talker": {"max_tokens": 2}}).result()
+    assert limited.texts == {"text": whole, "speech": whole[: whole.index("Step 2")]}
+    stopped = client.generate("hello", seed=1, stages={"talker": {"stop": ["Step 1"]}}).result()
+    assert stopped.texts == {"text": whole, "speech": whole[: whole.index("Step 1")]}
+    structured = client.generate("hello", seed=1, stages={"talker": {"json_schema": SCHEMA}}).result()
+    assert structured.texts == {"text": whole, "speech": SCHEMA * 6}
+
+
+def test_a_request_sets_its_first_chunk(client: Client) -> None:
+    arguments: dict[int | None, StageArguments] = {5: {}, 8: {"chunk": 8}, None: {"chunk": "whole"}}
+    frames: dict[int | None, bytes] = {}
+    for first, given in arguments.items():
+        result = client.generate("hello", seed=1, outputs=["speech", "frames"], stages={"frames": given}).result()
+        frames[first] = b"".join(output.tensor.tobytes() for output in result.tensors["frames"])
+        rows = len(result.texts["speech"].encode())
+        ramp = () if first is None else (first, 10)
+        (chunks,) = (edge.chunks for edge in result.finished.edges if edge.edge == "talker->frames")
+        assert chunks == (len(ramp) + math.ceil((rows - sum(ramp)) / 25) if ramp else 1)
+    assert len(set(frames.values())) == 1
+    with pytest.raises(InvalidRequestError, match="use 5 to 25") as caught:
+        client.generate("hello", stages={"frames": {"chunk": 26}}).result()
+    assert caught.value.reason == "INVALID_INITIAL_FRAMES"
+    with pytest.raises(InvalidRequestError, match="chunk is 'most'; give the number of frames of the first chunk"):
+        client.generate("hello", stages={"frames": {"chunk": "most"}})  # type: ignore[typeddict-item]

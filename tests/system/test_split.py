@@ -11,14 +11,7 @@ import pytest
 from stagemesh.client import StageArguments
 from stagemesh.common.errors import InvalidRequestError
 from tests.deployment import Deployment
-from tests.system.split_stage import (
-    KILLED_TOKENS,
-    check_equal,
-    check_no_blocks,
-    generate,
-    generate_with_kill,
-    prompt,
-)
+from tests.system.split_stage import KILLED_TOKENS, check_equal, check_no_blocks, generate, generate_with_kill, prompt
 
 pytestmark = pytest.mark.timeout(600)
 

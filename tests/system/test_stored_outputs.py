@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.client import AsyncClient, MediaChunk, Text
+from stagemesh.client import MediaChunk, Text
 from stagemesh.client.responses import Result, ResultBuilder
-from stagemesh.common.errors import CancelledRequestError
 from tests.cli.commands import stagemesh
-from tests.deployment import Deployment, deployed, eventually
+from tests.deployment import Deployment, deployed
 
 STEPS = 30
 PIPELINE = """\
@@ -88,16 +87,6 @@ def test_a_stage_that_is_killed_makes_the_same_file_again(
     assert film.uri.endswith(".2.mp4") == (victim == "camera-0")
     assert [str(path) for path in stored_files(store, f"killed-{victim}")] == [film.uri.removeprefix("file://")]
     up.wait(Deployment.all_ready)
-
-
-async def test_a_cancelled_request_leaves_no_file(up: Deployment, store: Path) -> None:
-    up.wait(Deployment.all_ready)
-    async with AsyncClient(up.endpoint) as client:
-        with pytest.raises(CancelledRequestError):
-            async for event in client.generate("hello", request_id="cancelled", max_tokens=500):
-                if isinstance(event, Text):
-                    await client.cancel("cancelled")
-    eventually(lambda: not stored_files(store, "cancelled") and not stored_files(store / ".partial"), timeout_s=5)
 
 
 async def test_the_command_line_downloads_stored_outputs(up: Deployment, tmp_path: Path) -> None:

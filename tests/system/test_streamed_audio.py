@@ -1,15 +1,13 @@
 """Audio that is streamed into a function stage, which resumes from a checkpoint after its process was killed."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from stagemesh.common.errors import UnsupportedError
 from stagemesh.orchestrator.request.streamed_input import packets_of
 from stagemesh.v1 import request_pb2, tensor_pb2
-from tests.deployment import Deployment, deployed
+from tests.deployment import deployed
 from tests.system.added_transforms import add_function
 from tests.system.streaming import Turn, orchestrating
 
@@ -58,20 +56,6 @@ outputs: {{text: meter}}
 """
 
 
-@pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    add_function(tmp_path, monkeypatch, name="meter", source=METER)
-    path = tmp_path / "meter.yaml"
-    path.write_text(PIPELINE)
-    return path
-
-
-@pytest.fixture
-def up(file: Path) -> Iterator[Deployment]:
-    with deployed(file) as deployment:
-        yield deployment
-
-
 def _piece(number: int) -> request_pb2.Part:
     data = np.full(PIECE_SAMPLES, number, np.float32).tobytes()
     samples = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[PIECE_SAMPLES], inline=data)
@@ -88,18 +72,17 @@ def _append(turn: Turn, numbers: range) -> None:
             turn.stream.append(packet)
 
 
-async def test_a_killed_function_resumes_within_the_input(file: Path, up: Deployment) -> None:
-    async with orchestrating(file, up) as orchestrator:
-        turn = Turn(orchestrator, "measured")
-        _append(turn, range(10))
-        await turn.until_heard("text", _report(9))
-        up.kill(turn.replica_of("meter"))
-        _append(turn, range(10, 15))
-        assert await turn.result() == {"text": "".join(map(_report, range(15)))}
-        first, second = turn.known.record.timeline.steps
-        assert (first.attempt, second.attempt, bool(second.resumed_steps)) == (1, 2, True)
-
-
-def test_a_piece_of_a_kind_that_no_stage_takes_is_rejected() -> None:
-    with pytest.raises(UnsupportedError, match="is audio, but the stages take text; append only this"):
-        packets_of(_piece(0), kinds={"text"})
+async def test_a_killed_function_resumes_within_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_function(tmp_path, monkeypatch, name="meter", source=METER)
+    file = tmp_path / "meter.yaml"
+    file.write_text(PIPELINE)
+    with deployed(file) as up:
+        async with orchestrating(file, up) as orchestrator:
+            turn = Turn(orchestrator, "measured")
+            _append(turn, range(10))
+            await turn.until_heard("text", _report(9))
+            up.kill(turn.replica_of("meter"))
+            _append(turn, range(10, 15))
+            assert await turn.result() == {"text": "".join(map(_report, range(15)))}
+            first, second = turn.known.record.timeline.steps
+            assert (first.attempt, second.attempt, bool(second.resumed_steps)) == (1, 2, True)

@@ -10,7 +10,7 @@ from stagemesh.common.errors import CancelledRequestError, InvalidRequestError
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
 from tests.cli.commands import stagemesh
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment, deployed, metric_value
 from tests.system.streaming import Turn, orchestrating
 
 ECHO = """
@@ -38,7 +38,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def up(file: Path) -> Iterator[Deployment]:
-    with deployed(file) as deployment:
+    with deployed(file, "--metrics") as deployment:
         yield deployment
 
 
@@ -137,3 +137,16 @@ async def test_an_operator_sees_what_the_input_waits_for(file: Path, up: Deploym
 async def test_the_command_line_shows_who_sends_the_input(up: Deployment) -> None:
     ran = await stagemesh("stages", "--server", up.endpoint)
     assert ["@input->echo", "from", "the", "orchestrator", "grpc"] in [line.split() for line in ran.stdout.splitlines()]
+
+
+def test_an_orchestrator_counts_the_input_that_it_sends(up: Deployment) -> None:
+    pieces = ("one ", "two ", "three")
+    with up.client() as client, client.converse(input_mode="stream", outputs=["said"]) as session:
+        session.append(*pieces)
+        session.commit()
+        assert list(session.answer())
+    metrics, labels = up.scrape("orchestrator"), {"edge": "@input->echo", "connector": "grpc"}
+    assert metric_value(metrics, "stagemesh_sent_bytes_total", **labels) == len("".join(pieces))
+    chunks = metric_value(metrics, "stagemesh_chunk_transfer_seconds_count", **labels)
+    assert chunks == metric_value(metrics, "stagemesh_edge_chunks_total", edge="@input->echo") > 0
+    assert metric_value(metrics, "stagemesh_chunk_transfer_seconds_sum", **labels) > 0

@@ -10,9 +10,15 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from stagemesh.client import Client, Finished, Text
 from tests.deployment import Deployment, deployed
 from tests.local_mesh import local_mesh
-from tests.stage.test_metrics import INPUT_PIPELINE
 from tests.system.pipelines import relays
 from tests.traces import TraceReceiver, check_whole, chunks_of, last_trace, receiving_traces
+
+HEARD = """
+pipeline: heard
+stages: {speak: {engine: fake, function: relay}}
+edges: [{from: "@input", to: speak}]
+outputs: {audio: speak}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +78,7 @@ def test_a_killed_stage_is_a_part_of_the_trace(client: Client, receiver: TraceRe
 
 
 def test_streamed_input_is_a_part_of_the_trace(receiver: TraceReceiver, tmp_path: Path) -> None:
-    (tmp_path / "heard.yaml").write_text(INPUT_PIPELINE)
+    (tmp_path / "heard.yaml").write_text(HEARD)
     with local_mesh(tmp_path / "heard.yaml") as running, running.client() as client:
         with client.converse(input_mode="stream") as session:
             session.append("one ", "two")

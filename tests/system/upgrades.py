@@ -14,6 +14,7 @@ from stagemesh.cli.launcher.process_configs import stage_config
 from stagemesh.client import AsyncClient, Result
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.process.config import ProcessConfig, dump_config
+from stagemesh.conformance import until
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.pipeline import load_pipeline
 from stagemesh.rpc.channels import open_channel
@@ -137,9 +138,7 @@ class Traffic:
     async def until_more(self, count: int) -> None:
         """Waits until `count` further requests have ended."""
         wanted = len(self.results) + count
-        async with asyncio.timeout(READY_S):
-            while len(self.results) < wanted and not self.errors:
-                await asyncio.sleep(0.05)
+        await until(lambda: len(self.results) >= wanted or bool(self.errors), timeout_s=READY_S)
 
 
 @asynccontextmanager

@@ -1,4 +1,7 @@
-"""Logs of a running pipeline: as JSON, with levels that operators change, and without prompts."""
+"""Logs and metrics of a running pipeline.
+
+Logs are JSON with levels that operators change, and without prompts. Metrics agree with what clients receive.
+"""
 
 import json
 from collections.abc import Iterator
@@ -7,13 +10,16 @@ from typing import Any
 
 import pytest
 
+from stagemesh.client import Text
 from stagemesh.common.errors import ExitCode
 from tests.cli.commands import Ran, invoke
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment, deployed, metric_value
 from tests.system.pipelines import relays
 
 PROMPT = "a prompt that nobody shall read"
 PROCESSES = ("@orchestrator", "source-0", "relay-0", "frames-0")
+CONNECTORS = {"source->relay": "shm", "relay->frames": "nixl"}
+"""The connectors of the edges. The orchestrator sends its input by grpc."""
 _RUN = "stagemesh.services.stage.step.run"
 
 
@@ -23,7 +29,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STAGEMESH_HOME", str(folder / "home"))
         patch.setenv("STAGEMESH_LOG_FORMAT", "json")
-        with deployed(relays(folder, steps=2)) as running:
+        chosen = [f"edges.{number}.connector={connector}" for number, connector in enumerate(CONNECTORS.values())]
+        options = ["--metrics", *(part for each in chosen for part in ("--set", each))]
+        with deployed(relays(folder, steps=20, step_s=0.01), *options) as running:
             yield running
 
 
@@ -100,3 +108,52 @@ def test_the_level_of_a_process_at_its_start(tmp_path: Path, monkeypatch: pytest
     ran = invoke("up", str(relays(tmp_path)))
     assert ran.exit_code != 0
     assert "STAGEMESH_LOG_LEVEL is 'loud'; it must be DEBUG or INFO or WARNING or ERROR" in ran.stderr
+
+
+# -- metrics
+
+
+def _count_sent(running: Deployment, edge: str) -> tuple[float, float]:
+    """Returns the numbers of bytes and chunks that a replica counts for an edge."""
+    metrics, labels = running.scrape(f"{edge.partition('->')[0]}-0"), {"edge": edge, "connector": CONNECTORS[edge]}
+    size_bytes = metric_value(metrics, "stagemesh_sent_bytes_total", **labels)
+    return size_bytes, metric_value(metrics, "stagemesh_chunk_transfer_seconds_count", **labels)
+
+
+def test_a_replica_counts_what_it_sends(running: Deployment) -> None:
+    before = {edge: _count_sent(running, edge) for edge in CONNECTORS}
+    with running.client() as client:
+        results = [client.generate("hello").result() for _ in range(3)]
+    for name, (size_bytes, chunks) in before.items():
+        usages = [edge for result in results for edge in result.finished.edges if edge.edge == name]
+        assert all(edge.size_bytes > 0 and edge.chunks > 0 for edge in usages)
+        sent = sum(edge.size_bytes for edge in usages), sum(edge.chunks for edge in usages)
+        assert _count_sent(running, name) == (size_bytes + sent[0], chunks + sent[1])
+
+
+@pytest.mark.parametrize("edge", CONNECTORS)
+def test_a_replica_names_itself_in_each_metric(running: Deployment, edge: str) -> None:
+    stage = edge.partition("->")[0]
+    metrics, labels = running.scrape(f"{stage}-0"), {"edge": edge, "connector": CONNECTORS[edge]}
+    assert metric_value(metrics, "stagemesh_chunk_transfer_seconds_sum", **labels) > 0
+    assert metric_value(metrics, "stagemesh_resent_chunks_total", **labels) == 0
+    assert metric_value(metrics, "stagemesh_arena_bytes") > 0
+    assert metric_value(metrics, "process_resident_memory_bytes") > 0
+    samples = [each for metric in metrics.values() for each in metric.samples]
+    assert all((each.labels["stage"], each.labels["replica"]) == (stage, f"{stage}-0") for each in samples)
+
+
+def test_the_flows_of_a_running_request_are_shown(running: Deployment) -> None:
+    with running.client() as client:
+        events = iter(client.generate("hello"))
+        next(event for event in events if isinstance(event, Text))
+        metrics = running.scrape("source-0")
+        assert metric_value(metrics, "stagemesh_flows", edge="source->relay") == 1
+        assert metric_value(metrics, "stagemesh_flow_credit_bytes", edge="source->relay") > 0
+        assert metric_value(metrics, "stagemesh_engine_running_requests") == 1
+        assert list(events)
+    assert metric_value(running.scrape("source-0"), "stagemesh_flows") == 0
+
+
+def test_the_orchestrator_serves_its_metrics_too(running: Deployment) -> None:
+    assert metric_value(running.scrape("orchestrator"), "stagemesh_ready") == 1
