@@ -207,7 +207,7 @@ class CallLimits(_Interceptor):
             reason="HEADERS_TOO_LARGE",
         )
 
-    def _wrapped(self, handler: Any, _details: grpc.HandlerCallDetails) -> Any:
+    def _wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:  # noqa: ARG002
         if self._most is None:
             return handler
         return wrap_handler(handler, partial(self._counted, handler, self._most), receives_stream=True)
@@ -268,7 +268,7 @@ class MalformedFilter(_Interceptor):
     RPCs whose servicers read bytes are not concerned. A servicer that calls `context.read()` receives a `Malformed`.
     """
 
-    def _wrapped(self, handler: Any, _details: grpc.HandlerCallDetails) -> Any:
+    def _wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:  # noqa: ARG002
         parse = handler.request_deserializer
         if parse is None:
             return handler

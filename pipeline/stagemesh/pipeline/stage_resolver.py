@@ -155,8 +155,9 @@ class OutputResolver:
         else:
             emitted = emits[chosen]
             self._check_file(("outputs", name), entry, emitted)
+            written: dict[str, Any] = {**dict(entry), "source": f"{stage.name}.{chosen}"}
             outputs[name] = PipelineOutput(
-                **{**dict(entry), "source": f"{stage.name}.{chosen}"},
+                **written,
                 name=name,
                 kind=emitted.kind,
                 sample_rate_hz=emitted.sample_rate_hz,
