@@ -42,7 +42,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Called when all tests are imported. Their modules remain, so that the garbage collector need not examine them."""
+    """Called when all tests are imported. The garbage collector need not examine their modules."""
     gc.collect()
     gc.freeze()
 

@@ -99,7 +99,7 @@ async def dialled(host: Host, first: stage_pb2.PutChunkRequest) -> AsyncIterator
 
 @asynccontextmanager
 async def peer(first: stage_pb2.PutChunkRequest | None = None) -> AsyncIterator[Peer]:
-    """Yields a producer that has sent its first message, by default a valid Hello, to a consumer of its own."""
+    """Yields a producer that has sent its first message, by default a valid Hello, to a new consumer."""
     host = await Host.started("b-0", window_bytes=1 << 20, arena_bytes=2 << 20)
     try:
         async with dialled(host, first or hello()) as one:

@@ -1,6 +1,6 @@
 """A process with a nixl connector, controlled as `replica_process` is.
 
-Written bytes follow from a seed, so that the reader can check them.
+Written bytes follow from a seed. The reader can therefore check them.
 """
 
 import argparse

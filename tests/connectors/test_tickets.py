@@ -74,7 +74,7 @@ class Flow:
 async def ticket_flow(
     *names: str, time_limit_s: float = LIMIT_S, limits: Mapping[str, int] | None = None, **flow: Any
 ) -> AsyncGenerator[Flow]:
-    """Sends a packet with a ticket for each name. `limits` are those of the data planes, `flow` is for `open_flow`."""
+    """Sends a packet with a ticket for each name. `limits` are limits of the data planes, `flow` is for `open_flow`."""
     offers = Offers()
     async with two_hosts(**(limits or {})) as (a, b):
         outlet, inlet = open_ticket_flow(a, b, **flow)

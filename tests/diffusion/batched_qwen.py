@@ -1,6 +1,6 @@
 """Compares batched requests of Qwen-Image with single ones: `python -m tests.diffusion.batched_qwen FOLDER DTYPE...`.
 
-Prints the `Comparison` of each data type. It is a process of its own, because the matrix library reads its environment
+Prints the `Comparison` of each data type. It needs its own process, because the matrix library reads its environment
 when it is loaded.
 """
 

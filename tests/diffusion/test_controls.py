@@ -239,7 +239,7 @@ async def measure_repeated_sleep(model: Path) -> tuple[int, int]:
 
 
 def in_new_process(measure: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-    """Runs a coroutine in a process of its own, where no memory is left over from other tests."""
+    """Runs a coroutine in a new process, where no memory is left over from other tests."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(run_measurement, measure, args).result()
 

@@ -156,7 +156,7 @@ def media_answers(tiny_qwen3_omni: Path) -> list[Result]:
 
 
 def test_each_kind_of_media_has_its_tokens(media_answers: list[Result]) -> None:
-    # The smallest video has 2 x 12 x 12 tokens; each kind has a token at its begin and its end.
+    # The smallest video has 2 x 12 x 12 tokens; each kind has a token at its start and its end.
     text = len(media_answers[0].prompt_ids)
     image, sound, video = 2 * 3 + 2, 26 + 2, 2 * 12 * 12 + 2
     sizes = [len(answer.prompt_ids) - text for answer in media_answers]

@@ -148,7 +148,7 @@ async def test_the_clients_port_serves_the_client_role_alone(tmp_path: Path) -> 
     async with mesh(tmp_path) as up:
         assert await _services(up.channel) == {"stagemesh.v1.OrchestratorService"}
         for_clients = {path for path in METHODS if CLIENT in roles_of(path)}
-        # Processes of their own serve the others.
+        # Other processes serve the others.
         others = (f"/{_MEDIA}/", f"/{_JOBS}/")
         assert await _served(up.channel) == {path for path in for_clients if not path.startswith(others)}
 

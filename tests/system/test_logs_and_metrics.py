@@ -19,7 +19,7 @@ from tests.system.pipelines import relays
 PROMPT = "a prompt that nobody shall read"
 PROCESSES = ("@orchestrator", "source-0", "relay-0", "frames-0")
 CONNECTORS = {"source->relay": "shm", "relay->frames": "nixl"}
-"""The connectors of the edges. The orchestrator sends its input by grpc."""
+"""The connectors of the edges. The orchestrator sends its input over grpc."""
 _RUN = "stagemesh.services.stage.step.run"
 
 

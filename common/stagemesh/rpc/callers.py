@@ -75,7 +75,7 @@ def set_identity(identity: Identity) -> None:
 def identity_of_certificate(properties: Mapping[str, Iterable[bytes]]) -> Identity | None:
     """Returns the identity in the certificate of a peer, or None if the certificate names no role.
 
-    `properties` are those of the certificate. `peer_uri` has its URIs.
+    `properties` are the certificate's properties. `peer_uri` has its URIs.
     """
     uris = (uri.decode(errors="replace") for uri in properties.get("peer_uri", ()))
     parts = (uri.removeprefix(SCHEME).partition("/") for uri in uris if uri.startswith(SCHEME))

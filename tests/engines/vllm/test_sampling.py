@@ -152,7 +152,7 @@ async def test_seeded_tokens_equal_vllms_own(
     )
     theirs = [await direct_tokens(direct, LONG[seed:], seed=seed, **sampling) for seed in range(4)]
     assert ours == theirs
-    # No text of these seeds ends early, so that its end is not noticed.
+    # No text of these seeds ends early. Its end would not be noticed.
     noticed = sampling.keys() - {"min_tokens", "ignore_eos"}
     assert not noticed or ours != plain_tokens
 

@@ -106,7 +106,7 @@ async def _orchestrating(world: World, *, replicas: int = 2, choices: int = 1) -
 async def _running(
     world: World, *, replicas: int = 2, choices: int = 1, spoken: Mapping[str, str] = _SPOKEN
 ) -> AsyncGenerator[_Mesh]:
-    """Runs a request, which is admitted at the begin of the block. Its outputs must be `spoken`."""
+    """Runs a request, which is admitted at the start of the block. Its outputs must be `spoken`."""
     async with _orchestrating(world, replicas=replicas, choices=choices) as mesh, asyncio.TaskGroup() as group:
         group.create_task(mesh.ask())
         await mesh.began.wait()

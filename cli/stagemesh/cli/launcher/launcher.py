@@ -229,7 +229,7 @@ class Launcher:
         """
         complete = replace(config, tls=self._certify(folder, name, role), parent_pid=os.getpid())
         file = folder.write_config(name, dump_config(complete))
-        # -u disables buffering, so that the log of a killed process is complete.
+        # -u disables buffering so that the log of a killed process is complete.
         command = (sys.executable, "-u", "-m", module, "--config", str(file))
         return ProcessSpec(name, "", config.listen, command, folder.log_path(name), probe_health, config=file)
 

@@ -100,7 +100,7 @@ def option(kind: Any, text: str, *names: str, default: Any = None, **settings: A
 
 
 def _type_of(kind: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the type of an argument or option, and its settings with those of a Kind."""
+    """Returns the type of an argument or option, and its settings with the settings of a Kind."""
     if isinstance(kind, list):
         item_type, settings = _type_of(kind[0], settings)
         return GenericAlias(list, (item_type,)), settings

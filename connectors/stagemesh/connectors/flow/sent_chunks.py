@@ -129,7 +129,7 @@ class SentChunk:
             wire.fill_metadata(data, self.metadata)
 
     def replay(self, key: chunk_pb2.EdgeKey) -> Iterator[stage_pb2.GetChunkResponse]:
-        """Yields the chunk as messages that no lease and no other chunk is needed to read. `key` is that of the flow.
+        """Yields the chunk as messages that no lease and no other chunk is needed to read. `key` is the flow's key.
 
         The regions of the chunk are retained until the last message.
         """

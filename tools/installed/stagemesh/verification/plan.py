@@ -120,7 +120,7 @@ def compare(
     *,
     device: Literal["auto", "cpu", "cuda"],
 ) -> tuple[Comparison, ...]:
-    """Compares outputs with a reference implementation, in a process of its own, which prints progress to stderr.
+    """Compares outputs with a reference implementation, in a new process, which prints progress to stderr.
 
     `tensors` are named as in a VerificationJob. Raises the error of the process, and InternalError if the process ends
     without a report.

@@ -270,7 +270,7 @@ class RotaryConfig:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The config of a `WindowTransformer`. Names and defaults are those of transformers' configs."""
+    """The config of a `WindowTransformer`. It has the names and defaults of transformers' configs."""
 
     hidden_size: PositiveInt = 1024
     intermediate_size: PositiveInt = 3072
@@ -298,7 +298,7 @@ class TransformerConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig(TransformerConfig):
-    """The config of a decoder of codec frames. Names and defaults are those of transformers and qwen-tts."""
+    """The config of a decoder of codec frames. It has the names and defaults of transformers and qwen-tts."""
 
     codebook_size: PositiveInt = 2048
     num_quantizers: PositiveInt = 16
