@@ -189,40 +189,24 @@ class TicketModel(RuleBasedStateMachine):
 
     @rule(at=FLOW, name=NAME, event=st.sampled_from(["finish", "abort", "rebind", "rebind", "stop", "lose"]))
     def end_or_move(self, at: int, name: str, event: str) -> None:
-        """Ends a flow at one of its ends, or moves it to another consumer."""
-        match event:
-            case "finish":
-                self.finish(at)
-            case "abort":
-                self.abort(at)
-            case "rebind":
-                self.rebind(at, name)
-            case _:
-                self.stop_reading(at, lost=event == "lose")
-
-    def finish(self, at: int) -> None:
+        """Ends a flow at one of its ends, or moves it to another consumer or to the same one again."""
         flow = self._flow(at)
-        if self._is_open(flow):
-            flow.is_finishing = True
-            self._run(self._finish(flow))
+        if flow is not None:
+            self._run(self._end_or_move(flow, name, event))
 
-    async def _finish(self, flow: Flow) -> None:
-        self._spawn(flow.outlet.finish())
-
-    def abort(self, at: int) -> None:
-        flow = self._flow(at)
-        if flow is not None and flow.incarnation == self.incarnation:
-            flow.is_finishing = True
-            self._run(self._abort(flow))
-
-    async def _abort(self, flow: Flow) -> None:
-        flow.outlet.abort(InternalError("the engine failed"))
-
-    def rebind(self, at: int, name: str) -> None:
-        """Moves a flow to another consumer, or to the same one again."""
-        flow = self._flow(at)
-        if flow is not None and flow.incarnation == self.incarnation:
-            self._run(self._rebind(flow, name))
+    async def _end_or_move(self, flow: Flow, name: str, event: str) -> None:
+        if event in {"stop", "lose"}:
+            await flow.inlet.aclose(lost=event == "lose")
+        elif flow.incarnation == self.incarnation:
+            match event:
+                case "abort":
+                    flow.is_finishing = True
+                    flow.outlet.abort(InternalError("the engine failed"))
+                case "rebind":
+                    await self._rebind(flow, name)
+                case _ if not flow.is_finishing:
+                    flow.is_finishing = True
+                    self._spawn(flow.outlet.finish())
 
     async def _rebind(self, flow: Flow, name: str) -> None:
         with suppress(StagemeshError):
@@ -289,46 +273,31 @@ class TicketModel(RuleBasedStateMachine):
             gc.collect(0)
             self._settle()
 
-    def stop_reading(self, at: int, lost: bool) -> None:
-        flow = self._flow(at)
-        if flow is not None:
-            self._run(flow.inlet.aclose(lost=lost))
-
     # -- deaths
 
     @rule(name=NAME, event=st.sampled_from(["cut", "cut", "partition", "partition", "kill consumer", "kill producer"]))
     def disturb(self, name: str, event: str) -> None:
-        """Breaks a connection, or kills one of its ends."""
+        """Breaks a connection, separates or reconnects a consumer, or kills an end, which then restarts."""
+        self._run(self._disturb(name, event))
+
+    async def _disturb(self, name: str, event: str) -> None:
         match event:
             case "cut":
-                self.cut(name)
+                self._cut(name)
             case "partition":
-                self.partition(name)
+                self.unreachable ^= {name}
+                self._cut(name)
             case "kill consumer":
-                self.kill_consumer(name)
+                self._cut(name)
+                self.uses = [use for use in self.uses if use.consumer != name]
+                await self.planes[name].close()
+                self.planes[name] = _plane(name)
             case _:
-                self.kill_producer()
-
-    def kill_consumer(self, name: str) -> None:
-        """Kills a consumer, which then restarts at the same address."""
-        self._run(self._kill_consumer(name))
-
-    async def _kill_consumer(self, name: str) -> None:
-        self._cut(name)
-        self.uses = [use for use in self.uses if use.consumer != name]
-        await self.planes[name].close()
-        self.planes[name] = _plane(name)
-
-    def kill_producer(self) -> None:
-        """Kills the producer, which then restarts under the same name."""
-        self._run(self._kill_producer())
-
-    async def _kill_producer(self) -> None:
-        for name in CONSUMERS:
-            self._cut(name)
-        await turns()
-        await self.planes["a"].close()
-        self._start_producer()
+                for each in CONSUMERS:
+                    self._cut(each)
+                await turns()
+                await self.planes["a"].close()
+                self._start_producer()
 
     # -- the wires
 
@@ -361,21 +330,10 @@ class TicketModel(RuleBasedStateMachine):
         elif queue:
             queue.appendleft(queue[0])
 
-    def cut(self, name: str) -> None:
-        self._run(self._cut_and_settle(name))
-
-    async def _cut_and_settle(self, name: str) -> None:
-        self._cut(name)
-
     def _cut(self, name: str) -> None:
         if name in self.wires:
             self.wires[name].over.set()
             self.wires[name].end()
-
-    def partition(self, name: str) -> None:
-        """Separates a consumer from the producer, or connects them again."""
-        self.unreachable ^= {name}
-        self.cut(name)
 
     @rule(time_s=st.sampled_from([0.2, 1.0, 3.0, 16.0, 50.0]))
     def wait(self, time_s: float) -> None:
@@ -418,13 +376,12 @@ class TicketModel(RuleBasedStateMachine):
         self.uses.clear()
         gc.collect()
         for at, flow in enumerate(self.flows):
-            if flow.incarnation == self.incarnation:
-                self.abort(at)
-            self.stop_reading(at, lost=False)
+            self.end_or_move(at, flow.consumer, "abort")
+            self.end_or_move(at, flow.consumer, "stop")
         for name in CONSUMERS:
             # Leases whose messages were lost end with the next connection.
             self._deliver_the_rest()
-            self.cut(name)
+            self.disturb(name, "cut")
         self._deliver_the_rest()
         for plane in self.planes.values():
             for link in plane._links.values():
