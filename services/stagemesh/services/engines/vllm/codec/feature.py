@@ -83,8 +83,9 @@ class CodecRows(InputRows):
     def columns(self, model: "ModelConfig") -> list[Column]:  # noqa: ARG002  # the widths are in the description
         return [
             Column("text_ids", "int32", 1),
-            Column("codes", CODES_DTYPE, 1),
-            Column(RESIDUALS, CODES_DTYPE, self._description.groups - 1),
+            Column("codes", CODES_DTYPE, 1, prompt_only=True),
+            # The frames of a checkpoint are in this column after the prompt, where later rows must not replace them.
+            Column(RESIDUALS, CODES_DTYPE, self._description.groups - 1, prompt_only=True),
             Column(POSITIONS, "int32", AXES),
             Column(STATES, self._dtype, self._description.state_width),
         ]

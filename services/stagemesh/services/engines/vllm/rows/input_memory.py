@@ -34,6 +34,8 @@ class Column:
     dtype: str
     """The name of the dtype. The name is the same in the API and in torch."""
     width: int
+    prompt_only: bool = False
+    """Whether only rows of the prompt have values. For later rows, values from the edge are ignored."""
 
     def size_bytes(self, positions: int) -> int:
         """Returns the size of the column in a slot with `positions` rows, in bytes, rounded up to whole pages."""

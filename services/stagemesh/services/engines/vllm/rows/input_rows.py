@@ -50,6 +50,7 @@ class InputFlow(features.RequestHook):
         self._flow = aiter(flow)
         self._memory, self.slot = memory, slot
         self._read_rows = read_rows
+        self._prompt_only = frozenset(column.name for column in memory.ticket.columns if column.prompt_only)
         self._next_position = 0
         self._prompt_tokens = 0
         self._ended = False
@@ -157,9 +158,13 @@ class InputFlow(features.RequestHook):
             self._check_fits(self._next_position + count)
         # A slot has one row for each position that the model supports. A request cannot use more rows.
         space = min(count, max(0, self._memory.ticket.positions - self._next_position))
+        prompt_space = space
+        if self._prompt_tokens:
+            prompt_space = min(space, max(0, self._prompt_tokens - self._next_position))
         for name, values in rows.items():
-            target = self._memory.columns[name][self.slot, self._next_position : self._next_position + space]
-            target[...] = values[:space].reshape(target.shape)
+            written = prompt_space if name in self._prompt_only else space
+            target = self._memory.columns[name][self.slot, self._next_position : self._next_position + written]
+            target[...] = values[:written].reshape(target.shape)
         self._next_position += count
 
     def _check_fits(self, prompt_tokens: int) -> None:
