@@ -37,10 +37,10 @@ AT_ONCE = 3
 TESTS = pytest -m "not gpu and not soak" --target $@ $(if $(filter 0,$(shell id -u)),-n $(AT_ONCE)) $(DURATIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight venv typescript kubernetes livekit browser go models demo demo-image test test-durations models-check packages-check pods-check soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
+.PHONY: help preflight venv typescript kubernetes livekit browser go models demo demo-image test test-durations models-check packages-check deployments-check soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
 
 help: ## List the commands
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
 
 preflight: # Say what this machine lacks
 	@$(PYTHON) tools/preflight.py
@@ -110,13 +110,13 @@ test: models typescript kubernetes livekit browser go ## Run the tests that need
 
 models-check: models typescript browser ## Run the tests of engines with models, without those that passed since the last change
 packages-check: models typescript livekit go ## Run the tests of packages, and of clients in other languages, in the same way
-pods-check: models kubernetes ## Run the tests of the chart's pods, in the same way
-models-check pods-check: AT_ONCE = 2
-models-check packages-check pods-check:
+deployments-check: models kubernetes ## Run the tests of deployments that are killed and upgraded, and of pods, in the same way
+models-check: AT_ONCE = 2
+models-check packages-check deployments-check:
 	$(TESTS) --resume
 
 test-durations: DURATIONS = --write-durations
-test-durations: test models-check packages-check pods-check ## Run all of these, and write their durations, by which the files are ordered
+test-durations: test models-check packages-check deployments-check ## Run all of these, and write their durations, by which the files are ordered
 
 soak: models ## Run the long forms of the fault tests in SOAKS="tests" (all), about an hour
 	pytest -m "soak and not gpu" $(SOAKS)

@@ -32,13 +32,17 @@ TARGETS = {
         "tests/go",
         "tests/typescript",
     ),
-    # The chart's pods, as processes in namespaces.
-    "pods-check": ("tests/k8s/pods",),
+    # Deployments whose processes are killed, scaled and upgraded, and the chart's pods as processes in namespaces.
+    "deployments-check": (
+        "tests/jobs/test_kills.py",
+        "tests/k8s/pods",
+        "tests/system/test_rolling.py",
+        "tests/system/test_upgrades.py",
+    ),
 }
 """The files and folders of each longer target."""
 _SHORT_IN_LONG = frozenset(
     (
-        "tests/diffusion/test_engine.py",
         "tests/engines/vllm/test_engine.py",
         "tests/engines/vllm/test_nodes.py",
         "tests/models/test_fetching.py",

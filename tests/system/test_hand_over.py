@@ -105,7 +105,7 @@ def test_cancelled_request_releases_its_state_at_once(tmp_path: Path) -> None:
 
 def test_ticket_that_expires_in_the_queue_is_recomputed(tmp_path: Path) -> None:
     with (
-        local_mesh(split(tmp_path, limit_s=0.3, state_s=0.25)) as up,
+        local_mesh(split(tmp_path, limit_s=0.8, state_s=0.4)) as up,
         up.client() as client,
         ThreadPoolExecutor(8) as pool,
     ):
