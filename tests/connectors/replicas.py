@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -96,10 +96,10 @@ class Replica:
 
     async def _read(self) -> None:
         try:
-            while line := await self._reader.readline():
-                self._take(json.loads(line))
-        except ConnectionError:
-            pass
+            # A killed process resets the connection.
+            with suppress(ConnectionError):
+                while line := await self._reader.readline():
+                    self._take(json.loads(line))
         finally:
             for answer in self._answers.values():
                 if not answer.done():

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from stagemesh.common.errors import InvalidRequestError, UnavailableError
 from stagemesh.connectors.packets import OfferedTicket
@@ -27,6 +27,8 @@ class StateCounts:
 
     offered: int = 0
     released: int = 0
+    reads: int = field(default=0, compare=False)
+    """The number of reads that began before the state was released."""
     refused_reads: int = 0
     """The number of reads that began after the state was released."""
     cut_reads: int = 0
@@ -92,6 +94,7 @@ class StateStore:
             self.counts.refused_reads += 1
             writer.write(_GONE)
             return
+        self.counts.reads += 1
         half = len(content) // 2
         writer.write(len(content).to_bytes(8) + content[:half])
         await writer.drain()
