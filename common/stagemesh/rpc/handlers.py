@@ -24,7 +24,7 @@ Handler = TypeVar("Handler", bound=Callable[..., AsyncIterator[Any]])
 
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-"""The context of an RPC, whatever its messages are."""
+"""The context of an RPC with messages of any type."""
 
 
 def answering(context: Context, **where: str) -> AbstractAsyncContextManager[None]:

@@ -44,7 +44,7 @@ class DataPlane:
         shared_arena: bool = True,
         meters: EdgeMeters | None = None,
     ) -> None:
-        """`meters` counts what the data plane sends. Data planes may share it. None if this one has its own."""
+        """`meters` counts the sent chunks. Several data planes may share it. If it is None, creates its own."""
         shorten_time_slices()
         retain_freed_memory()
         self.incarnation = secrets.token_hex(8)
@@ -89,7 +89,7 @@ class DataPlane:
 
     @property
     def meters(self) -> EdgeMeters:
-        """The counts of what the data plane has sent."""
+        """The counts of the chunks that the data plane has sent."""
         return self._retention.meters
 
     @property
@@ -130,7 +130,7 @@ class DataPlane:
     ) -> None:
         """Moves a flow to another consumer and sends all chunks again. Call `Outlet.check_rebindable` first.
 
-        `key` identifies the new attempt. The other arguments are those of `open_outlet`, for the new consumer.
+        `key` identifies the new attempt. `consumer` and `connector` are as in `open_outlet`, for the new attempt.
         """
         link = self._link(consumer, connector)
         outlet.rebind(key, connector)
@@ -143,7 +143,7 @@ class DataPlane:
     async def probe(self, consumer: ConsumerAddress, connector: ConnectorName) -> EdgeProbe:
         """Negotiates the connector of a flow to `consumer` without sending a chunk.
 
-        Returns the result of the negotiation. The arguments are those of `open_outlet`.
+        Returns the result of the negotiation. The arguments have the same meanings as in `open_outlet`.
 
         Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the requested connector cannot be used. Raises UnavailableError
         if the consumer is unreachable or does not answer within PROBE_S seconds.

@@ -18,7 +18,10 @@ OnBytes: TypeAlias = Callable[[int], None]
 
 
 class ServiceAddress(NamedTuple):
-    """The address of a service ("host:port"), and the name in its TLS certificate, or empty if it is the host."""
+    """The address of a service ("host:port"), and the name in its TLS certificate.
+
+    The name is empty if it is the host of the address.
+    """
 
     endpoint: str
     server_name: str
@@ -35,7 +38,7 @@ def media_address(pipeline: orchestrator_pb2.DescribePipelineResponse) -> Servic
 
 
 class UploadMessages:
-    """The messages that upload a file, in order. Iterate once.
+    """The messages that upload a file, in order. They can be iterated once.
 
     Raises InvalidRequestError (INVALID_MEDIA) if the file cannot be read or is empty, or if `media_type` is None and
     the suffix of its name is unknown.
@@ -45,7 +48,7 @@ class UploadMessages:
         self._path, self._on_bytes = Path(path), on_bytes
         self._media_type = media_type or media_type_of(self._path)
         self.error: InvalidRequestError | None = None
-        """The error that ended the iteration. gRPC does not pass it on."""
+        """The error that ended the iteration, or None. Stored here because gRPC does not pass it on."""
         try:
             self._size_bytes = self._path.stat().st_size
         except OSError as exc:
@@ -80,9 +83,9 @@ class UploadMessages:
 
 
 class Download:
-    """The local file of a download. Use it within `with`: without `finish`, nothing remains.
+    """The local file of a download. Use it within `with`, which deletes the partial file unless `finish` succeeds.
 
-    Raises InvalidRequestError (CANNOT_WRITE) if the file cannot be written.
+    The constructor and the methods raise InvalidRequestError (CANNOT_WRITE) if the file cannot be written.
     """
 
     def __init__(self, file: MediaFile | str, path: Path | str, *, on_bytes: OnBytes | None) -> None:
@@ -114,9 +117,9 @@ class Download:
             self._on_bytes(self._size_bytes)
 
     def finish(self) -> None:
-        """Gives the file its name.
+        """Renames the complete file to its final path.
 
-        Raises InvalidRequestError (MEDIA_MISMATCH) if it is incomplete, or differs from its description.
+        Raises InvalidRequestError (MEDIA_MISMATCH) if the file is incomplete, or differs from its description.
         """
         if not self._is_complete:
             raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Counts of what a data plane has sent, by edge and connector, and their metrics.
+"""Counts of the chunks that a data plane has sent, by edge and connector, and the metrics of these counts.
 
 The counts are updated for each acknowledged chunk. Names and units of metrics follow the conventions of Prometheus.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _MAX_METERS = 1024
 OTHER_EDGES = "other"
-"""The name under which further edges are counted together, if orchestrators use more than 1,024 names."""
+"""The name under which further edges are counted together after `_MAX_METERS` pairs of an edge and a connector."""
 
 
 class EdgeMeter:
@@ -45,7 +45,7 @@ class EdgeMeters:
         self._meters: dict[tuple[str, ConnectorName], EdgeMeter] = {}
 
     def of(self, edge: str, connector: ConnectorName) -> EdgeMeter:
-        """Returns the meter of an edge over a connector."""
+        """Returns the meter of an edge over a connector, or of OTHER_EDGES if there are too many meters."""
         key = (edge, connector)
         if key not in self._meters and len(self._meters) >= _MAX_METERS:
             key = (OTHER_EDGES, connector)
@@ -60,7 +60,7 @@ _LABELS = ("edge", "connector")
 
 
 def sent_metrics(meters: EdgeMeters) -> Iterator["Metric"]:
-    """Yields the metrics with their present values."""
+    """Returns the metrics of all meters with their current values."""
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
     size_bytes = CounterMetricFamily(

@@ -69,7 +69,7 @@ class OutletAttempt:
         """The credit limit in payload bytes. The limit includes all bytes since the flow's first chunk."""
         self.inline_limit_bytes = 0
         self.meter = EdgeMeter()
-        """The counts of the edge over the connector in use. Before the first opening, counts of nothing."""
+        """The counts of the edge over the connector in use. Before the first opening, an unused meter."""
         self.chunks, self._on_over = chunks, on_over
         self._leases = Leases()
         self._attend: Callable[[OutletAttempt], None] = lambda _: None
@@ -246,8 +246,8 @@ class OutletAttempt:
     def check_silence(self, now_s: float) -> None:
         """Reopens the attempt if an answer is due and the consumer has been silent for too long.
 
-        The reason is that a message may be missing. `now_s` is the current time of the event loop in seconds. Each
-        reopening doubles the permitted time without an answer, up to a maximum.
+        A message may then be missing. `now_s` is the current time of the event loop in seconds. Each reopening doubles
+        the permitted time without an answer, up to a maximum.
         """
         chunks = self.chunks
         if not (chunks.unacked or chunks.wanted_bytes or self.phase is not Phase.OPEN or chunks.ended):
@@ -266,7 +266,7 @@ class OutletAttempt:
 
     @property
     def sends_fragments(self) -> bool:
-        """Whether the next chunk is sent as fragments. Each fragment is sent in a message of its own."""
+        """Whether the next chunk is sent as fragments. Each fragment is sent in its own message."""
         return self._fragments is not None or (
             self.connector == GRPC and self._has_chunk and bool(self.chunks.pending[0].regions)
         )
@@ -408,5 +408,6 @@ class OutletAttempt:
         """Ends the attempt in state `phase`. Removes the attempt from its stream and its link."""
         self.disconnect()
         self.phase = phase
-        self._on_over = _ignore  # It refers to the outlet, which would otherwise wait for the garbage collector.
+        # The former callback refers to the outlet, which only the garbage collector would free.
+        self._on_over = _ignore
         self._attend(self)

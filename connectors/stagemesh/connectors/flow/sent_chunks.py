@@ -129,9 +129,9 @@ class SentChunk:
             wire.fill_metadata(data, self.metadata)
 
     def replay(self, key: chunk_pb2.EdgeKey) -> Iterator[stage_pb2.GetChunkResponse]:
-        """Yields the chunk as messages that no lease and no other chunk is needed to read. `key` is the flow's key.
+        """Yields the chunk as messages that can be read without a lease and without other chunks.
 
-        The regions of the chunk are retained until the last message.
+        `key` is the flow's key. The regions of the chunk are retained until the last message.
         """
         transfer_id = self.seq + 1 if self.size_bytes > fragments.FRAGMENT_BYTES else 0
         chunk, tensors, regions = chunk_pb2.Chunk(), self.tensors, self.regions
@@ -187,7 +187,7 @@ class _TicketLease:
     is_accepted: bool = False
 
     def accept(self) -> bool:
-        """Restarts the time limits of the tickets. Returns False if the state of one has been released."""
+        """Restarts the time limits of the tickets. Returns False if the state of a ticket has been released."""
         if any(ticket.is_released for ticket in self.chunk.offered):
             return False
         for ticket in self.chunk.offered:
@@ -228,7 +228,7 @@ class Leases:
         return lease_id
 
     def accept(self, lease_id: int) -> bool:
-        """Keeps the state of a lease's tickets for another time limit, because the consumer reads it.
+        """Restarts the time limits of a lease's tickets, because the consumer reads their state.
 
         Returns False if there is no such lease, or if the state has been released.
         """
@@ -238,7 +238,7 @@ class Leases:
     def end(self, lease_id: int) -> bool:
         """Ends the lease `lease_id`, which the consumer does not use any more. Returns False if there is no such lease.
 
-        Releases the regions or tickets of the lease. The chunk of tickets that were accepted releases them, too.
+        Releases the regions or tickets of the lease. If the tickets were accepted, their chunk also releases them.
         """
         regions = self._regions.pop(lease_id, None)
         if regions is None:
@@ -271,7 +271,7 @@ class Leases:
         lease = self._tickets.pop(lease_id, None)
         if lease is None:
             return False
-        # A chunk that is bound to another consumer keeps its tickets for that one.
+        # A chunk that is bound to another consumer retains its tickets for that consumer.
         if lease.is_accepted and lease.chunk.lease_id == lease_id:
             lease.chunk.use_tickets()
         lease.release()
@@ -388,7 +388,7 @@ class SentChunks:
 
     @property
     def can_restart(self) -> bool:
-        """Whether another consumer can receive all chunks, from the first one on."""
+        """Whether another consumer can receive all chunks, starting with the first one."""
         return self.retained_from(0) is not None and all(sent.can_be_sent for sent in (*self._kept, *self.unacked))
 
     def retained_from(self, first_seq: int) -> list[SentChunk] | None:

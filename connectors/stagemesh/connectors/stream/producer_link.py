@@ -50,7 +50,7 @@ class ProducerLink:
             connectors: The connectors of this replica.
             inline_limit_bytes: The maximum size, in bytes, of a chunk that is sent inline.
             on_idle: Called when the link has been disconnected and has nothing to do.
-            siblings: Returns the links to the same consumer. Another one may have granted a lease that the consumer
+            siblings: Returns all links to the same consumer. Another link may have granted a lease that the consumer
                 releases or accepts over this link.
         """
         self._peer, self._connectors = peer, connectors
@@ -65,7 +65,7 @@ class ProducerLink:
         """A notifier that fires when the result of a probe may have changed, and when the link has failed."""
         self._leases = Leases()
         self._answers: list[stage_pb2.PutItem] = []
-        """The answers to acceptances that have not been sent."""
+        """The answers that have not been sent, to the consumer's acceptances of tickets."""
         self._incarnation = ""
         self._connection: Connection | None = None
         self._watch: local_socket.DeathWatch | None = None
@@ -111,7 +111,10 @@ class ProducerLink:
         self._leases.end(lease_id)
 
     def accept_tickets(self, lease_id: int) -> bool:
-        """Keeps the state of a lease's tickets for another time limit. Returns False if it is not kept any more."""
+        """Restarts the time limits of a lease's tickets.
+
+        Returns False if this link has granted no such lease, or if the state has been released.
+        """
         return self._leases.accept(lease_id)
 
     async def close(self) -> None:
@@ -273,7 +276,7 @@ class ProducerLink:
         self._send_answers()
 
     def _send_answers(self) -> None:
-        """Sends the answers to acceptances, some of which arrive while the connection is being made."""
+        """Sends the waiting answers to acceptances of tickets. Does nothing while the link is not connected."""
         if self._connection is not None:
             for answer in self._answers:
                 self._connection.send(answer)

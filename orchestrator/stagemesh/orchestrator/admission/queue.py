@@ -16,6 +16,7 @@ from stagemesh.common.errors import StagemeshError
 from stagemesh.pipeline import Bounds, Limits
 
 TURNS_TO_ONE_BY_AGE = 8
+"""The number of admissions from the queue of which one admits the ticket that has waited longest."""
 _LOWEST_PRIORITY, _HIGHEST_PRIORITY = -10, 10
 _MAX_RECORDED_TURNS = 4096
 
@@ -310,7 +311,7 @@ class AdmissionQueue:
                 yield QueuePosition(ticket, position, in_caller_queue)
 
     def next(self) -> Ticket | None:
-        """Returns the ticket to admit next, or None if the limits per caller allow no waiting ticket to run."""
+        """Returns the ticket to admit next, or None if no ticket waits that may run under the limits per caller."""
         if self._is_by_age and (queue := self._by_age.first()) is not None:
             return queue.by_age[0]
         for within in self._classes.values():

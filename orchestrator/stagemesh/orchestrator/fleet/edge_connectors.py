@@ -260,9 +260,9 @@ class EdgeConnectors:
         return unusable
 
     def _find_unknown(self, replica: Replica) -> str:
-        """Returns why it is not known that a replica can use its fixed connectors, or an empty string.
+        """Returns why it is unknown whether a replica can use its fixed connectors, or an empty string if it is known.
 
-        Returns an empty string if the replica has no substitute, too.
+        Also returns an empty string if the replica has no substitute.
         """
         for edge in self._edges:
             if edge.connector == AUTO or replica.stage not in (edge.producer, edge.consumer):

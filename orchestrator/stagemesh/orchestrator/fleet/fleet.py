@@ -48,7 +48,7 @@ class ReplicaWatcher:
         self._load_reports: asyncio.Task[None] | None = None
         """The task that stores the replica's load reports, or None if no reports are being received."""
         self._verdict = stage_pb2.ROLLOUT_VERDICT_UNSPECIFIED
-        """The verdict that was sent with the call for load reports."""
+        """The verdict that was sent with the last request for load reports."""
         self.replica = fleet.create_replica(member, client)
 
     def leave(self, why: str) -> None:
@@ -107,7 +107,7 @@ class ReplicaWatcher:
             self._receive_load_reports()
 
     def update_verdict(self) -> None:
-        """Calls for load reports again if the verdict that is sent with this call has changed."""
+        """Requests load reports again if the verdict has changed, because the request carries the verdict."""
         if self._load_reports is not None and self._verdict != self._fleet.verdict(self.replica):
             self._stop_load_reports()
             self._receive_load_reports()
@@ -213,8 +213,8 @@ class Fleet:
     def ready(self) -> bool:
         """Whether the fleet can run requests.
 
-        Some generation must have a ready replica of every stage, or one that is woken, and every edge between ready
-        replicas must be usable.
+        In at least one generation, every stage must have a replica that is ready or is woken when requests need it.
+        Every edge between stages with ready replicas must be usable.
         """
         asleep = {stage for stage in self.warm if not self.registry.has_ready(stage)}
         edges = [edge for edge in self._pipeline.edges if not asleep & set(edge.arc)]
@@ -222,7 +222,7 @@ class Fleet:
 
     @property
     def serving_generations(self) -> frozenset[str]:
-        """The generations that have a replica of every stage which is ready, or is woken when requests need it."""
+        """The generations in which every stage has a replica that is ready or is woken when requests need it."""
         stages = self._pipeline.stages
         asleep = {stage: {replica.generation for replica in self.sleeping(stage)} for stage in self.warm}
         serving = set(self.registry.ready(stages.keys()))
@@ -319,7 +319,10 @@ class Fleet:
         self._on_change()
 
     def verdict(self, replica: Replica) -> Verdict:
-        """Returns the verdict whether a rolling update may count a replica as ready."""
+        """Returns the verdict on whether a rolling update may count a replica as ready.
+
+        The verdict is unspecified until a generation has served for the first time.
+        """
         if replica.state is not ReplicaState.FAILED and replica.generation in self._serving:
             return stage_pb2.ROLLOUT_VERDICT_RELEASED
         return stage_pb2.ROLLOUT_VERDICT_WITHHELD if self._serving else stage_pb2.ROLLOUT_VERDICT_UNSPECIFIED

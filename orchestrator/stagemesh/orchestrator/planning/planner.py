@@ -37,7 +37,7 @@ _RETRY_AFTER_S = 1.0
 _NONE: Mapping[str, str] = MappingProxyType({})
 _RECOVERING = frozenset({ReplicaState.LOADING, ReplicaState.UNREACHABLE})
 _WARM = frozenset({ReplicaState.ASLEEP, ReplicaState.DRAINING})
-"""The states of a replica that sleeps or is about to."""
+"""The states of a replica that sleeps or is about to sleep."""
 _MAX_NAMED = 8
 """The maximum number of replicas that an error message names."""
 
@@ -47,7 +47,10 @@ class NotReadyYetError(UnavailableError):
 
 
 def _unready(message: str, *, soon: bool, metadata: Mapping[str, str] = _NONE) -> UnavailableError:
-    """Returns the error of a stage without a suitable replica, a NotReadyYetError if it may have one `soon`."""
+    """Returns the error of a stage without a suitable replica.
+
+    The error is a NotReadyYetError if `soon` is True: a replica may become suitable soon.
+    """
     kind = NotReadyYetError if soon else UnavailableError
     return kind(message, reason="STAGE_NOT_READY", metadata=metadata, retry_after_s=_RETRY_AFTER_S)
 
@@ -143,7 +146,7 @@ class Planner:
         choice: Choice | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """Creates a planner. `adapters` are those that replicas load when they become ready.
+        """Creates a planner. `adapters` are the adapters that replicas load when they become ready.
 
         `warm` are the stages whose sleeping replicas are woken when requests need them.
         """
@@ -221,11 +224,11 @@ class Planner:
     def _choose_generation(
         self, stages: Sequence[str], adapters: Mapping[str, str], *, only: str
     ) -> tuple[str, Mapping[str, ReadyReplicas]]:
-        """Chooses a random generation in which every stage has a ready replica with its adapter. Chooses only `only`
-        unless it is empty.
+        """Chooses a random generation in which every stage has a ready replica with its adapter.
 
-        Returns the generation and its ready replicas by stage name. The weight of a generation in the random choice is
-        the smallest number of ready replicas that any of the stages has.
+        If `only` is not empty, only this generation can be chosen. Returns the generation and its ready replicas by
+        stage name. The weight of a generation in the random choice is the smallest number of ready replicas that any of
+        the stages has.
         """
         ready = self._registry.ready(stages)
         if not ready:
@@ -313,8 +316,8 @@ class Planner:
         )
 
     def _may_become_ready(self, replica: Replica) -> bool:
-        """Returns whether a replica is loading, is down but may recover without an operator's intervention, or is
-        woken.
+        """Returns whether a replica is loading, is down but may recover without an operator's intervention, or sleeps
+        and is woken when requests need it.
         """
         states = _RECOVERING | _WARM if replica.stage in self._warm else _RECOVERING
         return replica.end_cause is not None or replica.state in states

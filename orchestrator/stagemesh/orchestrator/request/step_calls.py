@@ -73,7 +73,7 @@ class StepCalls:
         self._output_names: dict[str, dict[str, str]] = {stage.name: {} for stage in route.stages}
         """The names of the pipeline outputs, by stage name and then by the stage's tensor name."""
         self._run_folder = f"{request.request_id}.{secrets.token_hex(8)}"
-        """The name of the folder for the stored outputs. A run at another orchestrator uses another one."""
+        """The name of the folder for the stored outputs. A run at another orchestrator uses another folder."""
         for output in route.outputs.values():
             self._output_names[output.stage][output.tensor] = output.name
 
@@ -135,7 +135,8 @@ class StepCalls:
         """Cancels an attempt on its replica. If the call fails, logs the error instead of raising it.
 
         `error` is the reason for the cancellation, or None if a newer attempt has replaced this attempt. If the client
-        has left, spares an attempt that another orchestrator follows: the client may continue there.
+        has disconnected, the replica does not cancel an attempt that another orchestrator follows, because the client
+        may continue there. Does nothing if the replica has ended.
         """
         if attempt.replica.end_cause is not None:
             return
@@ -237,8 +238,10 @@ class StepCalls:
         return f"{output.folder_uri}/{self._run_folder}/{output.name}.{attempt}{suffix}"
 
     def _open_edges(self, state: StepState) -> list[Edge]:
-        """Returns the edges over which the newest attempt of a stage sends. Its consumers have not finished, unless
-        another orchestrator has started the attempt: its consumers may replay their ends before it is called.
+        """Returns the edges over which the newest attempt of a stage sends, whose consumers have not finished.
+
+        If another orchestrator has started the attempt, returns all outgoing edges, because this orchestrator may
+        receive the replayed ends of the consumers before it calls the stage.
         """
         is_running = state.attempt == self._request.running_attempt
         return [edge for edge in self._route.outgoing[state.name] if is_running or is_open(edge, self._states)]

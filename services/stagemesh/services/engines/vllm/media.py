@@ -181,9 +181,9 @@ def _has_audio_track(medium: Medium) -> TypeGuard[MediaFile]:
 
 
 def check_audio_tracks(media: Sequence[Medium], *, stage: str) -> None:
-    """Raises UnsupportedError if only some of the audio in `media` belongs to a video.
+    """Raises UnsupportedError if some, but not all, of the videos and audio in `media` are videos with audio tracks.
 
-    vLLM combines the first audio with the first video, and so on, for all of them or none.
+    vLLM pairs the first audio with the first video, and so on. It pairs all of them or none.
     """
     if any(map(_has_audio_track, media)) and not all(map(_has_audio_track, _moving(media))):
         raise UnsupportedError(
@@ -277,17 +277,17 @@ def has_audio_and_video(is_video: object, is_audio: object, num_video: int, num_
 
     vLLM's own function returns whether the tokens alternate within the step. If the prefill of a video with its sound
     is split, a step may have a single change from one kind to the other. vLLM would then assign the embeddings in the
-    order of the media, and so swap audio and video.
+    order of the media, and thereby swap audio and video.
     """
     return num_video > 0 and num_audio > 0
 
 
 def with_shared_positions(compute: Callable[..., tuple[Any, int]]) -> Callable[..., tuple[Any, int]]:
-    """Returns a function that computes the M-RoPE positions of Qwen2.5-Omni for videos with their audio tracks, too.
+    """Returns a function that computes M-RoPE positions of Qwen2.5-Omni, which are also right for videos with audio.
 
-    `compute` is vLLM's method. It takes the token before such a video, which begins its audio, for the video's first
-    token. In the model, this token has the position of the token before it, and so has the second one of the two tokens
-    after the video.
+    `compute` is vLLM's method. It mistakes the token before such a video, which marks the start of the audio, for the
+    video's first token. In the model, this token has the same position as the token before it. The second of the two
+    tokens after the video also has the same position as the token before it.
     """
 
     @wraps(compute)
@@ -314,6 +314,8 @@ def _is_video_with_audio(feature: Any) -> bool:
 
 
 class _FixesVideosWithAudio:
+    """Base class of the mixins. Corrects the functions of vLLM's models that handle videos with audio tracks."""
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model, and replaces functions in the module of the model."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]

@@ -2,8 +2,8 @@
 
 The stage computes the same samples as `hibari.dsp.synth` does for a whole sentence, but as a stream. Between packets it
 retains the phase of the pulse train, the pulse samples of the next windows, and the frames that still overlap. The
-audio lags behind the frames by four frames. Noise is generated frame by frame, so that it does not depend on the packet
-boundaries either.
+audio lags behind the frames by four frames. Noise is generated frame by frame. It therefore does not depend on the
+packet boundaries either.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,7 +125,7 @@ class SentenceStream:
         return _overlap_add(blocks, first=first, total=total if last else None)
 
     def save(self) -> Tensors:
-        """Returns the tensors that `restore` needs, by name. The random numbers are not among them."""
+        """Returns the tensors that `restore` needs, by name. They exclude the state of the random generator."""
         pending = {} if self._source is None else {"source": self._source}
         return {
             **pending,
@@ -137,7 +137,7 @@ class SentenceStream:
         }
 
     def restore(self, tensors: Tensors) -> None:
-        """Continues after the frames of the saved sentence. Raises KeyError or ValueError as `_checked` does."""
+        """Continues after the saved sentence. Raises KeyError or ValueError if a tensor is not suitable."""
         self._source = _checked(tensors, "source", (None,)) if "source" in tensors else None
         self._early = _checked(tensors, "early", (None,))
         self._spectrum = _checked(tensors, "spectrum", (None, *self._spectrum.shape[1:]))
@@ -225,7 +225,7 @@ class PulseTrain:
         return {"f0": self._f0, "cycles_hz": np.array(self._cycles_hz)}
 
     def restore(self, tensors: Tensors) -> None:
-        """Continues after the pitch of the saved signal. Raises KeyError or ValueError as `_checked` does."""
+        """Continues after the saved pitch. Raises KeyError or ValueError if a tensor is not suitable."""
         self._f0 = _checked(tensors, "f0", (None,))
         self._cycles_hz = float(tensors["cycles_hz"])
 
@@ -263,7 +263,7 @@ def _checked(tensors: Tensors, name: str, shape: tuple[int | None, ...]) -> Floa
 
 
 def _random_state(rng: np.random.Generator) -> Array:
-    """Returns the state of a generator that `numpy.random.default_rng` has made, as int64[6]."""
+    """Returns the state of a generator that `numpy.random.default_rng` has created, as int64[6]."""
     state: Any = rng.bit_generator.state
     numbers = (state["state"]["state"], state["state"]["inc"])
     halves = [half for number in numbers for half in (number >> 64, number & _UINT64)]
@@ -271,7 +271,7 @@ def _random_state(rng: np.random.Generator) -> Array:
 
 
 def _set_random_state(rng: np.random.Generator, saved: Array) -> None:
-    """Sets the state that `_random_state` has returned. Raises ValueError if it is another tensor."""
+    """Sets the state of a generator to a result of `_random_state`. Raises ValueError if `saved` has another shape."""
     if saved.shape != (6,):
         raise ValueError(f"random has the shape {saved.shape}; it must be (6,)")
     high, low, high_step, low_step, has_half, half = map(int, saved.view(np.uint64))

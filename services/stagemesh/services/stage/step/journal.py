@@ -103,7 +103,10 @@ class StepJournal:
     """
 
     def __init__(self, spec: StepSpec, states: PausedStates, *, on_abandoned: Callable[[], None]) -> None:
-        """`states` retains the states that are too large for an event. `on_abandoned` is that of the journal."""
+        """`states` retains the states that are too large for an event.
+
+        `on_abandoned` is called when the journal has lost its last reader before it was closed.
+        """
         self.journal = Journal[bytes](on_abandoned=on_abandoned)
         """The serialized ExecuteStepResponses. Message objects would need ten times as much memory."""
         self._request_id, self._trace, self._states = spec.request_id, spec.trace, states
@@ -116,7 +119,7 @@ class StepJournal:
         return self.journal.append(event.SerializeToString())
 
     def append_spans(self, *, at_least: int = 1) -> None:
-        """Appends the new spans of a traced step if there are `at_least` of them."""
+        """Appends the new spans of the step if there are at least `at_least`, and if the step is traced."""
         if self._trace is not None and len(self._trace) >= at_least:
             self.append(stage_pb2.ExecuteStepResponse(spans=self._trace.take(), ignorable=True))
 

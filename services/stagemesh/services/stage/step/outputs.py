@@ -1,4 +1,4 @@
-"""The outputs of a step: sent to its caller as they are, or as files that are encoded and sent or stored."""
+"""The outputs of a step, which are sent to its caller unchanged, or encoded as files that are sent or stored."""
 
 import asyncio
 import codecs
@@ -33,8 +33,8 @@ _MEDIA_TYPES: Mapping[bytes, str] = {
 
 
 class StreamedOutputs:
-    """Splits the emissions of one run into parts of outputs. Only includes the outputs that the caller requested, and
-    that are neither encoded nor stored.
+    """Splits the emissions of one run into parts of outputs. Covers only the requested outputs that are neither encoded
+    nor stored.
 
     Each part is an event for the caller. The event contains a copy of the data, because a view could retain a lease on
     another replica's arena.
@@ -65,8 +65,10 @@ class StreamedOutputs:
         logprobs: Sequence[TokenLogprobs] = (),
         text_logprobs: Sequence[TokenLogprobs] = (),
     ) -> list[stage_pb2.ExecuteStepResponse]:
-        """Returns the parts that a packet's tensors form. `logprobs` are those of the packet's tokens, and
-        `text_logprobs` those of the tokens that begin in the packet's text.
+        """Returns the parts that a packet's tensors form.
+
+        `logprobs` are the log-probabilities of the packet's tokens. `text_logprobs` are the log-probabilities of the
+        tokens whose text begins in the packet's text.
 
         Raises UnsupportedError if a tensor does not fit in one message.
         """
@@ -215,7 +217,7 @@ def _is_preview(packet: Packet) -> bool:
 
 
 def _image_type_of(file: Array) -> str:
-    """Returns the media type of an encoded image, by its first bytes."""
+    """Returns the media type of an encoded image, which its first bytes determine."""
     begin = file[:_MAGIC_BYTES].tobytes()
     return next((media_type for magic, media_type in _MEDIA_TYPES.items() if begin.startswith(magic)), RAW)
 
@@ -226,7 +228,7 @@ def _media_parts(
     """Yields a part of a file as messages with at most 1 MiB of bytes each.
 
     - `offset` is the number of bytes of the file before this part.
-    - `last` is True if this part ends the file. The last message then has the same flag, even if it has no bytes.
+    - `last` is True if this part ends the file. The last message then has `last` set. It may have no bytes.
     """
     for start in range(0, max(len(data), int(last)), MEDIA_PART_BYTES):
         end = start + MEDIA_PART_BYTES
@@ -242,8 +244,8 @@ def _media_parts(
 class FileOutputs:
     """Encodes and stores the outputs of one run that are files.
 
-    The run waits for each method, so that a slow store delays the run's engine task and nothing else. After `push`, no
-    tensor is retained. Call `discard` unless `commit` has succeeded.
+    The run awaits each method. A slow store therefore delays only the run's own engine task. `push` retains no tensor.
+    Call `discard` unless `commit` has succeeded.
     """
 
     def __init__(
@@ -261,7 +263,7 @@ class FileOutputs:
         self._stored: list[_StoredFile | _StoredImages] = []
 
     async def open(self) -> None:
-        """Prepares the files, so that a store that cannot be written to fails the run before the engine computes.
+        """Prepares the files. A store that cannot be written to therefore fails the run before the engine computes.
 
         Raises the errors of `MediaStore.create`, and NotReadyError (MISSING_MODULE) if a package for an encoding is not
         installed.
@@ -282,7 +284,7 @@ class FileOutputs:
                 self._stored.append(_StoredFile(each.tensor, encoder, writer))
 
     async def push(self, packet: Packet) -> Sequence[request_pb2.Output]:
-        """Adds a packet's tensors to the files, apart from previews. Returns the parts that are sent.
+        """Adds a packet's tensors to the files, except previews. Returns the parts to send.
 
         Raises the errors of `StoredFileWriter.write`, and UnsupportedError (OUTPUT_NOT_ENCODABLE).
         """
@@ -294,7 +296,7 @@ class FileOutputs:
         return parts
 
     async def finish(self, finish: Finish) -> Sequence[request_pb2.Output]:
-        """Completes the files. Returns the last parts of those that are sent. Raises the errors of `push`."""
+        """Completes the files. Returns the last parts of the files that are sent. Raises the errors of `push`."""
         for file in self._stored:
             await file.finish()
         return [part for file in self._sent for part in _ended(file.name, await file.finish(), finish)]
@@ -317,7 +319,7 @@ class FileOutputs:
 
 
 class _SentFile:
-    """An output that is encoded, and sent while it is made."""
+    """An output that is encoded and sent while the stage emits it."""
 
     def __init__(self, wanted: StreamedOutput, encoder: Encoder) -> None:
         self.name, self._media_type, self._encoder = wanted.tensor, wanted.media_type, encoder
@@ -365,7 +367,7 @@ class _StoredFile:
 
 
 class _StoredImages:
-    """An output whose images are stored, each as a file of its own."""
+    """An output whose images are stored, each as its own file."""
 
     def __init__(self, wanted: StreamedOutput, store: MediaStore) -> None:
         self._uri, self._store = wanted.uri, store

@@ -63,7 +63,7 @@ class StepContext:
     store: MediaStore | None
     """The pipeline's store for media, or None if it has none."""
     results: ResultCheck
-    """The check of what the engine makes."""
+    """The check of the engine's results."""
     where: Mapping[str, str]
     """The names of the stage and of the replica, for log records and errors."""
     frame_intervals: FrameIntervals
@@ -169,7 +169,7 @@ class StepRun:
         """Stops the run. The run ends with the error `cause` when the engine has released the task, or after ABORT_S
         seconds.
 
-        Does nothing if the run has already been stopped, because the first cause counts.
+        Does nothing if the run has already been stopped, because the first cause counts, or if the run is closing.
         """
         assert self._task is not None, "`start` has not been called"
         if self._cause is None and not self._closing:
@@ -199,7 +199,7 @@ class StepRun:
         return bool(self.journal.readers) and not self.journal.closed
 
     async def left(self) -> None:
-        """Waits until no caller follows the run. May wait for a long time if the run ends before."""
+        """Waits until no caller follows the run. Set a time limit: the end of the run does not end the wait."""
         while self.has_callers:
             await self._left.wait()
 
@@ -312,13 +312,13 @@ class StepRun:
                     self._events.append_spans(at_least=_SPANS)
                     if isinstance(event, Emission):
                         self._append_outputs(event)
-                        # Engines often emit what only the caller receives, such as text, in packets of their own.
+                        # Engines often emit tensors that only the caller receives, such as text, in separate packets.
                         if sends_all or event.packet.tickets or not sent.isdisjoint(event.packet.tensors):
                             await self._send(event.packet, outlets)
                     else:
                         self._note(event)
                 finally:
-                    # The outlets have references of their own to the tickets that they have sent.
+                    # The outlets have their own references to the tickets that they have sent.
                     if isinstance(event, Emission) and event.packet.tickets:
                         for ticket in event.packet.tickets.values():
                             ticket.release()
@@ -417,7 +417,7 @@ class StepRun:
         if outlets is not None:
             await outlets.finish()
         await self.edges.discard_unread()
-        # The last wait of the run: afterwards nothing can fail, so that no stored file belongs to a failed step.
+        # The last wait of the run. Nothing can fail after it, so no stored file belongs to a failed step.
         for output in await self._files.commit(finish):
             self._events.append(stage_pb2.ExecuteStepResponse(output=output))
         self._events.clear_checkpoint()

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 
 _PORT_RANGE = "UCX_TCP_PORT_RANGE"
-"""UCX's variable for its ports, such as "18600-18663". Where it is set, firewalls open no other ports."""
+"""UCX's variable for its ports, such as "18600-18663". If it is set, firewalls may block all other ports."""
 _ANY_HOST = frozenset({"0.0.0.0", "[::]", ""})  # noqa: S104  # compared, not bound
 
 
 class SideChannel:
-    """Chooses a free port and keeps other processes from taking it until vLLM listens there.
+    """The port at which vLLM's connector listens for its peers, reserved until vLLM listens there.
 
     vLLM cannot choose a port itself, and would wait forever if the port was taken. A socket that is bound but does not
     listen reserves the port: the kernel gives it to no other program, but lets vLLM listen on it.
@@ -60,7 +60,7 @@ class SideChannel:
         self._reserved: socket.socket | None = None
 
     def reserve(self) -> int:
-        """Returns the reserved port. Raises NotReadyError (LOAD_FAILED) if there is none."""
+        """Reserves a free port, and returns it. Raises NotReadyError (LOAD_FAILED) if no port is free."""
         self.close()
         cause: OSError | None = None
         for port in _candidate_ports():
@@ -101,11 +101,11 @@ def _candidate_ports() -> list[int]:
 
 
 TIME_LIMIT_S = 30.0
-"""The time for which the KV cache of a prompt is kept after its offer, and after each acceptance."""
+"""The time for which the KV cache of a prompt is kept after its offer, and after each acceptance, in seconds."""
 _RENEWALS = 3
-"""The number of acceptances in this time while vLLM has not read the KV cache yet."""
+"""The number of acceptances within a ticket's time limit, while vLLM has not read the KV cache."""
 _VLLM_LEASE_S = 86_400
-"""vLLM's own lease on the KV cache. Longer than any request, because the ticket decides when the cache is freed."""
+"""vLLM's own lease on the KV cache, in seconds. Longer than any request, because the ticket ends the lease."""
 _PARAMS = "kv_transfer_params"
 """The name of the connector's parameters in vLLM's sampling parameters."""
 _OFFER: Mapping[str, object] = {
@@ -133,7 +133,7 @@ class KvDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _KvHandover(RequestFeature):
-    """The part of the feature that both stages have: vLLM's connector."""
+    """Base class of the features of both stages. Configures vLLM's connector."""
 
     runner_module = "stagemesh.services.engines.vllm.kv_handover.connector"
 
@@ -147,7 +147,7 @@ class _KvHandover(RequestFeature):
         if arguments.data_parallel_size > 1:
             raise self._invalid("data_parallel_size must be 1 with kv_handover; use more replicas")
         set_variables()
-        # vLLM would set it when it loads the library.
+        # vLLM would set this variable when it loads the library.
         set_library_variables({"UCX_RCACHE_MAX_UNRELEASED": "1024"})
         with needs_extra("nixl", of=f"stage {self._stage}: kv_handover"):
             provide_nixl()
@@ -208,7 +208,8 @@ class Prefill(_KvHandover):
     def offer(self, request: EngineRequest, parameters: Mapping[str, Parameter]) -> OfferedTicket:
         """Returns the ticket for the KV cache of a finished request.
 
-        `parameters` are those of vLLM's connector. Raises InvalidChunkError if they are too large for a ticket.
+        `parameters` are the values that vLLM's connector has returned. Raises InvalidChunkError if they are too large
+        for a ticket.
         """
         groups = parameters["remote_block_ids"]
         assert isinstance(groups, list | tuple)
@@ -285,7 +286,7 @@ class Decode(_KvHandover):
             _log.warning("stage %s computes the prompt of request %s itself: %s", self._stage, request.name, cause)
 
     async def _accept(self, request: EngineRequest, held: AsyncExitStack) -> str:
-        """Returns "", or why the stage computes the prompt of the request itself."""
+        """Returns why the stage computes the prompt of the request itself, or "" if the ticket was accepted."""
         try:
             async with asyncio.timeout(self._options.wait_s):
                 ticket = await _receive(request.task)
@@ -319,7 +320,7 @@ class Decode(_KvHandover):
 
 
 class _AcceptedTicket(RequestHook):
-    """A ticket that is accepted again and again until vLLM has read the KV cache, and then released."""
+    """A ticket that is accepted regularly until vLLM has read the KV cache, and is then released."""
 
     def __init__(self, ticket: Ticket, name: str) -> None:
         """Reads the ticket's descriptor. Raises InvalidRequestError (INVALID_TICKET) if that fails."""
@@ -332,7 +333,7 @@ class _AcceptedTicket(RequestHook):
         self._renewing: asyncio.Task[None] | None = None
 
     async def renew(self) -> None:
-        """Accepts the ticket. Raises UnavailableError if the KV cache is not kept any more."""
+        """Accepts the ticket. Raises UnavailableError if the KV cache has been freed or its stage is lost."""
         assert self._ticket is not None, "the ticket is renewed until it is released"
         self._until_s = await self._ticket.accept()
 
@@ -343,7 +344,7 @@ class _AcceptedTicket(RequestHook):
     def observe(self, *, finished: bool) -> Iterable[Emission]:  # noqa: ARG002  # the first output ends the reading
         """Releases the ticket after vLLM's first output, which shows that vLLM has read the KV cache.
 
-        Raises UnavailableError if the KV cache may have been freed before.
+        Raises UnavailableError if the KV cache may have been freed before vLLM read it.
         """
         if self._lost is not None:
             raise self._lost

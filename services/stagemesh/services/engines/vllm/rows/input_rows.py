@@ -35,7 +35,7 @@ class InputFlow(features.RequestHook):
     """Reads one request's input rows from an edge and writes them into the request's slot of the shared memory.
 
     `read_rows` returns the rows of a packet, [rows, width] or [rows], by column. All columns have the same number of
-    rows. It raises InvalidChunkError if the packet is invalid.
+    rows. `read_rows` raises InvalidChunkError if the packet is invalid.
     """
 
     _reading: asyncio.Task[None]
@@ -98,7 +98,7 @@ class InputFlow(features.RequestHook):
             yield event
 
     async def stop(self) -> None:
-        """Stops the task that reads packets. If reading has failed, does not raise the failure's error."""
+        """Stops the task that reads packets. Does not raise the error of a failed reading."""
         reading = self._reading
         reading.cancel()
         await asyncio.wait([reading])
@@ -195,7 +195,10 @@ class RowsPrompt(features.RequestPrompt):
 
 
 class InputRows(features.RequestFeature):
-    """Assigns a slot of the shared memory to each request. vLLM's workers read the request's rows from the slot."""
+    """Base class of the features. Assigns each request a slot of the shared memory.
+
+    vLLM's workers read the request's rows from the slot.
+    """
 
     _memory: InputMemory | None = None
 
@@ -205,13 +208,13 @@ class InputRows(features.RequestFeature):
 
     @abstractmethod
     def columns(self, model: "ModelConfig") -> list[Column]:
-        """Returns the columns of a row."""
+        """Returns the columns of the input rows of a model."""
 
     @abstractmethod
     def read_rows(self, task: Task, packet: Packet) -> Mapping[str, Array]:
         """Returns the rows of a task's packet, [rows, width] or [rows], by column.
 
-        Raises InvalidChunkError if the packet is invalid, and InvalidRequestError if the task's options are.
+        Raises InvalidChunkError if the packet is invalid, and InvalidRequestError if the task's options are invalid.
         """
 
     def set_arguments(self, arguments: "AsyncEngineArgs") -> None:
