@@ -34,10 +34,13 @@ unexport PYTHONDONTWRITEBYTECODE
 # namespaces of its own, which only root can create. tests/targets.py says which files a target runs, and
 # tests/scheduling.py in which order.
 AT_ONCE = 3
+# The tests that compare images and audio with their references, bit by bit.
+COMPARED = $(addprefix tests/, $(patsubst %, diffusion/test_%.py, adapters identity step_caches steps tiny_pipelines) \
+	$(patsubst %, models/%.py, test_code2wav test_hibari test_vocoders qwen2_5_omni/test_token2wav qwen3_tts/test_codec_decoder))
 TESTS = pytest -m "not gpu and not soak" --target $@ $(if $(filter 0,$(shell id -u)),-n $(AT_ONCE)) $(DURATIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight venv typescript kubernetes livekit browser go models demo demo-image test test-durations models-check packages-check deployments-check soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
+.PHONY: help preflight venv typescript kubernetes livekit browser go models demo demo-image test test-durations models-check packages-check deployments-check avx2-check soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -104,16 +107,24 @@ demo-image: PROMPT := $(if $(filter file,$(origin PROMPT)),the digit seven,$(PRO
 demo-image: venv ## Draw PROMPT="the digit seven" into out/digit.png, by three services
 	stagemesh demo examples/digits/pipeline.yaml --prompt "$$PROMPT" --image out/digit.png
 
-test: models typescript kubernetes livekit browser go ## Run the tests that need no GPU, but not those of the longer commands below
-	@python tools/preflight.py tests
+test: models typescript ## Run the tests that need no GPU, but not those of the longer commands below
+	@python tools/preflight.py $@
 	$(TESTS)
 
-models-check: models typescript browser ## Run the tests of engines with models, without those that passed since the last change
-packages-check: models typescript livekit go ## Run the tests of packages, and of clients in other languages, in the same way
-deployments-check: models kubernetes ## Run the tests of deployments that are killed and upgraded, and of pods, in the same way
+models-check: models ## Run the tests of engines with models, without those that passed since the last change
+packages-check: models typescript livekit browser go ## Run the tests of packages, of clients in other languages and of the page, in the same way
+deployments-check: models kubernetes ## Run the tests of deployments that are killed and upgraded, and of the chart, in the same way
 models-check: AT_ONCE = 2
 models-check packages-check deployments-check:
+	@python tools/preflight.py $@
 	$(TESTS) --resume
+
+# On processors without AVX2, the variables have no effect.
+avx2-check: export ATEN_CPU_CAPABILITY = avx2
+avx2-check: export ONEDNN_MAX_CPU_ISA = AVX2
+avx2-check: export MKL_ENABLE_INSTRUCTIONS = AVX2
+avx2-check: models ## Compare images and audio with their references again, with AVX2 instead of newer instructions
+	pytest -m "not gpu and not soak" -n 2 $(COMPARED)
 
 test-durations: DURATIONS = --write-durations
 test-durations: test models-check packages-check deployments-check ## Run all of these, and write their durations, by which the files are ordered

@@ -26,16 +26,21 @@ TARGETS = {
             )
         ),
     ),
-    # The packages as a user installs them, and the clients and stages in other languages.
+    # The packages as a user installs them, and what needs other languages, other packages or a browser.
     "packages-check": (
-        *(f"tests/repository/test_{name}.py" for name in ("installations", "light_client", "release", "wheel")),
+        *(
+            f"tests/repository/test_{name}.py"
+            for name in ("docs_site", "installations", "light_client", "release", "wheel")
+        ),
+        "tests/gateway/page",
+        "tests/gateway/test_livekit.py",
         "tests/go",
         "tests/typescript",
     ),
-    # Deployments whose processes are killed, scaled and upgraded, and the chart's pods as processes in namespaces.
+    # Deployments whose processes are killed, scaled and upgraded, and the chart, with pods as processes in namespaces.
     "deployments-check": (
         "tests/jobs/test_kills.py",
-        "tests/k8s/pods",
+        "tests/k8s",
         "tests/system/test_rolling.py",
         "tests/system/test_upgrades.py",
     ),

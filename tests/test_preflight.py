@@ -35,7 +35,7 @@ def test_a_home_that_cannot_be_written_to_is_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_optional_programs_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["preflight.py", "tests"])
+    monkeypatch.setattr(sys, "argv", ["preflight.py", "packages-check"])
     monkeypatch.setattr(preflight, "is_installed", lambda program: program != "npm")
     assert preflight.main() == 0
     message = "npm is not installed: tests of the client in TypeScript are skipped; install Node.js 20 or newer\n"

@@ -1,7 +1,7 @@
 """Says in one line what this machine lacks for the commands of the Makefile, before they begin.
 
-    python3 tools/preflight.py          # what every command needs
-    python3 tools/preflight.py tests    # also names the optional programs of tests that are missing
+    python3 tools/preflight.py           # what every command needs
+    python3 tools/preflight.py TARGET    # also names the optional programs of a target's tests that are missing
 
 Python 3.6 can run it, so that an old Python gets an answer, too.
 """
@@ -17,13 +17,16 @@ SUPPORTED = (3, 11)
 """The version of Python for which the packages in requirements/ are locked."""
 TOOLS = {"git": "git", "sed": "sed", "grep": "grep", "expand": "coreutils"}
 """The programs that make needs, and the packages that have them."""
+_NPM = ("the client in TypeScript", "install Node.js 20 or newer")
 OPTIONAL = {
-    "npm": ("the client in TypeScript", "install Node.js 20 or newer"),
-    "go": ("the clients in Go", "`make go` installs it for root on Debian"),
-    "chromium": ("the page of the gateway", "`make browser` installs it for root on Debian"),
-    "initdb": ("jobs in PostgreSQL", "install PostgreSQL"),
+    "test": {"npm": _NPM, "initdb": ("jobs in PostgreSQL", "install PostgreSQL")},
+    "packages-check": {
+        "npm": _NPM,
+        "go": ("the clients in Go", "`make go` installs it for root on Debian"),
+        "chromium": ("the page of the gateway", "`make browser` installs it for root on Debian"),
+    },
 }
-"""The programs that some tests need: what these tests are about, and what to do."""
+"""The programs that some tests of a target need: what these tests are about, and what to do."""
 
 
 def problem() -> "str | None":
@@ -71,8 +74,8 @@ def main() -> int:
     if found:
         print(f"make: {found}", file=sys.stderr)
         return 1
-    if "tests" in sys.argv[1:]:
-        for program, (subject, remedy) in OPTIONAL.items():
+    for target in sys.argv[1:]:
+        for program, (subject, remedy) in OPTIONAL.get(target, {}).items():
             if not is_installed(program):
                 print(f"{program} is not installed: tests of {subject} are skipped; {remedy}", file=sys.stderr)
     return 0

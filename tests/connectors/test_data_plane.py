@@ -185,7 +185,7 @@ async def test_stale_attempt_is_rejected() -> None:
 
 
 async def test_consumer_that_never_answers_fails_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.connectors.lost_peers.LOST_CONSUMER_S", 0.2)
+    monkeypatch.setattr("stagemesh.connectors.peer_timeouts.LOST_CONSUMER_S", 0.2)
     async with two_hosts() as (a, b):
         outlet, _ = open_flow(a, b)
         await b.server.stop(None)
@@ -194,7 +194,7 @@ async def test_consumer_that_never_answers_fails_the_flow(monkeypatch: pytest.Mo
 
 
 async def test_lost_producer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.connectors.lost_peers.LOST_PRODUCER_S", 0.2)
+    monkeypatch.setattr("stagemesh.connectors.peer_timeouts.LOST_PRODUCER_S", 0.2)
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b)
         await outlet.send(packet(0))

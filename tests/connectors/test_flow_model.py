@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stagemesh.common.wire.chunk_sizes import StepPolicy
-from stagemesh.connectors import fragments, lost_peers
+from stagemesh.connectors import fragments, peer_timeouts
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow import inlet_attempt, outlet_attempt
 from stagemesh.connectors.flow.inlet import Inlet
@@ -90,8 +90,8 @@ class DataPlaneModel(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         use_wires(self.patches, self._stream)
-        self.patches.setattr(lost_peers, "LOST_CONSUMER_S", NEVER_S)
-        self.patches.setattr(lost_peers, "LOST_PRODUCER_S", NEVER_S)
+        self.patches.setattr(peer_timeouts, "LOST_CONSUMER_S", NEVER_S)
+        self.patches.setattr(peer_timeouts, "LOST_PRODUCER_S", NEVER_S)
         self.patches.setattr(inlet_attempt, "MAX_RESYNCS", sys.maxsize)
         self.patches.setattr(outlet_attempt, "MAX_RESYNCS", sys.maxsize)
         self.patches.setattr(fragments, "FRAGMENT_BYTES", 4096)

@@ -253,7 +253,7 @@ async def test_welcome_without_incarnation_is_rejected() -> None:
 
 async def test_consumer_that_does_not_begin_with_welcome_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.connectors.stream.connection._HANDSHAKE_S", 0.2)
-    monkeypatch.setattr("stagemesh.connectors.lost_peers.LOST_CONSUMER_S", 0.5)
+    monkeypatch.setattr("stagemesh.connectors.peer_timeouts.LOST_CONSUMER_S", 0.5)
     async with scene() as it:
         it.consumer.welcome = stage_pb2.PutChunkResponse(replies=[_released(1)])
         with pytest.raises(StagemeshError, match="did not answer"):

@@ -125,7 +125,7 @@ async def _harm_each(fault: Fault, direction: Direction, *, connector: str, chos
 
 @pytest.fixture(autouse=True)
 def _quick_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.connectors.lost_peers.REOPEN_S", 0.3)
+    monkeypatch.setattr("stagemesh.connectors.peer_timeouts.REOPEN_S", 0.3)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._CHECK_S", 0.1)
     monkeypatch.setattr("stagemesh.connectors.stream.connector_agreement._OFFER_AGAIN_S", 0.3)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._HANDSHAKE_S", 0.5)

@@ -15,8 +15,8 @@ from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, StepPol
 from stagemesh.conformance import Host, assert_same, open_outlet, packet, receive_all, send_all
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.lost_peers import REBIND_S
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
+from stagemesh.connectors.peer_timeouts import REBIND_S
 
 _BOUND_S = 20
 

@@ -22,7 +22,7 @@ from stagemesh.common.errors import (
 from stagemesh.common.plugins.connectors import GRPC, SHM, ConnectorName
 from stagemesh.common.wire.chunk_sizes import FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.conformance import Host, Proxy, proxied, two_hosts, until
-from stagemesh.connectors import lost_peers
+from stagemesh.connectors import peer_timeouts
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet, ReceivedTicket, Ticket
@@ -290,7 +290,7 @@ async def test_ticket_of_a_former_incarnation_is_refused() -> None:
 
 
 async def test_producer_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_peers, "TICKET_ANSWER_S", 0.1)
+    monkeypatch.setattr(peer_timeouts, "TICKET_ANSWER_S", 0.1)
     async with handed_over_through_proxy() as (it, proxy):
         proxy.targets[:] = ["127.0.0.1:9"]
         proxy.cut()

@@ -11,7 +11,7 @@ from stagemesh.connectors import wire
 from stagemesh.orchestrator.request.output_record import MAX_LINGER_S
 from stagemesh.orchestrator.session.session import MAX_SESSION_LINGER_S
 from stagemesh.pipeline import Limits
-from stagemesh.rpc import authentication, channels, interceptors
+from stagemesh.rpc import authentication, call_limits, channels
 from stagemesh.services.engines import media_decoding
 from stagemesh.services.engines.vllm.options import StageOptions
 from tests.repository.commands import ROOT
@@ -23,7 +23,7 @@ _CODE = {
     "connections of a port": [channels.MAX_CONNECTIONS],
     "calls of a connection, and of a caller on the clients' port": [
         channels.MAX_CALLS_PER_CONNECTION,
-        interceptors.CALLS_PER_CALLER,
+        call_limits.CALLS_PER_CALLER,
     ],
     "seconds of a handshake, and of a connection without calls": [
         channels.HANDSHAKE_MS // 1000,

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagemesh.client import AsyncClient, AsyncSession, AudioChunk, Client, Text, TurnEnded, TurnInterrupted
-from stagemesh.client.session_events import SessionEvent
+from stagemesh.client.session_turns import SessionEvent
 from stagemesh.common.errors import NotReadyError
 from stagemesh.v1.orchestrator_pb2 import ConverseResponse
 from tests.deployment import Deployment

@@ -11,7 +11,7 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
 from stagemesh.conformance import until
-from stagemesh.connectors import lost_peers
+from stagemesh.connectors import peer_timeouts
 from stagemesh.connectors.packets import Packet
 from stagemesh.connectors.stream import connection
 from stagemesh.rpc.channels import open_channel
@@ -165,7 +165,7 @@ async def _mixed(request: str, thinker: Replica, framer: Replica, mixer: Replica
 
 
 async def test_an_unknown_transform_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_peers, "REBIND_S", 0.1)
+    monkeypatch.setattr(peer_timeouts, "REBIND_S", 0.1)
     async with _pair() as (thinker, talker):
         errors = await _failures(thinker, talker, transform="text.shout")
     assert errors["talker"].reason == "UNKNOWN_TRANSFORM"
@@ -185,7 +185,7 @@ async def test_an_error_of_a_transform_names_it(end: str, monkeypatch: pytest.Mo
         raise ZeroDivisionError(len(packet.tensors))
 
     monkeypatch.setattr(Sentences, "push", fail)
-    monkeypatch.setattr(lost_peers, "REBIND_S", 0.1)
+    monkeypatch.setattr(peer_timeouts, "REBIND_S", 0.1)
     async with _pair() as (thinker, talker):
         errors = await _failures(thinker, talker, **{end: "text.sentences"})
     error = errors["talker" if end == "transform" else "thinker"]

@@ -15,9 +15,9 @@ from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import EngineEvent, Task, Usage
-from stagemesh.services.stage.health import StallWatch
 from stagemesh.services.stage.process import work
 from stagemesh.services.stage.runtime import StageRuntime
+from stagemesh.services.stage.step_hangs import StallWatch
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
 

@@ -15,7 +15,7 @@ from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.conformance import until
 from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.services.engines.abilities import EngineAbilities
-from stagemesh.services.stage.health import RolloutRelease
+from stagemesh.services.stage.rollout import RolloutRelease
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.v1 import stage_pb2
 from stagemesh.v1.stage_pb2 import ROLLOUT_VERDICT_RELEASED

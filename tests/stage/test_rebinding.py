@@ -11,7 +11,7 @@ import pytest
 from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.conformance import until
-from stagemesh.connectors import lost_peers
+from stagemesh.connectors import peer_timeouts
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.replicas import Replica, failure_of, ready_runtime, served, stage_config, step_request
 
@@ -265,8 +265,8 @@ async def test_a_repeated_rebinding_does_nothing_and_an_older_one_is_rejected() 
 
 
 async def test_edges_without_a_new_peer_fail_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_peers, "REBIND_S", 0.1)
-    monkeypatch.setattr(lost_peers, "LOST_PRODUCER_S", 0.1)
+    monkeypatch.setattr(peer_timeouts, "REBIND_S", 0.1)
+    monkeypatch.setattr(peer_timeouts, "LOST_PRODUCER_S", 0.1)
     async with stages() as (thinkers, talkers):
         thinker, middle, last = await thinkers.replica(), await talkers.replica(), await talkers.replica()
         final = await accepted(receive(last, _relayed(middle)))

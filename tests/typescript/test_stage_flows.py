@@ -82,7 +82,7 @@ async def test_cut_connections_lose_nothing(size_bytes: int) -> None:
 @pytest.fixture
 def quick_producer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the Python producer notice a lost message early, and send several fragments of each chunk."""
-    monkeypatch.setattr("stagemesh.connectors.lost_peers.REOPEN_S", 0.3)
+    monkeypatch.setattr("stagemesh.connectors.peer_timeouts.REOPEN_S", 0.3)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._CHECK_S", 0.1)
     monkeypatch.setattr("stagemesh.connectors.stream.connection._HANDSHAKE_S", 0.5)
     monkeypatch.setattr("stagemesh.connectors.fragments.FRAGMENT_BYTES", 8192)

@@ -12,7 +12,7 @@ from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.fake_engine import signature
 from stagemesh.fake_engine.engine import FakeEngine
-from stagemesh.gateway.metrics import Metrics as GatewayMetrics
+from stagemesh.gateway.service import Metrics as GatewayMetrics
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.metrics.prometheus import OrchestratorMetrics
 from stagemesh.orchestrator.orchestrator import Orchestrator

@@ -22,11 +22,12 @@ from prometheus_client.registry import Collector
 from stagemesh.common.errors import NotReadyError
 from stagemesh.common.process.config import ServiceConfig, TokenConfig
 from stagemesh.rpc.authentication import TokenChecker, authentication
+from stagemesh.rpc.call_limits import CALLS_PER_CALLER, CallLimits
 from stagemesh.rpc.callers import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role
 from stagemesh.rpc.channels import SERVER_OPTIONS
 from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.handlers import streaming
-from stagemesh.rpc.interceptors import CALLS_PER_CALLER, CallLimits, MalformedFilter, RoleFilter
+from stagemesh.rpc.interceptors import MalformedFilter, RoleFilter
 
 _log = logging.getLogger(__name__)
 

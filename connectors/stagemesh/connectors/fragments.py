@@ -8,7 +8,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.wire.messages import read_varint, tag_of, varint
+from stagemesh.common.wire.encoding import read_varint, tag_of, varint
 from stagemesh.common.wire.tensors import Tensors
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.base import Bytes, MemoryAccount

@@ -19,7 +19,7 @@ import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError, UnavailableError
 from stagemesh.common.wire.tensors import Tensors, Value, is_ticket_kind
-from stagemesh.connectors import lost_peers
+from stagemesh.connectors import peer_timeouts
 
 MAX_DESCRIPTOR_BYTES = 64 << 10
 """The maximum size of a ticket's descriptor in bytes."""
@@ -160,10 +160,10 @@ class ReceivedTicket(Ticket):
         # The time counts from before the producer receives the acceptance, so that its own time ends later.
         until_s = now_s + _READING_FRACTION * self.time_limit_s
         try:
-            async with asyncio.timeout_at(min(until_s, now_s + lost_peers.TICKET_ANSWER_S)):
+            async with asyncio.timeout_at(min(until_s, now_s + peer_timeouts.TICKET_ANSWER_S)):
                 await self._accept()
         except TimeoutError:
-            if until_s < now_s + lost_peers.TICKET_ANSWER_S:
+            if until_s < now_s + peer_timeouts.TICKET_ANSWER_S:
                 raise expired_error(self.kind) from None
             raise UnavailableError(
                 f"the producer of a ticket of kind {self.kind!r} did not answer in time", reason="TICKET_LOST"

@@ -1,16 +1,19 @@
-"""Creates the HTTP application of a gateway with its page, and serves it."""
+"""Creates the HTTP application of a gateway with its page and its metrics, and serves it."""
 
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
@@ -19,13 +22,15 @@ from stagemesh.gateway import errors
 from stagemesh.gateway.body import BodyLimit
 from stagemesh.gateway.catalog import Callers
 from stagemesh.gateway.config import GatewayConfig
-from stagemesh.gateway.metrics import Metrics
 from stagemesh.gateway.realtime import connection
 from stagemesh.gateway.routes import chat, completions, images, models, speech, transcriptions, videos, voices
 from stagemesh.gateway.voices import VoiceStore
 from stagemesh.gateway.websockets import WebSocketLimit
 from stagemesh.rpc.credentials import CERTIFICATE, KEY, Credentials
 from stagemesh.rpc.server import listen_error, parse_address
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _page = APIRouter()
 
@@ -157,3 +162,59 @@ def _https_files(folder: Path) -> tuple[Path, Path]:
         if not (folder / name).is_file():
             raise InvalidRequestError(f"{folder / name} does not exist; `https` needs it", reason="INVALID_TLS")
     return folder / CERTIFICATE, folder / KEY
+
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_OTHER = "other"
+
+
+class Metrics:
+    """An ASGI middleware that counts and times requests."""
+
+    def __init__(self, app: "ASGIApp", registry: CollectorRegistry) -> None:
+        self._app = app
+        ProcessCollector(registry=registry)
+        self._requests = Counter(
+            "stagemesh_gateway_requests",
+            "HTTP requests that have ended, by endpoint and status.",
+            ["endpoint", "status"],
+            registry=registry,
+        )
+        self._running = Gauge(
+            "stagemesh_gateway_running_requests", "HTTP requests that are being answered.", registry=registry
+        )
+        self._sockets = Gauge("stagemesh_gateway_open_websockets", "Open WebSockets.", registry=registry)
+        times = partial(Histogram, labelnames=["endpoint"], buckets=_SECONDS, registry=registry)
+        self._first_s = times(
+            "stagemesh_gateway_first_byte_seconds", "Time from a request to the first byte of its answer's body."
+        )
+        self._whole_s = times("stagemesh_gateway_request_seconds", "Time from a request to the end of its answer.")
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if scope["type"] == "websocket":
+            with self._sockets.track_inprogress():
+                await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began_s, first_s, status = time.perf_counter(), 0.0, 499
+
+        async def observe(message: "Message") -> None:
+            nonlocal first_s, status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif not first_s and message.get("body"):
+                first_s = time.perf_counter() - began_s
+            await send(message)
+
+        with self._running.track_inprogress():
+            try:
+                await self._app(scope, receive, observe)
+            finally:
+                route = scope.get("route")
+                endpoint = _OTHER if route is None else route.path
+                self._requests.labels(endpoint, str(status)).inc()
+                self._whole_s.labels(endpoint).observe(time.perf_counter() - began_s)
+                if first_s:
+                    self._first_s.labels(endpoint).observe(first_s)

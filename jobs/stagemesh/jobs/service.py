@@ -15,8 +15,8 @@ from stagemesh.jobs.database import Database, when_available
 from stagemesh.jobs.job_table import JobTable
 from stagemesh.jobs.servicer import SERVICE_NAME, JobServicer
 from stagemesh.jobs.worker import Worker
+from stagemesh.rpc.call_limits import CALLS_PER_CALLER
 from stagemesh.rpc.callers import CLIENT
-from stagemesh.rpc.interceptors import CALLS_PER_CALLER
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import jobs_pb2_grpc
 

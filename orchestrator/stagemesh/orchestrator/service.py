@@ -19,8 +19,8 @@ from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service
 from stagemesh.orchestrator.spans import is_sampled_by_caller
 from stagemesh.pipeline import Limits, Pipeline, load_pipeline
+from stagemesh.rpc.call_limits import CALLS_PER_CALLER
 from stagemesh.rpc.callers import CLIENT
-from stagemesh.rpc.interceptors import CALLS_PER_CALLER
 from stagemesh.rpc.server import Server, serving_metrics
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from stagemesh.orchestrator.config import OrchestratorConfig
 from stagemesh.orchestrator.descriptions import describe_pipeline
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.validation import check_pipeline
+from stagemesh.orchestrator.session.answer_relay import SessionCall
 from stagemesh.orchestrator.session.registry import SessionRegistry
 from stagemesh.orchestrator.session.session import Session
-from stagemesh.orchestrator.session.session_call import SessionCall
 from stagemesh.orchestrator.spans import read_trace_headers
 from stagemesh.rpc.callers import caller_of, may_act_for
 from stagemesh.rpc.handlers import Context, add_with_raw_methods, answered, time_left_s, to_error

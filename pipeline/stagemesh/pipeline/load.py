@@ -15,10 +15,10 @@ from stagemesh.common.process.media_config import parse_root
 from stagemesh.pipeline.condition_resolver import ConditionResolver, merge_options
 from stagemesh.pipeline.document import KeyPath, Origin, apply_overrides, dotted, invalid_line, read_document
 from stagemesh.pipeline.edge_resolver import EdgeResolver, topological_order
-from stagemesh.pipeline.file import check_shape, divide_stages
-from stagemesh.pipeline.flows import check_flows
+from stagemesh.pipeline.file import check_shape
 from stagemesh.pipeline.graph import Edge, ExplainedValue, Pipeline, Stage
 from stagemesh.pipeline.kubernetes import check_pods, check_values
+from stagemesh.pipeline.possible_requests import check_flows
 from stagemesh.pipeline.schema import PipelineFile
 from stagemesh.pipeline.sections import check_limits, check_main_stage, check_media, resolve_speech
 from stagemesh.pipeline.stage_resolver import (
@@ -28,6 +28,7 @@ from stagemesh.pipeline.stage_resolver import (
     check_all_used,
     check_factories_and_models,
 )
+from stagemesh.pipeline.stage_splits import divide_stages
 
 _BUILT_IN_DIR = Path(str(files("stagemesh.pipeline"))) / "built_in"
 

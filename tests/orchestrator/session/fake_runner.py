@@ -13,8 +13,8 @@ from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRe
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.orchestrator.request.validation import ValidRequest, validate
+from stagemesh.orchestrator.session.answer_relay import SessionCall
 from stagemesh.orchestrator.session.session import Session
-from stagemesh.orchestrator.session.session_call import SessionCall
 from stagemesh.orchestrator.session.settings import read_settings
 from stagemesh.orchestrator.session.turn_requests import TurnRequest, TurnRequests
 from stagemesh.pipeline import Pipeline

@@ -9,9 +9,9 @@ import pytest
 
 from stagemesh.common.errors import ReplacedError, UnavailableError
 from stagemesh.orchestrator.session import registry as registry_module
+from stagemesh.orchestrator.session.answer_relay import SessionCall, generated_response
 from stagemesh.orchestrator.session.registry import SessionRegistry
 from stagemesh.orchestrator.session.session import Session
-from stagemesh.orchestrator.session.session_call import SessionCall, generated_response
 from stagemesh.orchestrator.session.turn_requests import Answer, EndedRequest
 from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2, request_pb2

@@ -10,9 +10,9 @@ import grpc.aio
 
 from stagemesh.client.calls import BaseClient, CallSequence, request_span
 from stagemesh.client.content import Message, Part
-from stagemesh.client.session_events import SessionEvent, TurnEnded, TurnInterrupted, TurnTruncated
+from stagemesh.client.session_methods import BaseSession, Steps
 from stagemesh.client.session_state import Delivery, Restart, SessionState
-from stagemesh.client.session_steps import BaseSession, Steps
+from stagemesh.client.session_turns import SessionEvent, TurnEnded, TurnInterrupted, TurnTruncated
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.notification import Notifier
 from stagemesh.rpc.error_mapping import from_rpc_error
@@ -126,18 +126,18 @@ class AsyncSession(BaseSession):
         Raises InvalidRequestError if a piece cannot be sent.
         """
         for part in content:
-            await self._wait(self._steps.append(part))
+            await self._wait(self._methods.append(part))
 
     async def clear(self) -> None:
         """Drops the input of the open turn."""
-        await self._wait(self._steps.clear())
+        await self._wait(self._methods.clear())
 
     async def commit(self) -> int:
         """Ends the input of the open turn, so that the pipeline answers it. Returns the number of the turn.
 
         Raises NotReadyError if the turn has no input (EMPTY_TURN), or while the former turn is answered (TURN_RUNNING).
         """
-        return await self._wait(self._steps.commit())
+        return await self._wait(self._methods.commit())
 
     async def interrupt(self, turn: int | None = None) -> TurnInterrupted:
         """Stops the answer to a turn, by default the one that is being answered.
@@ -145,7 +145,7 @@ class AsyncSession(BaseSession):
         Returns when the session has confirmed it. No event of the answer follows. Raises NotReadyError (TURN_ENDED or
         TURN_NOT_STARTED) if the turn is not being answered.
         """
-        return await self._wait(self._steps.interrupt(turn))
+        return await self._wait(self._methods.interrupt(turn))
 
     async def truncate(
         self, turn: int | None = None, *, audio_s: float | None = None, positions: Mapping[str, int] | None = None
@@ -159,7 +159,7 @@ class AsyncSession(BaseSession):
 
         Raises NotReadyError for any other turn, and InvalidRequestError (BEYOND_OUTPUT) for more than was sent.
         """
-        return await self._wait(self._steps.truncate(turn, audio_s=audio_s, positions=positions))
+        return await self._wait(self._methods.truncate(turn, audio_s=audio_s, positions=positions))
 
     async def answer(self) -> AsyncGenerator[SessionEvent]:
         """Yields the events up to the end of the turn that was committed last.
@@ -167,7 +167,7 @@ class AsyncSession(BaseSession):
         Raises the error of the turn after its last event. Yields nothing if that end was read before.
         """
         turn = self._state.committed
-        while self._steps.read_end < turn and (event := await self._next()) is not None:
+        while self._methods.read_end < turn and (event := await self._next()) is not None:
             yield event
             if isinstance(event, TurnEnded) and event.turn == turn and event.error is not None:
                 raise event.error
@@ -182,7 +182,7 @@ class AsyncSession(BaseSession):
 
         A delivery without an event is a part of an event. Raises the error of the session.
         """
-        return await self._wait(self._steps.next_delivery())
+        return await self._wait(self._methods.next_delivery())
 
     async def close(self) -> None:
         """Ends the session. A turn that is being answered is stopped. Idempotent."""
@@ -203,7 +203,7 @@ class AsyncSession(BaseSession):
         self._client.sessions.add(self)
         self._task = asyncio.create_task(self._connect())
         try:
-            await self._wait(self._steps.opened())
+            await self._wait(self._methods.opened())
         except BaseException:
             await self.close()
             raise

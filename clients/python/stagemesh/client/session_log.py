@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from stagemesh.client.session_events import TurnCommitted, TurnInterrupted, TurnTruncated
+from stagemesh.client.session_turns import TurnCommitted, TurnInterrupted, TurnTruncated
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.requests.turn_content import PromptInput, duration_s, size_of
 from stagemesh.v1.orchestrator_pb2 import ConverseRequest, InputAppend

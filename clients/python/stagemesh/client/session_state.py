@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stagemesh.client.retries import RetryPolicy
-from stagemesh.client.session_events import (
+from stagemesh.client.session_log import EventLog, PendingEvents
+from stagemesh.client.session_turns import (
+    ClientTranscript,
+    ReceivedTurn,
     SessionEvent,
     SessionOpened,
     SpeechDetected,
@@ -17,8 +20,6 @@ from stagemesh.client.session_events import (
     TurnInterrupted,
     TurnTruncated,
 )
-from stagemesh.client.session_log import EventLog, PendingEvents
-from stagemesh.client.session_turns import ClientTranscript, ReceivedTurn
 from stagemesh.common.errors import ExistsError, StagemeshError
 from stagemesh.common.wire.versions import refuse_unknown
 from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire

@@ -1,17 +1,88 @@
-"""The turns of a session at its client: answers as far as received, and the transcript of ended turns."""
+"""The events of a session, and its turns at the client: answers as far as received, transcripts of ended turns."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 from stagemesh.client.received_events import ClientPosition
 from stagemesh.client.requests import check_size
 from stagemesh.client.responses import AudioChunk, Event, Text
 from stagemesh.client.retries import RetryPolicy
+from stagemesh.common.errors import StagemeshError
 from stagemesh.common.requests.output_position import length_of
 from stagemesh.common.requests.turn_content import PromptInput, shorten
 from stagemesh.v1 import request_pb2
 from stagemesh.v1.orchestrator_pb2 import ConverseRequest, GenerateRequest, GenerateResponse, InputAppend, TurnRestore
+
+
+@dataclass(frozen=True)
+class SessionOpened:
+    """The first event: the session is open. `outputs` are the outputs of every turn."""
+
+    session_id: str
+    seed: int
+    """The seed of the first turn. Each further turn has the next seed."""
+    outputs: Sequence[str]
+    transcript_output: str
+    """The output whose text is the answer in the transcript. Empty if the pipeline has none."""
+
+
+@dataclass(frozen=True)
+class SpeechDetected:
+    """An event: the detection of turns has found speech, or its end."""
+
+    turn: int
+    begins: bool
+    """Whether speech begins. If it is False, speech ends."""
+    at_s: float
+    """The time in the audio of the session, in seconds."""
+
+
+@dataclass(frozen=True)
+class TurnCommitted:
+    """An event: the input of a turn is complete."""
+
+    turn: int
+    detected: bool
+    """Whether the detection of turns has committed the turn."""
+    audio_end_s: float
+    """The time in the audio of the session at which a detected turn ends. Later audio belongs to the next turn."""
+
+
+@dataclass(frozen=True)
+class TurnInterrupted:
+    """An event: the answer to a turn was stopped. No output of the turn follows."""
+
+    turn: int
+    detected: bool
+    """Whether speech of the user has interrupted the answer."""
+    positions: Mapping[str, int]
+    """How much of each output was sent: code points, tokens, samples, images, bytes, files or rows."""
+
+
+@dataclass(frozen=True)
+class TurnEnded:
+    """An event: a turn has ended. An interrupted turn ends without an error."""
+
+    turn: int
+    answer: str
+    """The answer in the transcript. Empty if the pipeline has no text output."""
+    error: StagemeshError | None
+    """The error of the turn's request, or None if it succeeded or was interrupted."""
+
+
+@dataclass(frozen=True)
+class TurnTruncated:
+    """An event: the answer to a turn was shortened in the transcript to what the user has heard."""
+
+    turn: int
+    answer: str
+    """The answer in the transcript from now on."""
+
+
+SessionEvent: TypeAlias = (
+    Event | SessionOpened | SpeechDetected | TurnCommitted | TurnInterrupted | TurnEnded | TurnTruncated
+)
 
 
 class Received(NamedTuple):

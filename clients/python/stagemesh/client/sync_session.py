@@ -13,8 +13,8 @@ import grpc
 from stagemesh.client.async_session import SessionCalls
 from stagemesh.client.calls import request_span
 from stagemesh.client.content import Message, Part
-from stagemesh.client.session_events import SessionEvent, TurnEnded, TurnInterrupted, TurnTruncated
-from stagemesh.client.session_steps import BaseSession, Steps
+from stagemesh.client.session_methods import BaseSession, Steps
+from stagemesh.client.session_turns import SessionEvent, TurnEnded, TurnInterrupted, TurnTruncated
 from stagemesh.common.errors import StagemeshError
 from stagemesh.v1.orchestrator_pb2 import ConverseRequest, ConverseResponse, SessionOpen
 
@@ -44,25 +44,25 @@ class Session(BaseSession):
     def append(self, *content: Part | Message) -> None:
         """Appends content to the input of the open turn, in the same way as `AsyncSession.append`."""
         for part in content:
-            self._run(self._steps.append(part))
+            self._run(self._methods.append(part))
 
     def clear(self) -> None:
         """Drops the input of the open turn."""
-        self._run(self._steps.clear())
+        self._run(self._methods.clear())
 
     def commit(self) -> int:
         """Ends the input of the open turn, in the same way as `AsyncSession.commit`. Returns the number of the turn."""
-        return self._run(self._steps.commit())
+        return self._run(self._methods.commit())
 
     def interrupt(self, turn: int | None = None) -> TurnInterrupted:
         """Stops the answer to a turn, in the same way as `AsyncSession.interrupt`."""
-        return self._run(self._steps.interrupt(turn))
+        return self._run(self._methods.interrupt(turn))
 
     def truncate(
         self, turn: int | None = None, *, audio_s: float | None = None, positions: Mapping[str, int] | None = None
     ) -> TurnTruncated:
         """Shortens the answer to a turn in the transcript, in the same way as `AsyncSession.truncate`."""
-        return self._run(self._steps.truncate(turn, audio_s=audio_s, positions=positions))
+        return self._run(self._methods.truncate(turn, audio_s=audio_s, positions=positions))
 
     def answer(self) -> Generator[SessionEvent]:
         """Yields the events up to the end of the turn that was committed last.
@@ -70,7 +70,7 @@ class Session(BaseSession):
         Raises the error of the turn after its last event. Yields nothing if that end was read before.
         """
         turn = self._state.committed
-        while self._steps.read_end < turn and (event := self._next()) is not None:
+        while self._methods.read_end < turn and (event := self._next()) is not None:
             yield event
             if isinstance(event, TurnEnded) and event.turn == turn and event.error is not None:
                 raise event.error
@@ -106,7 +106,7 @@ class Session(BaseSession):
         )
         self._thread.start()
         try:
-            self._run(self._steps.opened())
+            self._run(self._methods.opened())
         except BaseException:
             self.close()
             raise
@@ -118,7 +118,7 @@ class Session(BaseSession):
     def _next(self) -> SessionEvent | None:
         while True:
             with self._changed:
-                delivery = self._wait(self._steps.next_delivery())
+                delivery = self._wait(self._methods.next_delivery())
             if delivery is None or delivery.event is not None:
                 return None if delivery is None else delivery.event
 

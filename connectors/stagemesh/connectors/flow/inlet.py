@@ -11,8 +11,8 @@ from stagemesh.common.errors import CancelledRequestError, StagemeshError, Unava
 from stagemesh.common.plugins.connectors import AUTO, number_of
 from stagemesh.common.tasks import end_tasks
 from stagemesh.connectors.flow.inlet_attempt import InletAttempt, Phase
-from stagemesh.connectors.lost_peers import NOT_READ, is_recoverable
 from stagemesh.connectors.packets import Packet
+from stagemesh.connectors.peer_timeouts import NOT_READ, is_recoverable
 from stagemesh.v1 import control_pb2
 
 

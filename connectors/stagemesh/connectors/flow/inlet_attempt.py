@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from stagemesh.common.errors import InvalidChunkError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import GRPC, ConnectorName, number_of
-from stagemesh.connectors import lost_peers, wire
+from stagemesh.connectors import peer_timeouts, wire
 from stagemesh.connectors.base import MemoryAccount
 from stagemesh.connectors.flow.flow_control import Credit, ReadyQueue
 from stagemesh.connectors.flow.received_rows import PacketQueue
@@ -408,7 +408,7 @@ class InletAttempt:
         waits = self.phase is not Phase.ENDED and self.error is None and not self.is_closed
         if waits and self._lost_timer is None:
             loop = asyncio.get_running_loop()
-            self._lost_timer = loop.call_later(lost_peers.LOST_PRODUCER_S, self.fail, self.lost_error())
+            self._lost_timer = loop.call_later(peer_timeouts.LOST_PRODUCER_S, self.fail, self.lost_error())
 
     def _cancel_timer(self) -> None:
         if self._lost_timer is not None:

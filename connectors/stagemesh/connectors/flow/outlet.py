@@ -19,8 +19,8 @@ from stagemesh.connectors.base import ArenaRange, MemoryAccount
 from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase
 from stagemesh.connectors.flow.sent_chunks import Retention, SentChunk, SentChunks
-from stagemesh.connectors.lost_peers import is_recoverable
 from stagemesh.connectors.packets import EdgeKey, OfferedTicket, Packet, Transform
+from stagemesh.connectors.peer_timeouts import is_recoverable
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import chunk_pb2, control_pb2, request_pb2
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, StagemeshError
 from stagemesh.common.plugins.connectors import GRPC, ConnectorName, number_of
-from stagemesh.connectors import fragments, lost_peers, wire
+from stagemesh.connectors import fragments, peer_timeouts, wire
 from stagemesh.connectors.base import Connector
 from stagemesh.connectors.flow.edge_meters import EdgeMeter
 from stagemesh.connectors.flow.flow_control import ReadyQueue
@@ -84,7 +84,7 @@ class OutletAttempt:
         self._fragments: Iterator[fragments.Fragment] | None = None
         self._openings = self._resyncs = 0
         self._now_s = asyncio.get_running_loop().time
-        self._heard_s, self._patience_s = self._now_s(), lost_peers.REOPEN_S
+        self._heard_s, self._patience_s = self._now_s(), peer_timeouts.REOPEN_S
         """The time of the consumer's last answer, and the permitted time without an answer, both in seconds."""
 
     # -- for the outlet
@@ -254,7 +254,7 @@ class OutletAttempt:
             # No answer is expected, so silence does not count.
             self._heard_s = now_s
         elif now_s - self._heard_s > self._patience_s:
-            self._heard_s, self._patience_s = now_s, min(2 * self._patience_s, lost_peers.MAX_REOPEN_S)
+            self._heard_s, self._patience_s = now_s, min(2 * self._patience_s, peer_timeouts.MAX_REOPEN_S)
             self.reopen()
 
     # -- for the stream
@@ -353,7 +353,7 @@ class OutletAttempt:
                 )
 
     def _note_answer(self) -> None:
-        self._heard_s, self._patience_s = self._now_s(), lost_peers.REOPEN_S
+        self._heard_s, self._patience_s = self._now_s(), peer_timeouts.REOPEN_S
 
     @property
     def _has_chunk(self) -> bool:

@@ -1,4 +1,4 @@
-"""The nixl connector: its offer, the plan of a fetch, and the connection to a producer that all readers share.
+"""The nixl connector: its offer, and the connection to a producer that all readers share.
 
 The producer's serving agent answers READs, and the consumer's reading agent issues READs.
 """
@@ -6,28 +6,25 @@ The producer's serving agent answers READs, and the consumer's reading agent iss
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
-import numpy as np
 
-from stagemesh.common.errors import InvalidChunkError, StagemeshError, UnavailableError
+from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import NIXL, ConnectorName
 from stagemesh.common.tasks import end_tasks
 from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.arena.memory import (
-    ALIGNMENT_BYTES,
-    GENERATION_BYTES,
     LAYOUT_NAME,
-    PAGE_BYTES,
     TOKEN_BYTES,
     data_offset_in,
 )
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer, unavailable
 from stagemesh.connectors.nixl.environment import quiet, shared_settings
-from stagemesh.connectors.nixl.reads import Descriptor, Read, ReadThread, RemoteReads, Transfer
+from stagemesh.connectors.nixl.read_thread import ReadThread
+from stagemesh.connectors.nixl.reads import Read, RemoteReads, Transfer, TransferPlan
 
 if TYPE_CHECKING:
     from stagemesh.connectors.nixl.agent import Agent
@@ -37,8 +34,6 @@ _FORMAT = b"nixl2\0"
 _DIGEST_BYTES = 16
 _BODY_AT = len(_FORMAT) + _DIGEST_BYTES
 _ADDRESS_SPACE_BYTES = 1 << 64
-TRANSFER_DESCRIPTORS = 256
-"""The maximum number of descriptors in one transfer. A descriptor is a memory range."""
 AT_ONCE_BYTES = 1 << 20
 """The maximum size in bytes of a read that runs on the event loop.
 
@@ -93,111 +88,6 @@ class NixlOffer:
             return msgspec.msgpack.decode(body, type=cls)
         except msgspec.MsgspecError as exc:
             raise ValueError(str(exc)) from exc
-
-
-class Span(NamedTuple):
-    """A contiguous range of an arena that is read into a contiguous range of the landing memory.
-
-    `offset` is the start in the arena file, and `landing` is the start in the landing memory, both in bytes.
-    """
-
-    offset: int
-    landing: int
-    size_bytes: int
-
-
-class TransferPlan:
-    """Plans the read of several ranges of an arena and checks the result.
-
-    The landing memory contains the ranges, each with the same alignment as in the arena, followed by the generations of
-    the ranges' pages. The generations must be read after the data. If a page then still has the expected generation,
-    the page was not freed during the read.
-    """
-
-    __slots__ = ("_generations", "_generations_at", "_parts", "_spans", "data_bytes", "size_bytes")
-
-    def __init__(self, places: Sequence[ArenaRange], *, data_offset: int, file_bytes: int) -> None:
-        """Plans the read of the ranges in `places`.
-
-        `data_offset` is the start of the data in the arena file, and `file_bytes` is the file's size, both in bytes.
-        Raises InvalidChunkError if a range is outside the arena's data, or if a range's generation is invalid.
-        """
-        self._spans: list[Span] = []
-        self._parts: list[slice[int, int, None]] = []
-        self._generations: dict[int, int] = {}
-        self.data_bytes = 0
-        for place in places:
-            offset, size_bytes = place.offset, place.size_bytes
-            if size_bytes < 0 or not data_offset <= offset < file_bytes or offset + size_bytes > file_bytes:
-                raise InvalidChunkError(f"{size_bytes} bytes at {offset} are outside their producer's arena")
-            self._expect(place)
-            start = self._place(offset, size_bytes) if size_bytes else self.data_bytes
-            self._parts.append(slice(start, start + size_bytes))
-        self._generations_at = _aligned(self.data_bytes)
-        self.size_bytes = self._generations_at + len(self._generations) * GENERATION_BYTES
-
-    def data_transfers(self, *, local: int, remote: int, transfer_bytes: int) -> list[Transfer]:
-        """Returns the transfers that read the data of all ranges, each with at most `transfer_bytes` bytes.
-
-        `local` is the address of the landing memory, and `remote` is the address of the arena file's first byte.
-        """
-        ranges = (
-            (local + landing + start, remote + offset + start, min(transfer_bytes, size_bytes - start))
-            for offset, landing, size_bytes in self._spans
-            for start in range(0, size_bytes, transfer_bytes)
-        )
-        return list(_grouped(ranges, transfer_bytes))
-
-    def generation_transfers(self, *, local: int, remote: int) -> list[Transfer]:
-        """Returns the transfers that read the generations of the ranges' pages.
-
-        Start these transfers only after all data has arrived. `local` is the address of the landing memory, and
-        `remote` is the address of the arena file's first byte.
-        """
-        local += self._generations_at
-        remote += PAGE_BYTES
-        ranges = (
-            (local + number * GENERATION_BYTES, remote + page * GENERATION_BYTES, GENERATION_BYTES)
-            for number, page in enumerate(self._generations)
-        )
-        return list(_grouped(ranges, TRANSFER_DESCRIPTORS * GENERATION_BYTES))
-
-    def views(self, landing: Bytes) -> list[Bytes]:
-        """Returns one view of the landing memory for each range. Call this method after the read is complete.
-
-        Raises InvalidChunkError (STALE_REGION) if a region was freed before the read was complete.
-        """
-        generations = landing[self._generations_at : self.size_bytes].view(np.uint64)
-        if generations.tolist() != list(self._generations.values()):
-            raise _stale()
-        return [landing[part] for part in self._parts]
-
-    def _expect(self, place: ArenaRange) -> None:
-        offset, size_bytes, generation = place
-        if not 0 < generation < 1 << 64:
-            raise _stale()
-        expected = self._generations
-        first, last = offset // PAGE_BYTES, (offset + size_bytes - 1) // PAGE_BYTES
-        if expected.setdefault(first, generation) != generation:
-            raise _stale()
-        if last > first and expected.setdefault(last, generation) != generation:
-            raise _stale()
-
-    def _place(self, offset: int, size_bytes: int) -> int:
-        """Reserves landing memory for a range. Returns the start of this memory as an offset in the landing memory."""
-        if self._spans:
-            before = self._spans[-1]
-            gap_bytes = offset - before.offset - before.size_bytes
-            # Also reads an alignment gap, which is cheaper than another descriptor. The gap is in the same pages.
-            if 0 <= gap_bytes < ALIGNMENT_BYTES:
-                start = self.data_bytes + gap_bytes
-                self._spans[-1] = before._replace(size_bytes=before.size_bytes + gap_bytes + size_bytes)
-                self.data_bytes = start + size_bytes
-                return start
-        start = _aligned(self.data_bytes) + offset % ALIGNMENT_BYTES
-        self._spans.append(Span(offset, start, size_bytes))
-        self.data_bytes = start + size_bytes
-        return start
 
 
 class RemoteArena:
@@ -298,34 +188,6 @@ class RemoteArena:
 
 def _digest(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
-
-
-def _grouped(ranges: Iterator[tuple[int, int, int]], transfer_bytes: int) -> Iterator[Transfer]:
-    """Groups ranges into transfers of at most `transfer_bytes` bytes and TRANSFER_DESCRIPTORS ranges.
-
-    Each range is a tuple of local address, remote address and size in bytes. No range may exceed `transfer_bytes`
-    bytes.
-    """
-    local: list[Descriptor] = []
-    remote: list[Descriptor] = []
-    total = 0
-    for ours, theirs, size_bytes in ranges:
-        if local and (total + size_bytes > transfer_bytes or len(local) == TRANSFER_DESCRIPTORS):
-            yield Transfer(local, remote, total)
-            local, remote, total = [], [], 0
-        local.append((ours, size_bytes, 0))
-        remote.append((theirs, size_bytes, 0))
-        total += size_bytes
-    if local:
-        yield Transfer(local, remote, total)
-
-
-def _aligned(offset: int) -> int:
-    return offset + ALIGNMENT_BYTES - 1 & -ALIGNMENT_BYTES
-
-
-def _stale() -> InvalidChunkError:
-    return InvalidChunkError("a range belongs to a region that was freed", reason="STALE_REGION")
 
 
 class NixlConnector(Connector):

@@ -1,34 +1,23 @@
-"""Reads from the arenas of peers: the schedule of the transfers from one peer, and the thread that runs all reads.
+"""Reads from the arena of one peer: the plan of a read and the check of its result, and the schedule of transfers.
 
-A read consists of several transfers. Reads start transfers in turn. The thread sleeps while no transfer is in flight.
-It must poll transfers, because the nixl library has no function that blocks until a transfer is complete. Polling
-without pauses is fastest but uses a whole core. The thread therefore polls without pauses for a short time, and then
-with growing pauses.
+A read consists of several transfers. Reads start transfers in turn.
 """
 
 import asyncio
-import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagemesh.common.backoff import Backoff
-from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.common.process.host import lower_thread_priority
-from stagemesh.connectors.base import Bytes
+from stagemesh.common.errors import InvalidChunkError, UnavailableError
+from stagemesh.connectors.arena.memory import ALIGNMENT_BYTES, GENERATION_BYTES, PAGE_BYTES
+from stagemesh.connectors.base import ArenaRange, Bytes
 
 if TYPE_CHECKING:
     from stagemesh.connectors.nixl.agent import Agent
-
-_T = TypeVar("_T")
-
 
 READ_TIMEOUT_S = 3.0
 """The time limit in seconds for one transfer. If a transfer takes longer, the peer is marked as failed."""
@@ -43,16 +32,9 @@ _COPIED_TRANSFER_BYTES = 2 << 20
 
 Such a transfer is a memory copy, and blocks other reads for about half a millisecond.
 """
-_SPIN_S = 50e-6
-_PAUSES = Backoff(first_s=20e-6, longest_s=200e-6)
-_ABANDONED_PAUSE_S = 0.05
-"""The pause in seconds between polls while every transfer in flight belongs to an abandoned read."""
-_STOP_TIMEOUT_S = 5.0
-_CLOSED = "the nixl connector of this replica is closed"
+TRANSFER_DESCRIPTORS = 256
+"""The maximum number of descriptors in one transfer. A descriptor is a memory range."""
 _NO_MEMORY: Bytes = np.empty(0, np.uint8)
-
-_log = logging.getLogger(__name__)
-
 
 Descriptor: TypeAlias = tuple[int, int, int]
 """A memory range as the nixl library expects it: address, size in bytes, and device number."""
@@ -64,6 +46,139 @@ class Transfer(NamedTuple):
     local: list[Descriptor]
     remote: list[Descriptor]
     size_bytes: int
+
+
+class Span(NamedTuple):
+    """A contiguous range of an arena that is read into a contiguous range of the landing memory.
+
+    `offset` is the start in the arena file, and `landing` is the start in the landing memory, both in bytes.
+    """
+
+    offset: int
+    landing: int
+    size_bytes: int
+
+
+class TransferPlan:
+    """Plans the read of several ranges of an arena and checks the result.
+
+    The landing memory contains the ranges, each with the same alignment as in the arena, followed by the generations of
+    the ranges' pages. The generations must be read after the data. If a page then still has the expected generation,
+    the page was not freed during the read.
+    """
+
+    __slots__ = ("_generations", "_generations_at", "_parts", "_spans", "data_bytes", "size_bytes")
+
+    def __init__(self, places: Sequence[ArenaRange], *, data_offset: int, file_bytes: int) -> None:
+        """Plans the read of the ranges in `places`.
+
+        `data_offset` is the start of the data in the arena file, and `file_bytes` is the file's size, both in bytes.
+        Raises InvalidChunkError if a range is outside the arena's data, or if a range's generation is invalid.
+        """
+        self._spans: list[Span] = []
+        self._parts: list[slice[int, int, None]] = []
+        self._generations: dict[int, int] = {}
+        self.data_bytes = 0
+        for place in places:
+            offset, size_bytes = place.offset, place.size_bytes
+            if size_bytes < 0 or not data_offset <= offset < file_bytes or offset + size_bytes > file_bytes:
+                raise InvalidChunkError(f"{size_bytes} bytes at {offset} are outside their producer's arena")
+            self._expect(place)
+            start = self._place(offset, size_bytes) if size_bytes else self.data_bytes
+            self._parts.append(slice(start, start + size_bytes))
+        self._generations_at = _aligned(self.data_bytes)
+        self.size_bytes = self._generations_at + len(self._generations) * GENERATION_BYTES
+
+    def data_transfers(self, *, local: int, remote: int, transfer_bytes: int) -> list[Transfer]:
+        """Returns the transfers that read the data of all ranges, each with at most `transfer_bytes` bytes.
+
+        `local` is the address of the landing memory, and `remote` is the address of the arena file's first byte.
+        """
+        ranges = (
+            (local + landing + start, remote + offset + start, min(transfer_bytes, size_bytes - start))
+            for offset, landing, size_bytes in self._spans
+            for start in range(0, size_bytes, transfer_bytes)
+        )
+        return list(_grouped(ranges, transfer_bytes))
+
+    def generation_transfers(self, *, local: int, remote: int) -> list[Transfer]:
+        """Returns the transfers that read the generations of the ranges' pages.
+
+        Start these transfers only after all data has arrived. `local` is the address of the landing memory, and
+        `remote` is the address of the arena file's first byte.
+        """
+        local += self._generations_at
+        remote += PAGE_BYTES
+        ranges = (
+            (local + number * GENERATION_BYTES, remote + page * GENERATION_BYTES, GENERATION_BYTES)
+            for number, page in enumerate(self._generations)
+        )
+        return list(_grouped(ranges, TRANSFER_DESCRIPTORS * GENERATION_BYTES))
+
+    def views(self, landing: Bytes) -> list[Bytes]:
+        """Returns one view of the landing memory for each range. Call this method after the read is complete.
+
+        Raises InvalidChunkError (STALE_REGION) if a region was freed before the read was complete.
+        """
+        generations = landing[self._generations_at : self.size_bytes].view(np.uint64)
+        if generations.tolist() != list(self._generations.values()):
+            raise _stale()
+        return [landing[part] for part in self._parts]
+
+    def _expect(self, place: ArenaRange) -> None:
+        offset, size_bytes, generation = place
+        if not 0 < generation < 1 << 64:
+            raise _stale()
+        expected = self._generations
+        first, last = offset // PAGE_BYTES, (offset + size_bytes - 1) // PAGE_BYTES
+        if expected.setdefault(first, generation) != generation:
+            raise _stale()
+        if last > first and expected.setdefault(last, generation) != generation:
+            raise _stale()
+
+    def _place(self, offset: int, size_bytes: int) -> int:
+        """Reserves landing memory for a range. Returns the start of this memory as an offset in the landing memory."""
+        if self._spans:
+            before = self._spans[-1]
+            gap_bytes = offset - before.offset - before.size_bytes
+            # Also reads an alignment gap, which is cheaper than another descriptor. The gap is in the same pages.
+            if 0 <= gap_bytes < ALIGNMENT_BYTES:
+                start = self.data_bytes + gap_bytes
+                self._spans[-1] = before._replace(size_bytes=before.size_bytes + gap_bytes + size_bytes)
+                self.data_bytes = start + size_bytes
+                return start
+        start = _aligned(self.data_bytes) + offset % ALIGNMENT_BYTES
+        self._spans.append(Span(offset, start, size_bytes))
+        self.data_bytes = start + size_bytes
+        return start
+
+
+def _grouped(ranges: Iterator[tuple[int, int, int]], transfer_bytes: int) -> Iterator[Transfer]:
+    """Groups ranges into transfers of at most `transfer_bytes` bytes and TRANSFER_DESCRIPTORS ranges.
+
+    Each range is a tuple of local address, remote address and size in bytes. No range may exceed `transfer_bytes`
+    bytes.
+    """
+    local: list[Descriptor] = []
+    remote: list[Descriptor] = []
+    total = 0
+    for ours, theirs, size_bytes in ranges:
+        if local and (total + size_bytes > transfer_bytes or len(local) == TRANSFER_DESCRIPTORS):
+            yield Transfer(local, remote, total)
+            local, remote, total = [], [], 0
+        local.append((ours, size_bytes, 0))
+        remote.append((theirs, size_bytes, 0))
+        total += size_bytes
+    if local:
+        yield Transfer(local, remote, total)
+
+
+def _aligned(offset: int) -> int:
+    return offset + ALIGNMENT_BYTES - 1 & -ALIGNMENT_BYTES
+
+
+def _stale() -> InvalidChunkError:
+    return InvalidChunkError("a range belongs to a region that was freed", reason="STALE_REGION")
 
 
 @dataclass(eq=False, slots=True)
@@ -310,162 +425,3 @@ class RemoteReads:
 def _complete(completion: asyncio.Future[None]) -> None:
     if not completion.done():
         completion.set_result(None)
-
-
-class ReadThread:
-    """Runs the reads of one agent in a thread. `close` ends the thread, the agent and all transfers in flight."""
-
-    def __init__(self, make_agent: Callable[[], "Agent"]) -> None:
-        self._make_agent = make_agent
-        self._agent: Agent | None = None
-        self._lock = threading.Lock()
-        """The lock that a thread must hold while it uses the agent."""
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._peers: set[RemoteReads] = set()
-        """The peers with unfinished reads or with transfers in flight."""
-        self._is_closed = False
-        self._has_ended = False
-        self._thread = threading.Thread(target=self._run, name="nixl-reads", daemon=True)
-        self._thread.start()
-
-    async def connect(self, name: str, metadata: bytes) -> RemoteReads:
-        """Connects to a peer and returns the object that schedules the reads from this peer.
-
-        `name` and `metadata` belong to the peer's serving agent. The first call creates this replica's agent. The
-        connection lasts until the peer fails or `disconnect` is called. Raises NotReadyError if the library cannot be
-        used, the peer's metadata is invalid, or the peer is unreachable.
-        """
-        return await self._call(lambda: self._add_peer(name, metadata))
-
-    async def disconnect(self, peer: RemoteReads) -> None:
-        """Fails all reads from a peer. The agent removes the peer when the last transfer from this peer has ended."""
-        if not self._is_closed:
-            await self._call(lambda: peer.fail("it was closed"))
-
-    async def run(self, peer: RemoteReads, read: Read) -> None:
-        """Runs a read on the thread and waits until the read is complete. Raises UnavailableError if the read fails."""
-        if self._is_closed:
-            raise UnavailableError(_CLOSED, reason="CONNECTOR_FAILED")
-        read.completion = completion = asyncio.get_running_loop().create_future()
-        self._calls.put(lambda: self._add_read(peer, read))
-        try:
-            await completion
-        except asyncio.CancelledError:
-            read.abandon()
-            raise
-        if read.failure:
-            raise UnavailableError(read.failure, reason="CONNECTOR_FAILED")
-
-    def read_at_once(self, peer: RemoteReads, read: Read) -> bool:
-        """Runs a read on the event loop, without the read thread. Returns whether the read is complete.
-
-        An incomplete read is abandoned. Does nothing and returns False if the read thread is using the agent or if the
-        peer has other reads.
-        """
-        if self._is_closed or peer.has_reads or not self._lock.acquire(blocking=False):
-            return False
-        try:
-            is_complete = peer.read_at_once(read)
-            if peer.has_work:
-                self._calls.put(lambda: self._peers.add(peer))
-        finally:
-            self._lock.release()
-        return is_complete
-
-    async def close(self) -> None:
-        """Closes the agent and ends the thread. Waits at most _STOP_TIMEOUT_S seconds for the thread. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._calls.put(self._end)
-        await asyncio.to_thread(self._thread.join, _STOP_TIMEOUT_S)
-
-    async def _call(self, function: Callable[[], _T]) -> _T:
-        if self._is_closed:
-            raise UnavailableError(_CLOSED, reason="CONNECTOR_FAILED")
-        outcome: Future[_T] = Future()
-
-        def call() -> None:
-            try:
-                outcome.set_result(function())
-            except StagemeshError as exc:
-                outcome.set_exception(exc)
-
-        self._calls.put(call)
-        return await asyncio.shield(asyncio.wrap_future(outcome))
-
-    # -- on the thread
-
-    def _run(self) -> None:
-        try:
-            lower_thread_priority()
-            self._serve()
-        except Exception:  # noqa: BLE001 - the outermost code of a thread
-            _log.exception("the nixl connector stops, because its thread has failed")
-            self._is_closed = True
-            with self._lock:
-                self._end()
-
-    def _serve(self) -> None:
-        pauses = _PAUSES.retries()
-        pause_s: float | None = None
-        spin_until = 0.0
-        while not self._has_ended:
-            was_called = self._run_calls(pause_s)
-            has_advanced = self._advance()
-            now = time.monotonic()
-            if not self._peers:
-                pause_s = None
-            elif was_called or has_advanced:
-                pauses.reset()
-                pause_s, spin_until = 0.0, now + _SPIN_S
-            elif now >= spin_until:
-                is_awaited = any(peer.has_reads for peer in self._peers)
-                pause_s = pauses.next_s() if is_awaited else _ABANDONED_PAUSE_S
-
-    def _run_calls(self, pause_s: float | None) -> bool:
-        """Runs all queued calls. Returns whether at least one call was queued.
-
-        Waits at most `pause_s` seconds for the first call, or without a time limit if `pause_s` is None.
-        """
-        was_called = False
-        try:
-            call = self._calls.get(pause_s != 0, pause_s)
-            while True:
-                was_called = True
-                with self._lock:
-                    call()
-                call = self._calls.get(block=False)
-        except Empty:
-            return was_called
-
-    def _advance(self) -> bool:
-        has_advanced = False
-        for peer in list(self._peers):
-            # Releases the lock between peers, so that the event loop can acquire it.
-            with self._lock:
-                has_advanced = peer.advance() or has_advanced
-                if not peer.has_work:
-                    self._peers.discard(peer)
-        return has_advanced
-
-    def _add_peer(self, name: str, metadata: bytes) -> RemoteReads:
-        if self._has_ended:
-            raise UnavailableError(_CLOSED, reason="CONNECTOR_FAILED")
-        if self._agent is None:
-            self._agent = self._make_agent()
-        self._agent.add_peer(name, metadata)
-        return RemoteReads(self._agent, name)
-
-    def _add_read(self, peer: RemoteReads, read: Read) -> None:
-        if self._has_ended:
-            peer.fail(_CLOSED)
-        peer.add(read)
-        self._peers.add(peer)
-
-    def _end(self) -> None:
-        self._has_ended = True
-        if self._agent is not None:
-            self._agent.close()
-            self._agent = None
-        while self._peers:
-            self._peers.pop().discard(_CLOSED)

@@ -11,7 +11,7 @@ from stagemesh.common.notification import Notifier
 from stagemesh.common.plugins.connectors import ConnectorName, name_of
 from stagemesh.common.tasks import end_tasks
 from stagemesh.common.wire.versions import check_version, unknown_kind
-from stagemesh.connectors import lost_peers, wire
+from stagemesh.connectors import peer_timeouts, wire
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
 from stagemesh.connectors.flow.sent_chunks import Leases
 from stagemesh.connectors.packets import EdgeKey, expired_error
@@ -332,9 +332,10 @@ class ProducerLink:
         self._connection = None
         for flow in self._flows.values():
             flow.disconnect()
+        is_unreachable = self._loop.time() - self._seen_s > peer_timeouts.LOST_CONSUMER_S
         if not isinstance(cause, UnavailableError):
             self._fail_flows(cause)
-        elif (is_unreachable := self._loop.time() - self._seen_s > lost_peers.LOST_CONSUMER_S) or await self._is_gone():
+        elif is_unreachable or await self._is_gone():
             self._fail_flows(cause)
             # The leases of a watched process on this host do not end here, because the process may still read the
             # arena. They end when the process releases them or terminates.
@@ -355,7 +356,7 @@ class ProducerLink:
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         except ConnectionRefusedError:
             self._refused_s = self._refused_s or self._loop.time()
-            return self._loop.time() - self._refused_s > lost_peers.REFUSING_CONSUMER_S
+            return self._loop.time() - self._refused_s > peer_timeouts.REFUSING_CONSUMER_S
         except (OSError, TimeoutError, ValueError):
             return False
         writer.close()

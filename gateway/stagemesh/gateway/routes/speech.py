@@ -23,7 +23,7 @@ from stagemesh.client import (
     Part,
     TurnEnded,
 )
-from stagemesh.client.session_events import SessionEvent
+from stagemesh.client.session_turns import SessionEvent
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, token_counts
 from stagemesh.gateway.audio import MEDIA_TYPES, PCM_RATE_HZ, AudioFormat, make_encoder

@@ -16,10 +16,9 @@ from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.common.wire.versions import check_version, own_protocol
 from stagemesh.orchestrator.admin.adapters import Adapters
-from stagemesh.orchestrator.admin.directory import Directory
+from stagemesh.orchestrator.admin.directory import Directory, process_reports, set_log_levels
 from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle
-from stagemesh.orchestrator.admin.processes import process_reports, set_log_levels
 from stagemesh.orchestrator.descriptions import describe_edge, replica_status
 from stagemesh.orchestrator.fleet.membership import SERVICE_NAME as MEMBERSHIP_NAME
 from stagemesh.orchestrator.fleet.membership import MembershipServicer, RegistrationSource

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import ExistsError, StagemeshError
-from stagemesh.common.wire.messages import digest_of, without_fields
+from stagemesh.common.wire.encoding import digest_of, without_fields
 from stagemesh.orchestrator.admission.admission import Admission
 from stagemesh.orchestrator.admission.queue import AdmissionRequest, TicketState
 from stagemesh.orchestrator.planning.planner import NotReadyYetError, Plan

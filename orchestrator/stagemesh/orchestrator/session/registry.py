@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 from stagemesh.common.errors import ExistsError, OverloadedError
 from stagemesh.orchestrator.request.output_record import not_running
+from stagemesh.orchestrator.session.answer_relay import SessionCall
 from stagemesh.orchestrator.session.session import Session
-from stagemesh.orchestrator.session.session_call import SessionCall
 from stagemesh.orchestrator.session.settings import SessionSettings, read_settings
 from stagemesh.orchestrator.session.turn_requests import Task, TurnRequests
 from stagemesh.pipeline import Pipeline

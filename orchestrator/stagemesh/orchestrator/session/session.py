@@ -16,7 +16,7 @@ from stagemesh.common.errors import (
 from stagemesh.common.requests.output_position import OutputKey
 from stagemesh.common.wire.versions import refuse_unknown
 from stagemesh.orchestrator.request.output_record import NOT_RUNNING, not_running
-from stagemesh.orchestrator.session.session_call import ClientPosition, SessionCall, generated_response, response
+from stagemesh.orchestrator.session.answer_relay import ClientPosition, SessionCall, generated_response, response
 from stagemesh.orchestrator.session.settings import SessionSettings
 from stagemesh.orchestrator.session.turn_detection import DetectedTurns
 from stagemesh.orchestrator.session.turn_requests import RunningRequest, Spawn, TurnRequests

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from stagemesh.common.errors import InvalidRequestError, OverloadedError, UnsupportedError
 from stagemesh.common.requests.request_checks import check_options, read_options
-from stagemesh.common.wire.messages import digest_of, without_fields
+from stagemesh.common.wire.encoding import digest_of, without_fields
 from stagemesh.orchestrator.request.streamed_input import StreamedInput
 from stagemesh.orchestrator.request.validation import ValidRequest, check_pipeline, validate
 from stagemesh.pipeline import Pipeline

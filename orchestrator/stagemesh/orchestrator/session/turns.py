@@ -13,7 +13,7 @@ from stagemesh.connectors.packets import Packet
 from stagemesh.orchestrator.request.output_record import NOT_RUNNING
 from stagemesh.orchestrator.request.streamed_input import StreamedInput
 from stagemesh.orchestrator.request.validation import SEEDS
-from stagemesh.orchestrator.session.session_call import AnswerRelay, ClientPosition, SessionCall
+from stagemesh.orchestrator.session.answer_relay import AnswerRelay, ClientPosition, SessionCall
 from stagemesh.orchestrator.session.settings import SessionSettings
 from stagemesh.orchestrator.session.turn_input import TurnInput
 from stagemesh.orchestrator.session.turn_requests import (

@@ -14,9 +14,9 @@ from stagemesh.common.media.store import MediaStore
 from stagemesh.common.media.stored_file import StoredFileWriter
 from stagemesh.common.process import settings
 from stagemesh.common.process.media_config import MediaServiceConfig
+from stagemesh.rpc.call_limits import CALLS_PER_CALLER
 from stagemesh.rpc.callers import CLIENT
 from stagemesh.rpc.handlers import answered, streaming
-from stagemesh.rpc.interceptors import CALLS_PER_CALLER
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import media_pb2, media_pb2_grpc, request_pb2
 

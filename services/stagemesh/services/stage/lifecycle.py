@@ -16,7 +16,7 @@ from stagemesh.common.process.stage_process import ReplicaState, StageConfig
 from stagemesh.common.tasks import wait_within
 from stagemesh.services.engines.abilities import SleepControl
 from stagemesh.services.engines.base import Engine
-from stagemesh.services.stage.health import RolloutRelease
+from stagemesh.services.stage.rollout import RolloutRelease
 from stagemesh.services.stage.step.journal import drained_error
 from stagemesh.services.stage.step.run import StepRun
 from stagemesh.services.stage.step.run_index import RunIndex

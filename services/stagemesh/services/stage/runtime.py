@@ -24,7 +24,6 @@ from stagemesh.common.tasks import end_tasks, wait_within
 from stagemesh.connectors.arena.memory import pin_if_cuda
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.base import Engine, EngineLoad
-from stagemesh.services.stage.health import StallWatch
 from stagemesh.services.stage.lifecycle import ReplicaLifecycle
 from stagemesh.services.stage.step.checks import check_handover, check_rebinding, check_spec, engine_result_check
 from stagemesh.services.stage.step.edges import StepEdges
@@ -33,6 +32,7 @@ from stagemesh.services.stage.step.run import StepContext, StepRun
 from stagemesh.services.stage.step.run_index import RunIndex
 from stagemesh.services.stage.step.spec import Rebinding, StepSpec
 from stagemesh.services.stage.step.timings import FrameIntervals
+from stagemesh.services.stage.step_hangs import StallWatch
 from stagemesh.v1 import control_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from stagemesh.common.process import settings
 from stagemesh.common.process.host import host_token
 from stagemesh.common.process.logs import bind_log_context
 from stagemesh.common.tasks import end_tasks, wait_within
-from stagemesh.common.wire.messages import embedded, tag_of, varint
+from stagemesh.common.wire.encoding import embedded, tag_of, varint
 from stagemesh.common.wire.versions import OFFERS, check_version, own_protocol, unknown_kind
 from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.packets import ConsumerAddress

@@ -23,7 +23,7 @@ from stagemesh.conformance.replicas import (
     send_all,
 )
 from stagemesh.conformance.suite import BOUND_S, Suite
-from stagemesh.connectors import lost_peers
+from stagemesh.connectors import peer_timeouts
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 
@@ -193,7 +193,7 @@ class FaultSuite(Suite):
 
     async def test_abort_arrives_after_what_was_sent(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Only the acknowledgement of the Abort message frees the producer's memory.
-        monkeypatch.setattr(lost_peers, "REOPEN_S", BOUND_S)
+        monkeypatch.setattr(peer_timeouts, "REOPEN_S", BOUND_S)
         async with self.hosts() as (a, b):
             outlet, inlet = open_flow(a, b, connector=self.connector)
             await outlet.send(packet(0, 50_000))

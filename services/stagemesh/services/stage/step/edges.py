@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, StagemeshError, StaleAttemptError
 from stagemesh.common.wire.tensors import TensorSpec
-from stagemesh.connectors import lost_peers
+from stagemesh.connectors import peer_timeouts
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet, merge
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
@@ -141,7 +141,7 @@ class StepEdges:
         if self.state_outlet is not None and (error is not None or not left_state):
             ended = InvalidRequestError("the request ran to its end and left no state", reason="NOT_PAUSED")
             self.state_outlet.abort(error or ended)
-        lost = error is not None and lost_peers.is_recoverable(error)
+        lost = error is not None and peer_timeouts.is_recoverable(error)
         await asyncio.gather(*(inlet.aclose(lost=lost) for inlet in self._all_inlets().values()))
         self._inlets, self.state_inlet, self.state_outlet = {}, None, None
 
@@ -206,4 +206,4 @@ class StepEdges:
 
 
 def _rebind_s(edge: str) -> float:
-    return 0.0 if edge == STATE_EDGE else lost_peers.REBIND_S
+    return 0.0 if edge == STATE_EDGE else peer_timeouts.REBIND_S

@@ -18,7 +18,7 @@ from stagemesh.common.requests.request_checks import (
     read_tensors,
 )
 from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, PlayoutPace, StepPolicy, WholePolicy
-from stagemesh.common.wire.messages import digest_of, without_fields
+from stagemesh.common.wire.encoding import digest_of, without_fields
 from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.common.wire.versions import refuse_unknown

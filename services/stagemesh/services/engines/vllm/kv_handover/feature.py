@@ -26,9 +26,9 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.process.settings import library_variable, set_library_variables
 from stagemesh.common.process.stage_process import StageConfig
-from stagemesh.connectors.lost_peers import is_recoverable
 from stagemesh.connectors.nixl.environment import provide_nixl, set_variables
 from stagemesh.connectors.packets import OfferedTicket, Packet, Ticket
+from stagemesh.connectors.peer_timeouts import is_recoverable
 from stagemesh.services.engines.base import Emission, Task
 from stagemesh.services.engines.vllm.engine_core import runner_call
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook

@@ -12,10 +12,16 @@ from stagemesh.client.calls import Headers
 from stagemesh.client.content import AudioSamples, Message, Part, to_message, to_part
 from stagemesh.client.requests import check_size
 from stagemesh.client.retries import RetryPolicy
-from stagemesh.client.session_events import SessionOpened, TurnCommitted, TurnEnded, TurnInterrupted, TurnTruncated
 from stagemesh.client.session_log import Confirmation
 from stagemesh.client.session_state import Delivery, SessionState
-from stagemesh.client.session_turns import ReceivedTurn
+from stagemesh.client.session_turns import (
+    ReceivedTurn,
+    SessionOpened,
+    TurnCommitted,
+    TurnEnded,
+    TurnInterrupted,
+    TurnTruncated,
+)
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError
 from stagemesh.v1 import orchestrator_pb2
 from stagemesh.v1.orchestrator_pb2 import ConverseRequest, InputAppend, SessionOpen
@@ -33,7 +39,7 @@ class BaseSession:
 
     def __init__(self, opening: SessionOpen, policy: RetryPolicy) -> None:
         self._state = SessionState(opening, policy)
-        self._steps = SessionSteps(self._state)
+        self._methods = SessionMethods(self._state)
         self._headers: Headers = ()
         self.session_id = opening.session_id
         """The id that identifies the session in every service and log."""
@@ -50,7 +56,7 @@ class BaseSession:
         return self._state.committed + 1
 
 
-class SessionSteps:
+class SessionMethods:
     """The methods of a session. Each raises the error of the session, or of a piece that was rejected."""
 
     def __init__(self, state: SessionState) -> None:

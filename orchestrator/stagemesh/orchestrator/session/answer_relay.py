@@ -10,7 +10,7 @@ from typing import Any
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.requests.output_position import OutputKey
-from stagemesh.common.wire.messages import embedded, tag_of
+from stagemesh.common.wire.encoding import embedded, tag_of
 from stagemesh.orchestrator.request.output_record import MAX_LINGER_S
 from stagemesh.orchestrator.session.turn_requests import Answer, Spawn, Task
 from stagemesh.v1 import orchestrator_pb2

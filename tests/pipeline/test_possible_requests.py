@@ -14,8 +14,8 @@ from stagemesh.pipeline import Catalog, Edge, Limits, Pipeline, PipelineOutput, 
 from stagemesh.pipeline.conditions import Comparison, Condition, Fact, Facts, Term, find_facts, holds
 from stagemesh.pipeline.document import Origin, Problems
 from stagemesh.pipeline.edge_resolver import find_cycle, topological_order
-from stagemesh.pipeline.flows import check_flows
 from stagemesh.pipeline.graph import Arc, ancestors
+from stagemesh.pipeline.possible_requests import check_flows
 
 NUMBERS = TensorSpec.parse("float32[n]")
 BOUNDS = OptionSpec(default=1.0, minimum=0.0, maximum=4.0)
