@@ -14,7 +14,7 @@ from stagemesh.common.wire.tensors import Value
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.options import request_options
-from stagemesh.services.models.audio import TURNS, SpeechEvent, SpeechStream, Turns
+from stagemesh.services.models.speech_detection import TURNS, SpeechEvent, SpeechStream, Turns
 from tests.models.spoken import speak
 
 Audio = npt.NDArray[np.float32]

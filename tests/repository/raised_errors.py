@@ -27,7 +27,7 @@ _SOURCES = {
     "pipeline": "command",
     "services": "stage",
     "services.models": "command",
-    "services.models.audio": "stage",
+    "services.models.speech_detection": "stage",
     "services.models.checkpoint": "stage",
     "services.models.codec_speech": "stage",
     "services.models.hibari": "stage",

@@ -1,4 +1,4 @@
-"""Functions that analyze audio. Detection of turns finds the start and the end of speech in a stream of audio.
+"""Detects speech: finds its start and its end in a stream of audio.
 
 The audio is divided into frames of 20 ms. A frame is loud if its level in the band of speech exceeds the noise
 floor by a threshold. The noise floor is the lowest level of the last seconds. It follows noise that grows or
@@ -43,7 +43,7 @@ TURNS = FunctionDescriptor(
             ),
         },
     ),
-    factory="stagemesh.services.models.audio:Turns",
+    factory="stagemesh.services.models.speech_detection:Turns",
     stage_options={},
 )
 
