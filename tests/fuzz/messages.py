@@ -54,23 +54,8 @@ class MessageFuzzer:
 
     def data(self, descriptor: Descriptor) -> bytes:
         """Returns the bytes of a message, of which a fifth is mutated: it may then not be a message any more."""
-        data = bytearray(self.message(descriptor).SerializeToString())
-        if self.random.random() < 0.2:
-            self._mutate(data)
-        return bytes(data)
-
-    def _mutate(self, data: bytearray) -> None:
-        for _ in range(self.random.randint(1, 8)):
-            at = self.random.randint(0, len(data))
-            kind = self.random.randint(0, 3)
-            if kind == 0:
-                data[at:at] = self.random.randbytes(self.random.randint(1, 8))
-            elif kind == 1:
-                del data[at : at + self.random.randint(1, 8)]
-            elif data and kind == 2:
-                data[at - 1] ^= 1 << self.random.randint(0, 7)
-            else:
-                data[at:at] = data[at // 2 : at]
+        data = self.message(descriptor).SerializeToString()
+        return mutated([data], self.random) if self.random.random() < 0.2 else data
 
     def _fill(self, message: Message, *, depth: int) -> Message:
         # Some messages have nearly all fields, and others nearly none.
@@ -119,3 +104,25 @@ class MessageFuzzer:
         if field.type == FieldDescriptor.TYPE_ENUM:
             return self.random.choice((*(each.number for each in field.enum_type.values), 99))
         return self.random.choice(_SCALARS.get(field.type, _SIGNED))
+
+
+def mutated(seeds: Sequence[bytes], rng: random.Random) -> bytes:
+    """Returns one of the seeds after a few random changes: bytes, blocks of bytes, and parts of other seeds."""
+    data = bytearray(rng.choice(seeds))
+    for _ in range(rng.randint(1, 6)):
+        at, kind = rng.randint(0, len(data)), rng.randint(0, 5)
+        if kind == 0:
+            data[at:at] = rng.randbytes(rng.randint(1, 8))
+        elif kind == 1:
+            del data[at : at + rng.randint(1, 16)]
+        elif kind == 2 and data:
+            data[at - 1] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randint(0, 255)))
+        elif kind == 3 and data:
+            data[at - 1] ^= 1 << rng.randint(0, 7)
+        elif kind == 4:
+            other = rng.choice(seeds)
+            begin = rng.randint(0, len(other))
+            data[at:at] = other[begin : begin + rng.randint(1, 64)]
+        else:
+            data[at : at + 4] = rng.choice((0, 1, (1 << 31) - 1, (1 << 32) - 1)).to_bytes(4, "little")
+    return bytes(data)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import io
 import json
-import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -32,7 +31,7 @@ from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.services.engines.diffusion.serialization import deserialize, serialize
 from stagemesh.services.engines.function.engine import RequestCheckpoints
 from stagemesh.services.engines.media_decoding import DecodedBytes, read_audio, read_image, read_video
-from stagemesh.services.engines.prompts import MediaFile
+from stagemesh.services.engines.prompts import MediaFile, MediaKind
 from stagemesh.services.stage.step.spec import checkpoint_to_wire, rebinding_from_wire, spec_from_wire
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, request_pb2, stage_pb2, tensor_pb2
 from tests.connectors.handmade_producers import hello
@@ -66,39 +65,41 @@ class _Stream:
         """Does nothing, because the session is closed by the target."""
 
 
-class ChunkReader:
-    """A consumer that receives messages of any producer, for flows that it expects."""
+@cache
+def _chunk_plane() -> tuple[asyncio.AbstractEventLoop, DataPlane]:
+    """Returns a consumer's data plane, and the loop in which it was created."""
 
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._plane = self.loop.run_until_complete(self._make())
-
-    async def _make(self) -> DataPlane:
+    async def make() -> DataPlane:
         return DataPlane(replica="b-0", pipeline="p", generation="g", arena_bytes=1 << 20, window_bytes=64 << 10)
 
-    def receive(self, data: bytes) -> bool:
-        """Receives the messages in `data`, each with its length before it. The first is preceded by a valid Hello.
+    loop = asyncio.new_event_loop()
+    return loop, loop.run_until_complete(make())
 
-        Returns whether a chunk of the expected flow has arrived.
-        """
-        return self.loop.run_until_complete(self._receive(data))
 
-    async def _receive(self, data: bytes) -> bool:
-        plane: Any = self._plane
-        inlet = plane.open_inlet(_KEY, producer="a-0")
-        session = plane._open_session()
-        session.begin(_Stream())
-        arrived = 0
-        try:
-            with contextlib.suppress(StagemeshError):
-                for message in (_HELLO, *_split(data)):
-                    session.received(message)
-                    arrived = max(arrived, inlet.attempt.next_seq)
-                    await asyncio.sleep(0)
-        finally:
-            session.closed(None)
-            await inlet.aclose(lost=False)
-        return arrived > 0
+def read_chunks(data: bytes) -> bool:
+    """A sequence of messages of PutChunk, each with its length before it. The first is preceded by a valid Hello.
+
+    Returns whether a chunk of the expected flow has arrived.
+    """
+    loop, plane = _chunk_plane()
+    return loop.run_until_complete(_receive(plane, data))
+
+
+async def _receive(plane: Any, data: bytes) -> bool:
+    inlet = plane.open_inlet(_KEY, producer="a-0")
+    session = plane._open_session()
+    session.begin(_Stream())
+    arrived = 0
+    try:
+        with contextlib.suppress(StagemeshError):
+            for message in (_HELLO, *_split(data)):
+                session.received(message)
+                arrived = max(arrived, inlet.attempt.next_seq)
+                await asyncio.sleep(0)
+    finally:
+        session.closed(None)
+        await inlet.aclose(lost=False)
+    return arrived > 0
 
 
 _HELLO = hello().SerializeToString()
@@ -115,16 +116,6 @@ def _split(data: bytes) -> list[bytes]:
 
 def _join(messages: Sequence[bytes]) -> bytes:
     return b"".join(len(each).to_bytes(2, "little") + each for each in messages)
-
-
-@cache
-def _chunk_reader() -> ChunkReader:
-    return ChunkReader()
-
-
-def read_chunks(data: bytes) -> bool:
-    """A sequence of messages of PutChunk."""
-    return _chunk_reader().receive(data)
 
 
 def read_fragment(data: bytes) -> bool:
@@ -164,10 +155,6 @@ def _fragment_seeds() -> list[bytes]:
 # -- media
 
 
-def _file(kind: str, media_type: str, data: bytes) -> MediaFile:
-    return MediaFile(kind, data, media_type)  # type: ignore[arg-type]
-
-
 def _accepts(read: Callable[[], object]) -> bool:
     try:
         read()
@@ -180,7 +167,7 @@ def read_media(data: bytes) -> bool:
     """An image, audio or video file. The first byte selects the kind and the format."""
     kind, content = data[0] % len(_MEDIA) if data else 0, data[1:]
     name, media_type = _MEDIA[kind]
-    file, decoded = _file(name, media_type, content), DecodedBytes(_LIMIT_BYTES)
+    file, decoded = MediaFile(name, content, media_type), DecodedBytes(_LIMIT_BYTES)
     if name == "image":
         return _accepts(lambda: read_image(file, decoded))
     if name == "audio":
@@ -188,18 +175,12 @@ def read_media(data: bytes) -> bool:
     return _accepts(lambda: read_video(file, decoded, max_frames=8))
 
 
-_MEDIA = (
-    ("image", "image/png"),
-    ("image", "image/jpeg"),
-    ("image", "image/webp"),
-    ("image", "image/gif"),
-    ("audio", "audio/wav"),
-    ("audio", "audio/flac"),
-    ("audio", "audio/ogg"),
-    ("audio", "audio/mpeg"),
-    ("video", "video/mp4"),
-    ("video", "video/webm"),
-)
+_FORMATS: Mapping[MediaKind, Sequence[str]] = {
+    "image": ("png", "jpeg", "webp", "gif"),
+    "audio": ("wav", "flac", "ogg", "mpeg"),
+    "video": ("mp4", "webm"),
+}
+_MEDIA = [(kind, f"{kind}/{name}") for kind, names in _FORMATS.items() for name in names]
 
 
 def _media_seeds() -> list[bytes]:
@@ -363,25 +344,3 @@ def seeds(target: str) -> tuple[bytes, ...]:
         "pipeline": lambda: [_PIPELINE.encode(), json.dumps({"pipeline": "x", "stages": {}}).encode()],
     }
     return tuple(makers[target]())
-
-
-def mutated(target: str, rng: random.Random) -> bytes:
-    """Returns a seed of a target after a few random changes: bytes, blocks of bytes, and parts of other seeds."""
-    data = bytearray(rng.choice(seeds(target)))
-    for _ in range(rng.randint(1, 6)):
-        at, kind = rng.randint(0, len(data)), rng.randint(0, 5)
-        if kind == 0:
-            data[at:at] = rng.randbytes(rng.randint(1, 8))
-        elif kind == 1:
-            del data[at : at + rng.randint(1, 16)]
-        elif kind == 2 and data:
-            data[at - 1] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randint(0, 255)))
-        elif kind == 3 and data:
-            data[at - 1] ^= 1 << rng.randint(0, 7)
-        elif kind == 4:
-            other = rng.choice(seeds(target))
-            begin = rng.randint(0, len(other))
-            data[at:at] = other[begin : begin + rng.randint(1, 64)]
-        else:
-            data[at : at + 4] = rng.choice((0, 1, (1 << 31) - 1, (1 << 32) - 1)).to_bytes(4, "little")
-    return bytes(data)

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.fuzz.targets import TARGETS, mutated, seeds
+from tests.fuzz.messages import mutated
+from tests.fuzz.targets import TARGETS, seeds
 
 FOUND = sorted((Path(__file__).parent / "found").iterdir())
 """Inputs for which a reader was repaired. Their names begin with that of the target."""
@@ -56,10 +57,10 @@ def _read_mutated(target: str) -> tuple[float, float]:
     """Reads mutated inputs. Returns how much the memory of this process and its peak have grown, in MB."""
     rng, read = random.Random(SEED), TARGETS[target]
     for _ in range(200):
-        read(mutated(target, rng))
+        read(mutated(seeds(target), rng))
     before_mb, before_peak_mb = _memory_mb(), _peak_mb()
     for number in range(INPUTS):
-        data = mutated(target, rng)
+        data = mutated(seeds(target), rng)
         began_s = time.process_time()
         try:
             read(data)
