@@ -1,5 +1,6 @@
 """Functions that the tests of the function engine run."""
 
+import asyncio
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -24,6 +25,11 @@ GATE = threading.Event()
 
 ENTERED = threading.Event()
 """Set when a call has started."""
+
+
+async def wait_entered() -> None:
+    """Waits until a call has started."""
+    assert await asyncio.to_thread(ENTERED.wait, 5)
 
 
 def engine_of(descriptor: FunctionDescriptor, **options: JsonValue) -> FunctionEngine:
@@ -192,14 +198,9 @@ SPEAKING = FunctionDescriptor(
     factory="tests.engines.functions:Speaking",
 )
 DELAYING = replace(SPEAKING, factory="tests.engines.functions:Delaying")
-ECHO = FunctionDescriptor(
-    Signature(emits={"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}),
-    factory="tests.engines.functions:Echo",
-)
-LISTING_MEDIA = FunctionDescriptor(
-    Signature(emits={"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}, media=True),
-    factory="tests.engines.functions:ListingMedia",
-)
+TEXT = {"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}
+ECHO = FunctionDescriptor(Signature(emits=TEXT), factory="tests.engines.functions:Echo")
+LISTING_MEDIA = FunctionDescriptor(Signature(emits=TEXT, media=True), factory="tests.engines.functions:ListingMedia")
 ABSENT_NAMES = FunctionDescriptor(
     Signature(
         accepts={"x": NUMBERS, "side": NUMBERS}, emits={"y": Emitted(NUMBERS)}, optional=frozenset({"x", "side"})

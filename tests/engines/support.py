@@ -1,8 +1,9 @@
 """Helpers of the engines' tests."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 from pydantic import JsonValue
@@ -10,7 +11,7 @@ from pydantic import JsonValue
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.abilities import AdapterControl, CacheControl, PartitionsArena, SleepControl
-from stagemesh.services.engines.base import Emission, Engine, EngineEvent, Task
+from stagemesh.services.engines.base import Emission, Engine, EngineEvent, Task, TokenLogprobs, Usage
 from stagemesh.services.engines.controls import Profiles
 from stagemesh.services.engines.prompts import Conversation, Prompt, RawPrompt
 
@@ -80,6 +81,35 @@ async def flow(packets: Iterable[Packet]) -> AsyncIterator[Packet]:
         yield packet
 
 
+class OpenEdge:
+    """An incoming edge whose packets a test sends."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Packet | Exception | None] = asyncio.Queue()
+        self.read = 0
+        """The number of packets that have been read. The end counts as one."""
+
+    def send(self, packet: Packet) -> None:
+        """Sends a packet."""
+        self._queue.put_nowait(packet)
+
+    def end(self, error: Exception | None = None) -> None:
+        """Ends the edge, with an error if it is given."""
+        self._queue.put_nowait(error)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Packet:
+        got = await self._queue.get()
+        self.read += 1
+        if got is None:
+            raise StopAsyncIteration
+        if isinstance(got, Exception):
+            raise got
+        return got
+
+
 def stream(*values: Iterable[float]) -> AsyncIterator[Packet]:
     """Yields packets with the float32 tensor "x"."""
     return flow(Packet({"x": np.array(value, np.float32)}) for value in values)
@@ -114,6 +144,22 @@ def tokens_of(events: Iterable[EngineEvent]) -> list[int]:
     """Returns the emitted tokens."""
     made = [packet.tensors["token_ids"] for packet in packets(events) if "token_ids" in packet.tensors]
     return [int(token) for tokens in made for token in tokens.view(np.int32)]
+
+
+def text_logprobs_of(events: Iterable[EngineEvent]) -> list[TokenLogprobs]:
+    """Returns the log-probabilities of the emitted text."""
+    return [each for event in events if isinstance(event, Emission) for each in event.text_logprobs]
+
+
+def usage_of(events: Sequence[EngineEvent]) -> Usage:
+    """Returns the last event of a task that has finished."""
+    assert isinstance(events[-1], Usage)
+    return events[-1]
+
+
+async def sampled_tokens(engine: Engine, task: Task) -> list[int]:
+    """Runs a task, and returns the emitted tokens."""
+    return tokens_of(await collect(engine.submit(task)))
 
 
 def as_prompt(prompt: Prompt | Sequence[int]) -> Prompt:

@@ -7,6 +7,7 @@ import pytest
 
 from stagemesh.common.errors import ExistsError, NotFoundError, NotReadyError, OverloadedError
 from stagemesh.services.engines.adapters import AdapterManager, Entry
+from tests.rpc.call_errors import raises
 
 
 class Adapters(AdapterManager):
@@ -53,10 +54,9 @@ async def test_users_are_counted() -> None:
 
 
 async def test_an_unknown_adapter_error_lists_the_known_ones() -> None:
-    with pytest.raises(NotFoundError, match=r"no adapter 'c'; loaded: a, b") as caught:
+    with raises(NotFoundError, reason="UNKNOWN_ADAPTER", match=r"no adapter 'c'; loaded: a, b"):
         async with (await make_adapters("b", "a")).lease("c"):
             pass
-    assert caught.value.reason == "UNKNOWN_ADAPTER"
 
 
 async def test_without_pins_no_task_waits() -> None:
@@ -132,9 +132,8 @@ async def test_an_adapter_in_use_is_unloaded_only_with_drain() -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(use(adapters, "a", done))
         await run_ready_tasks()
-        with pytest.raises(NotReadyError, match="used by 1 requests") as caught:
+        with raises(NotReadyError, reason="ADAPTER_IN_USE", match="used by 1 requests"):
             await adapters.unload("a", drain=False)
-        assert caught.value.reason == "ADAPTER_IN_USE"
         tasks.create_task(adapters.unload("a", drain=True))
         await run_ready_tasks()
         with pytest.raises(NotReadyError, match="is being unloaded"):

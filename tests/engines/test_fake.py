@@ -31,6 +31,7 @@ from stagemesh.services.engines.base import (
     Usage,
 )
 from tests.engines.support import collect, flow, packets, stage_config, text_of, text_stream
+from tests.rpc.call_errors import raises
 
 BOUND_S = 5
 
@@ -216,9 +217,11 @@ def test_a_step_on_an_input_lasts_from_its_start() -> None:
 # -- faults
 
 
-async def until_failed(engine: FakeEngine, seed: int) -> tuple[list[EngineEvent], InternalError | None]:
+async def until_failed(
+    engine: FakeEngine, seed: int = 0, *, attempt: int = 1
+) -> tuple[list[EngineEvent], InternalError | None]:
     events: list[EngineEvent] = []
-    submitted = engine.submit(Task("r", seed, "hi"))
+    submitted = engine.submit(Task("r", seed, "hi", attempt=attempt))
     try:
         while True:
             events.append(await anext(submitted))
@@ -232,10 +235,8 @@ async def test_faults_depend_on_the_seed_and_never_change_outputs() -> None:
     plain, faulty = fake(), fake(faults=one("error", probability=0.3, after_steps={"uniform": [0, 3]}))
     struck = 0
     for seed in range(60):
-        whole, (part, error) = (
-            made(await collect(plain.submit(Task("r", seed, "hi")))),
-            await until_failed(faulty, seed),
-        )
+        whole = made(await collect(plain.submit(Task("r", seed, "hi"))))
+        part, error = await until_failed(faulty, seed)
         assert made(part) == whole[: len(made(part))]
         assert (error is None) == (len(made(part)) == len(whole))
         struck += error is not None
@@ -245,16 +246,9 @@ async def test_faults_depend_on_the_seed_and_never_change_outputs() -> None:
 async def test_a_fault_strikes_only_its_attempts() -> None:
     once, twice, always = [fake(faults=one("error", attempts=count)) for count in (1, 2, 0)]
 
-    async def succeeds(engine: FakeEngine, attempt: int) -> bool:
-        try:
-            await collect(engine.submit(Task("r", 0, "hi", attempt=attempt)))
-        except InternalError:
-            return False
-        return True
-
-    assert [await succeeds(once, attempt) for attempt in (1, 2, 3)] == [False, True, True]
-    assert [await succeeds(twice, attempt) for attempt in (1, 2, 3)] == [False, False, True]
-    assert [await succeeds(always, attempt) for attempt in (1, 2, 3)] == [False, False, False]
+    for engine, succeeds in ((once, [False, True, True]), (twice, [False, False, True]), (always, [False] * 3)):
+        errors = [(await until_failed(engine, attempt=attempt))[1] for attempt in (1, 2, 3)]
+        assert [error is None for error in errors] == succeeds
 
 
 async def test_a_hang_emits_nothing_until_it_is_aborted() -> None:
@@ -309,9 +303,8 @@ async def test_a_task_with_swapped_outputs_can_pause() -> None:
 
 async def test_a_consumer_rejects_inputs_out_of_order() -> None:
     disordered = flow(Packet({"text": np.frombuffer(b"x", np.uint8)}, {"step": step}) for step in (0, 2, 1))
-    with pytest.raises(InvalidChunkError, match="output of step 1 arrived after that of step 2") as caught:
+    with raises(InvalidChunkError, reason="OUT_OF_ORDER", match="output of step 1 arrived after that of step 2"):
         await collect(fake("relay").submit(Task("r", 0, inlets={"in": disordered})))
-    assert caught.value.reason == "OUT_OF_ORDER"
 
 
 # -- pausing and resuming
@@ -319,10 +312,8 @@ async def test_a_consumer_rejects_inputs_out_of_order() -> None:
 
 def fed(function: str, **more: object) -> Task:
     """Returns a task with four inputs, or with a prompt for a source."""
-    inputs = (
-        Task("r", 3, "hi") if function == "source" else Task("r", 3, inlets={"in": text_stream("ab", "c", "de", "f")})
-    )
-    return replace(inputs, **more)  # type: ignore[arg-type]
+    fed_by_edge = Task("r", 3, inlets={"in": text_stream("ab", "c", "de", "f")})
+    return replace(Task("r", 3, "hi") if function == "source" else fed_by_edge, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("function", ["source", "relay", "frames"])
@@ -358,9 +349,8 @@ async def test_a_new_attempt_resumes_at_a_row_however_inputs_are_cut(rows: int) 
 
 async def test_a_checkpoint_with_more_rows_than_the_task_emits_is_rejected() -> None:
     checkpoint = Checkpoint(1, tensors=step_state(1), rows={"frames": 1_000_000})
-    with pytest.raises(InvalidRequestError) as error:
+    with raises(InvalidRequestError, reason="INVALID_CHECKPOINT"):
         await collect(fake("frames").submit(fed("frames", resume_from=checkpoint, attempt=2)))
-    assert error.value.reason == "INVALID_CHECKPOINT"
 
 
 def test_packed_inputs_unpack_unchanged() -> None:

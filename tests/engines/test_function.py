@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from stagemesh.common.errors import (
     NotReadyError,
     UnsupportedError,
 )
-from stagemesh.common.wire.tensors import Tensors
+from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Progress, Task, Usage
 from stagemesh.services.engines.function.engine import FunctionEngine
@@ -27,23 +27,16 @@ from stagemesh.v1 import stage_pb2
 from tests.engines.functions import (
     ABSENT_NAMES,
     ECHO,
-    ENTERED,
     GATE,
     LISTING_MEDIA,
     SAVING_SUM,
     SUMMING,
     engine_of,
     running,
+    wait_entered,
 )
 from tests.engines.support import collect, flow, numbers_task, packets, stream, text_of
-
-
-@pytest.fixture(autouse=True)
-def _gate() -> Iterator[None]:
-    GATE.set()
-    ENTERED.clear()
-    yield
-    GATE.set()
+from tests.rpc.call_errors import raises
 
 
 @pytest.fixture
@@ -53,12 +46,15 @@ async def engine() -> AsyncIterator[FunctionEngine]:
         await engine.close()
 
 
+@pytest.fixture
+async def saving() -> AsyncIterator[FunctionEngine]:
+    """An engine whose requests have a checkpoint after every four rows."""
+    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
+        yield engine
+
+
 def values(packet: Packet) -> list[float]:
     return [float(value) for value in packet.tensors["y"]]
-
-
-async def a_call_has_begun() -> None:
-    assert await asyncio.to_thread(ENTERED.wait, 5)
 
 
 async def test_each_request_keeps_its_own_state(engine: FunctionEngine) -> None:
@@ -76,7 +72,7 @@ async def test_events_end_with_usage(engine: FunctionEngine) -> None:
 async def test_waiting_requests_share_a_batch(engine: FunctionEngine) -> None:
     GATE.clear()
     first = asyncio.create_task(collect(engine.submit(numbers_task("a", [1]))))
-    await a_call_has_begun()
+    await wait_entered()
     rest = [asyncio.create_task(collect(engine.submit(numbers_task(name, [1])))) for name in "bcd"]
     await asyncio.sleep(0)
     GATE.set()
@@ -98,18 +94,9 @@ async def test_a_defect_names_the_function(engine: FunctionEngine, caplog: pytes
 
 
 async def test_edges_are_joined_packet_by_packet(engine: FunctionEngine) -> None:
-    events = await collect(engine.submit(Task("r", 0, inlets={"in": stream([1], [2]), "side": side_stream(5, 6)})))
+    side = flow(Packet({"side": np.array([number], np.float32)}) for number in (5, 6))
+    events = await collect(engine.submit(Task("r", 0, inlets={"in": stream([1], [2]), "side": side})))
     assert values(packets(events)[-1]) == [0, 3]
-
-
-def side_stream(*numbers: float) -> AsyncIterator[Packet]:
-    return flow(Packet({"side": np.array([number], np.float32)}) for number in numbers)
-
-
-async def test_an_edge_that_ends_early_is_named(engine: FunctionEngine) -> None:
-    task = Task("r", 0, inlets={"long": stream([1], [2]), "short": side_stream(5)})
-    with pytest.raises(InvalidChunkError, match="edge short ended sooner"):
-        await collect(engine.submit(task))
 
 
 async def test_a_function_is_notified_of_absent_tensors() -> None:
@@ -139,49 +126,37 @@ async def test_the_prompt_becomes_a_packet() -> None:
     assert packets(events)[0].tensors.keys() == {"text", "z"}
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        RawPrompt((5, 6)),
-        RawPrompt("a", [MediaFile("audio", b"x", "audio/wav")]),
-        Conversation([ChatMessage("user", "a")]),
-    ],
-    ids=["tokens", "media", "conversation"],
-)
-async def test_a_prompt_other_than_text_is_rejected(prompt: Prompt) -> None:
-    assert prompt_packet(Task("r", 0, RawPrompt("hi"))).tensors["text"].tobytes() == b"hi"
-    with pytest.raises(InvalidRequestError, match="accepts its prompt only as text"):
-        prompt_packet(Task("r", 0, prompt))
-
-
 VOICE = MediaFile("audio", b"x", "audio/wav")
+HI = ChatMessage("user", "a")
+TEXT_ONLY, TEXT_AND_MEDIA = "accepts its prompt only as text", "accepts its prompt only as text or as one message"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "media", "message"),
+    [
+        (RawPrompt((5, 6)), False, TEXT_ONLY),
+        (RawPrompt("a", [VOICE]), False, TEXT_ONLY),
+        (Conversation([HI]), False, TEXT_ONLY),
+        (RawPrompt((5, 6)), True, TEXT_AND_MEDIA),
+        (Conversation([HI, HI]), True, TEXT_AND_MEDIA),
+        (Conversation([HI], template_arguments={"x": 1}), True, TEXT_AND_MEDIA),
+    ],
+    ids=["tokens", "media", "conversation", "tokens with media", "messages with media", "arguments with media"],
+)
+async def test_a_prompt_other_than_text_and_media_is_rejected(prompt: Prompt, media: bool, message: str) -> None:
+    assert prompt_packet(Task("r", 0, RawPrompt("hi"))).tensors["text"].tobytes() == b"hi"
+    with pytest.raises(InvalidRequestError, match=message):
+        prompt_packet(Task("r", 0, prompt), media=media)
 
 
 @pytest.mark.parametrize(
     "prompt",
-    [
-        RawPrompt("Hi", [VOICE]),
-        Conversation([ChatMessage("user", parts=["Hi", VOICE])]),
-    ],
+    [RawPrompt("Hi", [VOICE]), Conversation([ChatMessage("user", parts=["Hi", VOICE])])],
     ids=["raw", "message"],
 )
 async def test_a_function_that_accepts_media_receives_them_with_the_text(prompt: Prompt) -> None:
     async with running(LISTING_MEDIA) as engine:
         assert text_of(await collect(engine.submit(Task("r", 0, prompt)))) == "Hi audio/wav"
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        RawPrompt((5, 6)),
-        Conversation([ChatMessage("user", "a"), ChatMessage("user", "b")]),
-        Conversation([ChatMessage("user", "a")], template_arguments={"x": 1}),
-    ],
-    ids=["tokens", "messages", "arguments"],
-)
-async def test_a_prompt_other_than_text_and_media_is_rejected(prompt: Prompt) -> None:
-    with pytest.raises(InvalidRequestError, match="accepts its prompt only as text or as one message"):
-        prompt_packet(Task("r", 0, prompt), media=True)
 
 
 async def test_an_unread_request_does_not_block_others(engine: FunctionEngine) -> None:
@@ -195,7 +170,7 @@ async def test_an_unread_request_does_not_block_others(engine: FunctionEngine) -
 async def test_cancel_drops_a_waiting_call(engine: FunctionEngine) -> None:
     GATE.clear()
     first = asyncio.create_task(collect(engine.submit(numbers_task("a", [1]))))
-    await a_call_has_begun()
+    await wait_entered()
     first.cancel()
     GATE.set()
     with pytest.raises(asyncio.CancelledError):
@@ -268,30 +243,29 @@ def over_the_wire(checkpoint: Checkpoint) -> Checkpoint:
     return resumed
 
 
-async def test_a_checkpoint_follows_every_few_rows() -> None:
-    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
-        found = checkpoints(await collect(engine.submit(task([2, 4, 5, 8, 11, 17]))))
+async def test_a_checkpoint_follows_every_few_rows(saving: FunctionEngine) -> None:
+    found = checkpoints(await collect(saving.submit(task([2, 4, 5, 8, 11, 17]))))
     assert [(each.steps, len(before)) for each, before in found] == [(2, 4), (4, 8), (6, 17), (7, 20)]
 
 
 @pytest.mark.parametrize("again", CUTS, ids=str)
-async def test_a_request_resumes_from_each_checkpoint_with_the_rows_after_it(again: Sequence[int]) -> None:
-    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
-        whole = await collect(engine.submit(task(CUTS[0])))
-        found = checkpoints(whole)
-        assert [checkpoint.steps for checkpoint, _ in found] == [2, 3]
-        for checkpoint, before in found:
-            rest = await collect(engine.submit(task(again, over_the_wire(checkpoint))))
-            assert before + outputs(rest) == outputs(whole)
-            # The first row after the checkpoint is the first one that the function receives.
-            assert len(outputs(rest)) == len(NUMBERS) + 2 - len(before)
+async def test_a_request_resumes_from_each_checkpoint_with_the_rows_after_it(
+    saving: FunctionEngine, again: Sequence[int]
+) -> None:
+    whole = await collect(saving.submit(task(CUTS[0])))
+    found = checkpoints(whole)
+    assert [checkpoint.steps for checkpoint, _ in found] == [2, 3]
+    for checkpoint, before in found:
+        rest = await collect(saving.submit(task(again, over_the_wire(checkpoint))))
+        assert before + outputs(rest) == outputs(whole)
+        # The first row after the checkpoint is the first one that the function receives.
+        assert len(outputs(rest)) == len(NUMBERS) + 2 - len(before)
 
 
-async def test_a_resumed_request_reports_later_checkpoints_and_all_steps() -> None:
-    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
-        events = await collect(engine.submit(task([4, 8, 12])))
-        (first, _), *later = checkpoints(events)
-        rest = await collect(engine.submit(task([4, 8, 12], first)))
+async def test_a_resumed_request_reports_later_checkpoints_and_all_steps(saving: FunctionEngine) -> None:
+    events = await collect(saving.submit(task([4, 8, 12])))
+    (first, _), *later = checkpoints(events)
+    rest = await collect(saving.submit(task([4, 8, 12], first)))
     assert [(each.steps, each.tensors.keys()) for each, _ in checkpoints(rest)] == [
         (each.steps, each.tensors.keys()) for each, _ in later
     ]
@@ -304,21 +278,28 @@ async def test_the_option_can_disable_checkpoints(checkpoint_rows: int) -> None:
         assert not checkpoints(await collect(engine.submit(task(CUTS[0]))))
 
 
-async def test_repeated_rows_are_not_counted_so_that_chunks_with_context_have_no_checkpoints() -> None:
+async def test_repeated_rows_are_not_counted_so_that_chunks_with_context_have_no_checkpoints(
+    saving: FunctionEngine,
+) -> None:
     packets = [Packet({"x": np.array(part, np.float32)}, {"context_frames": 0}) for part in cut([8])]
-    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
-        assert not checkpoints(await collect(engine.submit(Task("r", 0, inlets={"in": flow(packets)}))))
+    assert not checkpoints(await collect(saving.submit(Task("r", 0, inlets={"in": flow(packets)}))))
 
 
-async def test_a_function_without_saved_states_cannot_resume() -> None:
-    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
-        (checkpoint, _), *_ = checkpoints(await collect(engine.submit(task(CUTS[0]))))
-        assert engine.abilities.can_resume
+async def first_checkpoint(saving: FunctionEngine) -> Checkpoint:
+    return checkpoints(await collect(saving.submit(task(CUTS[0]))))[0][0]
+
+
+async def test_a_function_without_saved_states_cannot_resume(saving: FunctionEngine) -> None:
+    checkpoint = await first_checkpoint(saving)
+    assert saving.abilities.can_resume
     async with running(SUMMING, checkpoint_rows=4) as engine:
         assert not checkpoints(await collect(engine.submit(task(CUTS[0]))))
         assert not engine.abilities.can_resume
         with pytest.raises(UnsupportedError, match="resumes only if its function implements Saves"):
             await collect(engine.submit(task(CUTS[0], checkpoint)))
+
+
+SAVED = ("function", "state.seen", "input.x")
 
 
 @pytest.mark.parametrize(
@@ -329,23 +310,15 @@ async def test_a_function_without_saved_states_cannot_resume() -> None:
         ({"input.x": np.array(21)}, "includes more input rows than the request has"),
         ({"input.x": np.array(-4)}, "includes no input rows"),
         ({"input.x": np.array([4, 4])}, "has damaged numbers of input rows"),
+        *(({name: None}, None) for name in SAVED),
     ],
-    ids=["function", "state", "more rows", "no rows", "damaged rows"],
+    ids=["function", "state", "more rows", "no rows", "damaged rows", *(f"without {name}" for name in SAVED)],
 )
-async def test_a_checkpoint_of_something_else_is_rejected(change: Tensors, problem: str) -> None:
-    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
-        (checkpoint, _), *_ = checkpoints(await collect(engine.submit(task(CUTS[0]))))
-        wrong = replace(checkpoint, tensors={**checkpoint.tensors, **change})
-        with pytest.raises(InvalidRequestError, match=problem) as caught:
-            await collect(engine.submit(task(CUTS[0], wrong)))
-    assert caught.value.reason == "INVALID_CHECKPOINT"
-
-
-@pytest.mark.parametrize("name", ["function", "state.seen", "input.x"])
-async def test_an_incomplete_checkpoint_is_rejected(name: str) -> None:
-    async with running(SAVING_SUM, checkpoint_rows=4) as engine:
-        (checkpoint, _), *_ = checkpoints(await collect(engine.submit(task(CUTS[0]))))
-        rest = {key: tensor for key, tensor in checkpoint.tensors.items() if key != name}
-        with pytest.raises(InvalidRequestError) as caught:
-            await collect(engine.submit(task(CUTS[0], replace(checkpoint, tensors=rest))))
-    assert caught.value.reason == "INVALID_CHECKPOINT"
+async def test_a_checkpoint_of_something_else_is_rejected(
+    saving: FunctionEngine, change: Mapping[str, Array | None], problem: str | None
+) -> None:
+    checkpoint = await first_checkpoint(saving)
+    changed = {**checkpoint.tensors, **change}
+    wrong = replace(checkpoint, tensors={name: tensor for name, tensor in changed.items() if tensor is not None})
+    with raises(InvalidRequestError, reason="INVALID_CHECKPOINT", match=problem):
+        await collect(saving.submit(task(CUTS[0], wrong)))

@@ -15,6 +15,7 @@ from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.input_join import packets_of
+from tests.engines.support import OpenEdge
 
 NUMBERS = TensorSpec("float32", ("count",))
 BOTH = Signature(accepts={"x": NUMBERS, "y": NUMBERS})
@@ -22,26 +23,17 @@ EITHER = Signature(accepts={"x": NUMBERS, "y": NUMBERS}, optional=frozenset({"x"
 BOUND_S = 5
 
 
-class Edge:
-    """An incoming edge whose packets a test sends."""
+class Edge(OpenEdge):
+    """An incoming edge with packets of one tensor of one number."""
 
     def __init__(self, tensor: str, *values: float) -> None:
+        super().__init__()
         self._tensor = tensor
-        self._packets: asyncio.Queue[Packet | Exception | None] = asyncio.Queue()
         self.bring(*values)
 
     def bring(self, *values: float) -> None:
         for value in values:
-            self._packets.put_nowait(Packet({self._tensor: np.array([value], np.float32)}))
-
-    def end(self, error: Exception | None = None) -> None:
-        self._packets.put_nowait(error)
-
-    async def __aiter__(self) -> AsyncIterator[Packet]:
-        while packet := await self._packets.get():
-            if isinstance(packet, Exception):
-                raise packet
-            yield packet
+            self.send(Packet({self._tensor: np.array([value], np.float32)}))
 
 
 def ended(tensor: str, *values: float, error: Exception | None = None) -> Edge:
@@ -112,23 +104,15 @@ async def test_a_failed_edge_ends_the_reading_of_all_edges() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-class Ready:
-    """An incoming edge with all packets available; it does not retain packets that were read."""
-
-    def __init__(self, tensor: str, *values: float) -> None:
-        self._packets = deque(Packet({tensor: np.array([value], np.float32)}) for value in values)
-
-    def __aiter__(self) -> AsyncIterator[Packet]:
-        return self
-
-    async def __anext__(self) -> Packet:
-        if not self._packets:
-            raise StopAsyncIteration
-        return self._packets.popleft()
+async def ready(tensor: str, *values: float) -> AsyncIterator[Packet]:
+    """Yields packets, and does not retain those that were read."""
+    packets = deque(Packet({tensor: np.array([value], np.float32)}) for value in values)
+    while packets:
+        yield packets.popleft()
 
 
 async def test_a_used_packet_is_released_before_the_next() -> None:
-    task = Task("r", 0, inlets={"left": Ready("x", 1), "right": Ready("y", 2)}, apart=frozenset({"left", "right"}))
+    task = Task("r", 0, inlets={"left": ready("x", 1), "right": ready("y", 2)}, apart=frozenset({"left", "right"}))
     async with aclosing(packets_of(task, EITHER)) as packets:
         first = weakref.ref((await anext(packets)).tensors["x"])
         assert values([await anext(packets)]) == [{"y": 2}]

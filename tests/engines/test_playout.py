@@ -1,7 +1,7 @@
 """The order in which the function engine runs waiting calls."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
 import numpy as np
@@ -13,16 +13,8 @@ from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Emission, Task
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.engines.function.playout import AudioStream, AudioTensor, CallCosts, CallQueue
-from tests.engines.functions import BATCHES, CLOCK, DELAYING, ENTERED, GATE, SPEAKING, SUMMING, running
+from tests.engines.functions import BATCHES, CLOCK, DELAYING, ENTERED, GATE, SPEAKING, SUMMING, running, wait_entered
 from tests.engines.support import stage_config, started, stream
-
-
-@pytest.fixture(autouse=True)
-def _gate() -> Iterator[None]:
-    GATE.set()
-    ENTERED.clear()
-    yield
-    GATE.set()
 
 
 class Streams:
@@ -54,6 +46,12 @@ class Streams:
         self.send(seed, samples)
         await asyncio.wait_for(self._emitted[seed].wait(), 5)
 
+    async def queue(self, samples_of: Mapping[int, int]) -> None:
+        """Sends one input to each request of these seeds, and waits until their calls wait for the engine."""
+        for seed, samples in samples_of.items():
+            self.send(seed, samples)
+        await self.wait_queued(len(samples_of))
+
     async def wait_queued(self, count: int) -> None:
         """Waits until `count` calls wait for the engine."""
         async with asyncio.timeout(5):
@@ -66,7 +64,7 @@ class Streams:
         ENTERED.clear()
         GATE.clear()
         self.send(0, 1)
-        assert await asyncio.to_thread(ENTERED.wait, 5)
+        await wait_entered()
         BATCHES.clear()
         yield
         GATE.set()
@@ -104,9 +102,7 @@ async def test_first_chunks_run_before_the_stream_that_runs_dry_first(streams: S
     await streams.say(1, 90)
     await streams.say(2, 40)
     async with streams.busy():
-        for seed in (1, 2, 3, 4, 5):
-            streams.send(seed, 4)
-        await streams.wait_queued(5)
+        await streams.queue(dict.fromkeys((1, 2, 3, 4, 5), 4))
     assert BATCHES[1:] == [[(3, 4), (4, 4)], [(5, 4)], [(2, 4), (1, 4)]]
 
 
@@ -114,9 +110,7 @@ async def test_a_stream_that_runs_dry_soon_precedes_first_chunks(streams: Stream
     await streams.say(1, 90)
     await streams.say(2, 10)
     async with streams.busy():
-        for seed in (1, 3, 2):
-            streams.send(seed, 4 + seed)
-        await streams.wait_queued(3)
+        await streams.queue({1: 5, 3: 7, 2: 6})
     # First audio waits at most 6 calls of 0.25 s.
     assert BATCHES[1:] == [[(2, 6)], [(3, 7)], [(1, 5)]]
 
@@ -125,9 +119,7 @@ async def test_a_batch_has_calls_of_one_shape(streams: Streams) -> None:
     await streams.say(1, 90)
     await streams.say(2, 40)
     async with streams.busy():
-        for seed, samples in ((1, 6), (2, 6), (3, 4), (4, 8), (5, 8)):
-            streams.send(seed, samples)
-        await streams.wait_queued(5)
+        await streams.queue({1: 6, 2: 6, 3: 4, 4: 8, 5: 8})
     assert BATCHES[1:] == [[(3, 4)], [(4, 8), (5, 8)], [(2, 6), (1, 6)]]
 
 
@@ -137,9 +129,7 @@ async def test_a_stream_that_ran_dry_resumes_when_its_audio_arrives(streams: Str
     await streams.say(2, 4)
     await streams.say(1, 5)
     async with streams.busy():
-        for seed in (1, 2):
-            streams.send(seed, 4 + seed)
-        await streams.wait_queued(2)
+        await streams.queue({1: 5, 2: 6})
     assert BATCHES[1:] == [[(2, 6)], [(1, 5)]]
 
 
