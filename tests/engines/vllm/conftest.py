@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from stagemesh.common.process.settings import replace_variables, variables
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.vllm.engines import started
-from tests.engines.vllm.tiny_model import OPTIONS, TOOLS_TEMPLATE, write_tiny_model
+from tests.engines.vllm.tiny_model import MODEL_LAYERS, OPTIONS, TOOLS_TEMPLATE, write_real_model, write_tiny_model
 
 
 class _Core(ForkServerProcess):
@@ -60,6 +60,12 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = model / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TOOLS_TEMPLATE}))
     return model
+
+
+@pytest.fixture(scope="session")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with several layers, whose hidden states tests compare with those of transformers."""
+    return write_real_model(tmp_path_factory.mktemp("deep"), layers=MODEL_LAYERS)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

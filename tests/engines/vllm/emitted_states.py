@@ -1,5 +1,6 @@
 """Compares the hidden states that a vllm stage emits with those of transformers."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from stagemesh.services.engines.base import EngineEvent, SamplingOptions, Task
 from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, packets
-from tests.engines.vllm.engines import started
+from tests.engines.vllm.engines import data_plane, started
 
 Floats = npt.NDArray[np.float32]
 
@@ -29,7 +30,6 @@ LAYERS = {"hidden_states": -1, "hidden_states_1": 1, "hidden_states_2": 2}
 HIDDEN: Mapping[str, JsonValue] = {"layers": ["last", 1, 2], "dtype": "float32"}
 ONLY_LAST: JsonValue = {"layers": ["last"], "dtype": "float32"}
 OPTIONS: Mapping[str, JsonValue] = {"kv_cache_memory_bytes": 8 << 20, "dtype": "float32", "hidden_states": {**HIDDEN}}
-MODEL_LAYERS = 4
 TOLERANCE = 1e-4
 PROMPTS = [[10 + (7 * number + at) % 200 for at in range(3 + 11 * number)] for number in range(16)]
 STEPS = 12
@@ -104,13 +104,10 @@ class Running:
 @asynccontextmanager
 async def running(model: Path, **options: JsonValue) -> AsyncGenerator[Running]:
     """Runs an engine with `OPTIONS` and the changed `options`."""
-    plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=64 << 20, window_bytes=8 << 20)
-    arena = CountedArena(plane)
-    try:
+    async with data_plane() as plane:
+        arena = CountedArena(plane)
         async with started(model, arena, **{**OPTIONS, **options}) as engine:
             yield Running(engine, arena)
-    finally:
-        await plane.close()
 
 
 def task(number: int, **changes: Any) -> Task:
@@ -130,6 +127,12 @@ class Received(NamedTuple):
 async def received(engine: VllmEngine, wanted: Task) -> Received:
     """Runs a task to its end and returns its rows."""
     return put_together(await collect(engine.submit(wanted)))
+
+
+async def received_all(engine: VllmEngine, *tasks: Task) -> list[Received]:
+    """Runs tasks at once, by default one for each prompt. Returns their rows."""
+    wanted = tasks or [task(number) for number in range(len(PROMPTS))]
+    return await asyncio.gather(*(received(engine, each) for each in wanted))
 
 
 def put_together(events: Sequence[EngineEvent]) -> Received:

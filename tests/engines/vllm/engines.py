@@ -26,11 +26,17 @@ async def started(
 
 
 @asynccontextmanager
-async def started_with_arena(model: Path, **options: JsonValue) -> AsyncGenerator[VllmEngine]:
-    """Starts an engine whose workers write into the arena of a data plane of its own."""
+async def data_plane() -> AsyncGenerator[DataPlane]:
+    """Opens a data plane for the rows of an engine's workers."""
     plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=64 << 20, window_bytes=8 << 20)
     try:
-        async with started(model, plane.arena, **options) as engine:
-            yield engine
+        yield plane
     finally:
         await plane.close()
+
+
+@asynccontextmanager
+async def started_with_arena(model: Path, **options: JsonValue) -> AsyncGenerator[VllmEngine]:
+    """Starts an engine whose workers write into the arena of a data plane of its own."""
+    async with data_plane() as plane, started(model, plane.arena, **options) as engine:
+        yield engine

@@ -24,14 +24,14 @@ from stagemesh.conformance.replicas import until
 from stagemesh.connectors.arena.memory import PAGE_BYTES
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.packets import Packet
-from stagemesh.services.engines.base import Checkpoint, Emission, SamplingOptions, Task, Usage
+from stagemesh.services.engines.base import Checkpoint, Emission, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.models.qwen2_5_omni import transforms as qwen2_5_omni_transforms
 from stagemesh.services.models.qwen3_omni import transforms as qwen3_omni_transforms
 from stagemesh.services.models.qwen3_tts.description import read_config
 from stagemesh.services.models.qwen3_tts.prompt import RowWriter, SpokenPrompt, make_prompt_writer
-from tests.engines.support import collect, flow, packets
-from tests.engines.vllm.engines import started
+from tests.engines.support import collect, flow, packets, usage_of
+from tests.engines.vllm.engines import data_plane, started
 from tests.models.checkpoints import Change, change_weights, changed, rename_weight
 from tests.models.qwen2_5_omni import reference as qwen2_5_omni_reference
 from tests.models.qwen3_omni.reference import Conversation, Reference, Result
@@ -76,12 +76,8 @@ class Talker(NamedTuple):
 
 @asynccontextmanager
 async def talking(model: Path, name: str, speeches: Sequence[Speech], speaker: str = "") -> AsyncGenerator[Talker]:
-    plane = DataPlane(replica="a-0", pipeline="p", generation="1")
-    try:
-        async with started(model, plane.arena, **options_of(name)) as engine:
-            yield Talker(engine, plane, speeches, speaker)
-    finally:
-        await plane.close()
+    async with data_plane() as plane, started(model, plane.arena, **options_of(name)) as engine:
+        yield Talker(engine, plane, speeches, speaker)
 
 
 def options_of(name: str) -> dict[str, JsonValue]:
@@ -321,8 +317,7 @@ async def test_an_aborted_request_and_its_unread_frames_are_freed_at_once(qwen3_
 async def test_the_end_code_ends_the_request(qwen3_omni: Talker) -> None:
     finishes = dict[bool, str]()
     for speech in qwen3_omni.speeches:
-        *_, usage = await collect(qwen3_omni.engine.submit(qwen3_omni.task(speech)))
-        assert isinstance(usage, Usage)
+        usage = usage_of(await collect(qwen3_omni.engine.submit(qwen3_omni.task(speech))))
         finishes[len(speech.codes) < TOKENS - 1] = usage.finish.reason
     assert finishes == {True: "end", False: "length"}
 

@@ -24,11 +24,12 @@ from stagemesh.common.errors import (
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import collect, controls_of, packets, stage_config, tokens_of
+from tests.engines.support import collect, controls_of, packets, sampled_tokens, stage_config
 from tests.engines.vllm.emitted_states import greedy, load_reference
 from tests.engines.vllm.engines import started
 from tests.engines.vllm.tiny_adapter import merge, write_adapter
 from tests.engines.vllm.tiny_model import write_real_model
+from tests.rpc.call_errors import raises
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -79,10 +80,6 @@ def task(prompt: Sequence[int] = PROMPTS[0], *, adapter: str | None = None, max_
     return Task("r", 1, RawPrompt(prompt), sampling=sampling, adapter=adapter)
 
 
-async def tokens(engine: VllmEngine, wanted: Task) -> list[int]:
-    return tokens_of(await collect(engine.submit(wanted)))
-
-
 def files_in(folder: Path) -> list[str]:
     return sorted(map(str, folder.iterdir()))
 
@@ -96,7 +93,7 @@ async def test_half_a_batch_with_an_adapter_equals_merged_weights(
     adapter = write_adapter(tmp_path / "poet")
     await controls_of(engine).adapters.load("poet", str(adapter))
     tasks = [task(prompt, adapter="poet" if number % 2 else None) for number, prompt in enumerate(PROMPTS)]
-    made = await asyncio.gather(*(tokens(engine, each) for each in tasks))
+    made = await asyncio.gather(*(sampled_tokens(engine, each) for each in tasks))
     plain, merged = load_reference(model), merge(load_reference(model), adapter)
     expected = [greedy(merged if number % 2 else plain, prompt, steps=STEPS) for number, prompt in enumerate(PROMPTS)]
     assert made == expected
@@ -110,20 +107,17 @@ async def test_adapter_loaded_again_under_a_name_replaces_the_old_one(
     made: list[list[int]] = []
     for seed in (1, 2):
         await controls_of(engine).adapters.load("a", str(write_adapter(tmp_path / "a", seed=seed)))
-        made.append(await tokens(engine, task(prompt, adapter="a")))
+        made.append(await sampled_tokens(engine, task(prompt, adapter="a")))
         await controls_of(engine).adapters.unload("a", drain=False)
     assert made[1] == greedy(merge(load_reference(model), tmp_path / "a"), prompt, steps=STEPS)
     assert made[0] != made[1]
 
 
 async def test_unknown_adapter_fails_its_request_alone(engine: VllmEngine) -> None:
-    wrong, right = await asyncio.gather(
-        tokens(engine, task(adapter="nobody")), tokens(engine, task()), return_exceptions=True
-    )
-    assert isinstance(wrong, NotFoundError)
-    assert "no adapter 'nobody'; loaded: none" in wrong.message
-    assert isinstance(right, list)
-    assert len(right) == STEPS
+    right = asyncio.create_task(sampled_tokens(engine, task()))
+    with pytest.raises(NotFoundError, match="no adapter 'nobody'; loaded: none"):
+        await sampled_tokens(engine, task(adapter="nobody"))
+    assert len(await right) == STEPS
 
 
 @pytest.mark.parametrize(
@@ -139,14 +133,10 @@ async def test_adapter_of_another_model_is_rejected(
     engine: VllmEngine, adapter: Mapping[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = write_adapter(tmp_path / "wrong", **adapter)
-    wrong, right = await asyncio.gather(
-        controls_of(engine).adapters.load("wrong", str(folder)), tokens(engine, task()), return_exceptions=True
-    )
-    assert isinstance(wrong, InvalidRequestError)
-    assert wrong.reason == "INVALID_ADAPTER"
-    with pytest.raises(InvalidRequestError, match=message):
-        raise wrong
-    assert isinstance(right, list)
+    right = asyncio.create_task(sampled_tokens(engine, task()))
+    with raises(InvalidRequestError, reason="INVALID_ADAPTER", match=message):
+        await controls_of(engine).adapters.load("wrong", str(folder))
+    assert len(await right) == STEPS
     assert not controls_of(engine).adapters.list_adapters()
 
 
@@ -169,11 +159,10 @@ async def test_more_adapters_than_slots_and_one_pinned(engine: VllmEngine, model
     with pytest.raises(OverloadedError, match=r"has 3 adapters, its max_cpu_loras \(a, b, c\)"):
         await controls_of(engine).adapters.load("d", str(write_adapter(tmp_path / "d")))
     assert (await controls_of(engine).adapters.pin("a")).pinned
-    made = await asyncio.gather(*(tokens(engine, task(adapter=name)) for name in [*adapters, *adapters]))
+    made = await asyncio.gather(*(sampled_tokens(engine, task(adapter=name)) for name in [*adapters, *adapters]))
     assert made[:3] == made[3:]
-    assert made[:3] == [
-        greedy(merge(load_reference(model), folder), PROMPTS[0], steps=STEPS) for folder in adapters.values()
-    ]
+    merged = [merge(load_reference(model), folder) for folder in adapters.values()]
+    assert made[:3] == [greedy(each, PROMPTS[0], steps=STEPS) for each in merged]
     with pytest.raises(OverloadedError, match="would leave none for c"):
         await controls_of(engine).adapters.pin("b")
 
@@ -196,7 +185,7 @@ async def test_cancelled_drain_keeps_the_adapter(engine: VllmEngine, tmp_path: P
         await anext(events)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(controls_of(engine).adapters.unload("a", drain=True), 0.01)
-    assert len(await tokens(engine, task(adapter="a"))) == STEPS
+    assert len(await sampled_tokens(engine, task(adapter="a"))) == STEPS
 
 
 # -- caches, and the memory that an abort frees
@@ -207,7 +196,7 @@ async def test_cached_prompts_are_counted_and_cleared(engine: VllmEngine) -> Non
     for clear in (False, False, True):
         if clear:
             await controls_of(engine).caches.clear_caches(preempt=False)
-        await tokens(engine, task(LONG))
+        await sampled_tokens(engine, task(LONG))
         figures.append(controls_of(engine).caches.cache_statistics())
     assert (figures[0].blocks, figures[0].block_tokens, figures[0].prefix_caching) == (BLOCKS, BLOCK, True)
     cached = [later.cached_tokens - earlier.cached_tokens for earlier, later in itertools.pairwise(figures)]
@@ -216,13 +205,12 @@ async def test_cached_prompts_are_counted_and_cleared(engine: VllmEngine) -> Non
 
 
 async def test_cache_in_use_is_kept_unless_preempted(engine: VllmEngine) -> None:
-    alone = await tokens(engine, task(LONG, max_tokens=SECONDS))
+    alone = await sampled_tokens(engine, task(LONG, max_tokens=SECONDS))
     await controls_of(engine).caches.clear_caches(preempt=False)
     async with aclosing(engine.submit(task(LONG, max_tokens=SECONDS))) as events:
         first = packets([await anext(events)])
-        with pytest.raises(NotReadyError, match="running requests use the cache") as caught:
+        with raises(NotReadyError, reason="CACHE_IN_USE", match="running requests use the cache"):
             await controls_of(engine).caches.clear_caches(preempt=False)
-        assert caught.value.reason == "CACHE_IN_USE"
         await controls_of(engine).caches.clear_caches(preempt=True)
         made = first + packets(await collect(events))
     assert [int(token) for packet in made for token in packet.tensors["token_ids"].view("int32")] == alone
@@ -241,7 +229,7 @@ async def test_request_that_waits_for_blocks_starts_when_another_is_aborted(engi
     other = [token + 1 for token in LONG]
     async with aclosing(engine.submit(task(LONG, max_tokens=SECONDS))) as holder:
         await anext(holder)
-        waiting = asyncio.create_task(tokens(engine, task(other, max_tokens=1)))
+        waiting = asyncio.create_task(sampled_tokens(engine, task(other, max_tokens=1)))
         held = 0
         while held < 20:
             held += sum(packet.tensors["token_ids"].size for packet in packets([await anext(holder)]))
@@ -255,7 +243,7 @@ async def test_request_that_waits_for_blocks_starts_when_another_is_aborted(engi
 
 async def test_trace_is_written_into_the_callers_folder(engine: VllmEngine, profile_dir: Path) -> None:
     folder = await controls_of(engine).profiles.start("night/one", max_steps=None)
-    await tokens(engine, task())
+    await sampled_tokens(engine, task())
     files = await controls_of(engine).profiles.stop()
     assert folder == str(profile_dir / "night" / "one")
     assert files_in(Path(folder)) == sorted(files)
@@ -269,15 +257,14 @@ async def test_second_profile_keeps_the_first(engine: VllmEngine, profile_dir: P
     made: list[str] = []
     for _ in range(2):
         await controls_of(engine).profiles.start(str(profile_dir / "again"), max_steps=2)
-        await tokens(engine, task())
+        await sampled_tokens(engine, task())
         made += await controls_of(engine).profiles.stop()
     assert len(made) == len(set(made)) == len(files_in(profile_dir / "again"))
 
 
 async def test_only_one_profile_at_a_time(engine: VllmEngine) -> None:
-    with pytest.raises(NotReadyError, match="records no profile") as caught:
+    with raises(NotReadyError, reason="NO_PROFILE", match="records no profile"):
         await controls_of(engine).profiles.stop()
-    assert caught.value.reason == "NO_PROFILE"
     await controls_of(engine).profiles.start("twice", max_steps=None)
     with pytest.raises(NotReadyError, match=r"already records a profile into .*twice"):
         await controls_of(engine).profiles.start("twice", max_steps=None)
@@ -290,9 +277,8 @@ async def test_folder_outside_profile_dir_is_rejected(
 ) -> None:
     (profile_dir / "link").unlink(missing_ok=True)
     (profile_dir / "link").symlink_to(tmp_path)
-    with pytest.raises(InvalidRequestError, match="is outside") as caught:
+    with raises(InvalidRequestError, reason="INVALID_FOLDER", match="is outside"):
         await controls_of(engine).profiles.start(folder, max_steps=None)
-    assert caught.value.reason == "INVALID_FOLDER"
     assert files_in(tmp_path) == []
     (profile_dir / "link").unlink()
 
@@ -306,7 +292,7 @@ async def test_sleep_on_a_cpu_is_an_error(engine: VllmEngine) -> None:
         await controls_of(engine).sleep.sleep(1)
     assert caught.value.metadata == {"engine": "vllm", "ability": "sleep", "device": "cpu"}
     assert controls_of(engine).sleep.asleep() == []
-    assert len(await tokens(engine, task())) == STEPS
+    assert len(await sampled_tokens(engine, task())) == STEPS
 
 
 async def test_waking_an_awake_part_is_an_error(engine: VllmEngine) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +15,12 @@ import torch
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.conformance.replicas import until
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Emission, SamplingOptions, Task
 from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import collect, packets, tokens_of
+from tests.engines.support import OpenEdge, collect, packets, sampled_tokens
 from tests.engines.vllm.emitted_states import greedy, load_reference
 from tests.engines.vllm.engines import started_with_arena
 from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, write_real_model
@@ -91,39 +93,27 @@ async def engine(model: Path) -> AsyncIterator[VllmEngine]:
         yield engine
 
 
-class Upstream:
-    """A flow whose packets the test sends."""
+class Upstream(OpenEdge):
+    """An incoming edge with rows of embeddings."""
 
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[Packet | StagemeshError | None] = asyncio.Queue()
-        self.read = 0
-
-    def send(self, rows: Rows, start: int | None = None, prompt_tokens: int | None = None) -> None:
+    def bring(self, rows: Rows, start: int | None = None, prompt_tokens: int | None = None) -> None:
         said = {"token_start": start, "prompt_tokens": prompt_tokens}
         metadata = {name: value for name, value in said.items() if value is not None}
-        self._queue.put_nowait(Packet({"inputs_embeds": rows}, metadata))
+        self.send(Packet({"inputs_embeds": rows}, metadata))
 
-    def end(self, error: StagemeshError | None = None) -> None:
-        self._queue.put_nowait(error)
 
-    def __aiter__(self) -> "Upstream":
-        return self
-
-    async def __anext__(self) -> Packet:
-        got = await self._queue.get()
-        self.read += 1
-        if got is None:
-            raise StopAsyncIteration
-        if isinstance(got, StagemeshError):
-            raise got
-        return got
+def prompted(case: Case) -> Upstream:
+    """Returns an edge over which the rows of a case's prompt have arrived."""
+    upstream = Upstream()
+    upstream.bring(case.rows[: case.prompt_tokens], 0, case.prompt_tokens)
+    return upstream
 
 
 def whole(case: Case, *, rows: int = 50) -> Upstream:
     """Returns a case's complete flow, in packets of at most `rows` rows."""
     upstream = Upstream()
     for start in range(0, len(case.rows), rows):
-        upstream.send(case.rows[start : start + rows], start, case.prompt_tokens)
+        upstream.bring(case.rows[start : start + rows], start, case.prompt_tokens)
     upstream.end()
     return upstream
 
@@ -133,24 +123,16 @@ def task(upstream: AsyncIterator[Packet], *, max_tokens: int = STEPS, **edges: A
     return Task("r", 1, sampling=sampling, inlets={"in": upstream, **edges})
 
 
-async def tokens(engine: VllmEngine, wanted: Task) -> list[int]:
-    return tokens_of(await collect(engine.submit(wanted)))
-
-
 def tokens_in(made: Sequence[Packet]) -> list[int]:
     return [int(token) for packet in made for token in packet.tensors.get("token_ids", np.zeros(0, np.int32))]
 
 
-async def assert_same(engine: VllmEngine, case: Case, upstream: Upstream) -> None:
-    made = packets(await collect(engine.submit(task(upstream))))
+async def assert_same(engine: VllmEngine, case: Case, upstream: Upstream | None = None) -> None:
+    made = packets(await collect(engine.submit(task(upstream or whole(case)))))
     assert tokens_in(made) == case.tokens
     states = np.concatenate([packet.tensors["hidden_states"] for packet in made if "hidden_states" in packet.tensors])
     assert states.shape == case.states.shape
     assert np.abs(states - case.states).max() < TOLERANCE
-
-
-async def assert_works(engine: VllmEngine, case: Case) -> None:
-    await assert_same(engine, case, whole(case))
 
 
 # -- results
@@ -158,10 +140,8 @@ async def assert_works(engine: VllmEngine, case: Case) -> None:
 
 async def test_many_requests_among_token_prompts(engine: VllmEngine, reference: Any, cases: list[Case]) -> None:
     prompt = [20, 30, 40]
-    plain = Task(
-        "p", 1, RawPrompt(prompt), sampling=SamplingOptions(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
-    )
-    *_, made = await asyncio.gather(*(assert_works(engine, case) for case in cases), tokens(engine, plain))
+    plain = replace(task(Upstream()), prompt=RawPrompt(prompt), inlets={})
+    *_, made = await asyncio.gather(*(assert_same(engine, case) for case in cases), sampled_tokens(engine, plain))
     assert made == greedy(reference, prompt, steps=STEPS)
 
 
@@ -184,39 +164,37 @@ async def test_results_are_the_same_with_other_options(
 
 async def test_all_rows_are_the_prompt_without_metadata(engine: VllmEngine, cases: list[Case]) -> None:
     case, upstream = cases[2], Upstream()
-    upstream.send(case.rows[:20])
-    upstream.send(case.rows[20 : case.prompt_tokens])
+    upstream.bring(case.rows[:20])
+    upstream.bring(case.rows[20 : case.prompt_tokens])
     upstream.end()
-    said = Upstream()
-    said.send(case.rows[: case.prompt_tokens], 0, case.prompt_tokens)
+    said = prompted(case)
     said.end()
-    assert await tokens(engine, task(upstream)) == await tokens(engine, task(said))
+    assert await sampled_tokens(engine, task(upstream)) == await sampled_tokens(engine, task(said))
 
 
 async def test_model_computes_before_the_prompt_is_complete(engine: VllmEngine, cases: list[Case]) -> None:
     """The request is in the engine once its first rows have arrived."""
     case, upstream = cases[5], Upstream()
-    upstream.send(case.rows[:40], 0, case.prompt_tokens)
+    upstream.bring(case.rows[:40], 0, case.prompt_tokens)
     running = asyncio.create_task(assert_same(engine, case, upstream))
-    await until(lambda: engine.load().running == 1)
-    upstream.send(case.rows[40:], 40)
+    await until(lambda: engine.load().running == 1, timeout_s=20)
+    upstream.bring(case.rows[40:], 40)
     upstream.end()
     await running
 
 
 async def test_missing_row_parks_its_request_alone(engine: VllmEngine, cases: list[Case]) -> None:
-    case, upstream = cases[1], Upstream()
-    upstream.send(case.rows[: case.prompt_tokens], 0, case.prompt_tokens)
+    case, upstream = cases[1], prompted(cases[1])
     made: list[Packet] = []
     async with aclosing(engine.submit(task(upstream))) as events:
         made += await next_token(events)
         for given in range(case.prompt_tokens, case.prompt_tokens + 2):
             waiting = asyncio.ensure_future(next_token(events))
-            await assert_works(engine, cases[7])
+            await assert_same(engine, cases[7])
             assert not waiting.done()
-            upstream.send(case.rows[given : given + 1], given)
+            upstream.bring(case.rows[given : given + 1], given)
             made += await waiting
-        upstream.send(case.rows[case.prompt_tokens + 2 :], case.prompt_tokens + 2)
+        upstream.bring(case.rows[case.prompt_tokens + 2 :], case.prompt_tokens + 2)
         upstream.end()
         made += [event.packet async for event in events if isinstance(event, Emission)]
     assert tokens_in(made) == case.tokens
@@ -225,32 +203,26 @@ async def test_missing_row_parks_its_request_alone(engine: VllmEngine, cases: li
 async def test_rows_after_the_last_token_are_read_and_dropped(engine: VllmEngine, cases: list[Case]) -> None:
     case = cases[3]
     upstream = whole(case, rows=1)
-    assert await tokens(engine, task(upstream, max_tokens=2)) == case.tokens[:2]
+    assert await sampled_tokens(engine, task(upstream, max_tokens=2)) == case.tokens[:2]
     assert upstream.read == len(case.rows) + 1
 
 
 async def test_rows_beyond_the_longest_request_are_dropped(engine: VllmEngine, cases: list[Case]) -> None:
     case, upstream = cases[1], Upstream()
-    upstream.send(np.concatenate([case.rows, np.zeros((2 * MAX_MODEL_LEN, WIDTH), np.float32)]), 0, case.prompt_tokens)
+    upstream.bring(np.concatenate([case.rows, np.zeros((2 * MAX_MODEL_LEN, WIDTH), np.float32)]), 0, case.prompt_tokens)
     upstream.end()
-    assert await tokens(engine, task(upstream)) == case.tokens
+    assert await sampled_tokens(engine, task(upstream)) == case.tokens
 
 
 async def test_parked_request_can_be_cancelled(engine: VllmEngine, cases: list[Case]) -> None:
-    case, upstream = cases[4], Upstream()
-    upstream.send(case.rows[: case.prompt_tokens], 0, case.prompt_tokens)
-    async with aclosing(engine.submit(task(upstream))) as events:
+    async with aclosing(engine.submit(task(prompted(cases[4])))) as events:
         await next_token(events)
     assert engine.load().running == 0
     # Its slot is empty again.
-    await asyncio.gather(*(assert_works(engine, each) for each in cases))
+    await asyncio.gather(*(assert_same(engine, each) for each in cases))
 
 
 # -- bad input
-
-
-def _packet(rows: Rows, start: int | None, prompt_tokens: Any = 5) -> tuple[Any, ...]:
-    return rows, start, prompt_tokens
 
 
 _ROWS = np.zeros((5, WIDTH), np.float32)
@@ -259,17 +231,17 @@ _ROWS = np.zeros((5, WIDTH), np.float32)
 @pytest.mark.parametrize(
     ("sent", "error", "message"),
     [
-        ([_packet(_ROWS[:, :8], 0)], InvalidChunkError, r"float32\[5, 8\]; expected float32\[tokens, 64\]"),
-        ([_packet(_ROWS.astype(np.float16), 0)], InvalidChunkError, "is float16"),
-        ([_packet(_ROWS, 1)], InvalidChunkError, "continue at position 1 instead of 0"),
-        ([_packet(_ROWS, 0), _packet(_ROWS, 7)], InvalidChunkError, "continue at position 7 instead of 5"),
-        ([_packet(_ROWS, 0), _packet(_ROWS, 0)], InvalidChunkError, "continue at position 0 instead of 5"),
-        ([_packet(_ROWS, 0), _packet(_ROWS, 5, 6)], InvalidChunkError, "prompt_tokens is 6 and was 5"),
-        ([_packet(_ROWS, 0, 0)], InvalidChunkError, "prompt_tokens is 0"),
-        ([_packet(_ROWS, 0, MAX_MODEL_LEN)], InvalidRequestError, "shorten the prompt"),
-        ([_packet(_ROWS, 0, MAX_MODEL_LEN - 3)], InvalidRequestError, "the output 12"),
-        ([_packet(np.zeros((MAX_MODEL_LEN, WIDTH), np.float32), 0, None)], InvalidRequestError, "shorten the prompt"),
-        ([_packet(_ROWS, 0, 6)], InvalidChunkError, "ended after 5 embeddings of a prompt of 6"),
+        ([(_ROWS[:, :8], 0, 5)], InvalidChunkError, r"float32\[5, 8\]; expected float32\[tokens, 64\]"),
+        ([(_ROWS.astype(np.float16), 0, 5)], InvalidChunkError, "is float16"),
+        ([(_ROWS, 1, 5)], InvalidChunkError, "continue at position 1 instead of 0"),
+        ([(_ROWS, 0, 5), (_ROWS, 7, 5)], InvalidChunkError, "continue at position 7 instead of 5"),
+        ([(_ROWS, 0, 5), (_ROWS, 0, 5)], InvalidChunkError, "continue at position 0 instead of 5"),
+        ([(_ROWS, 0, 5), (_ROWS, 5, 6)], InvalidChunkError, "prompt_tokens is 6 and was 5"),
+        ([(_ROWS, 0, 0)], InvalidChunkError, "prompt_tokens is 0"),
+        ([(_ROWS, 0, MAX_MODEL_LEN)], InvalidRequestError, "shorten the prompt"),
+        ([(_ROWS, 0, MAX_MODEL_LEN - 3)], InvalidRequestError, "the output 12"),
+        ([(np.zeros((MAX_MODEL_LEN, WIDTH), np.float32), 0, None)], InvalidRequestError, "shorten the prompt"),
+        ([(_ROWS, 0, 6)], InvalidChunkError, "ended after 5 embeddings of a prompt of 6"),
         ([], InvalidRequestError, "delivered no embeddings"),
     ],
 )
@@ -278,9 +250,9 @@ async def test_bad_rows_fail_their_request_alone(
 ) -> None:
     upstream = Upstream()
     for rows, start, prompt_tokens in sent:
-        upstream.send(rows, start, prompt_tokens)
+        upstream.bring(rows, start, prompt_tokens)
     upstream.end()
-    other = asyncio.create_task(assert_works(engine, cases[6]))
+    other = asyncio.create_task(assert_same(engine, cases[6]))
     with pytest.raises(error, match=message):
         await collect(engine.submit(task(upstream)))
     await other
@@ -288,8 +260,7 @@ async def test_bad_rows_fail_their_request_alone(
 
 
 async def test_failed_flow_fails_its_request(engine: VllmEngine, cases: list[Case]) -> None:
-    case, upstream = cases[4], Upstream()
-    upstream.send(case.rows[: case.prompt_tokens], 0, case.prompt_tokens)
+    upstream = prompted(cases[4])
     async with aclosing(engine.submit(task(upstream))) as events:
         await next_token(events)
         upstream.end(UnavailableError("the thinker has died"))
@@ -318,9 +289,3 @@ async def next_token(events: AsyncIterator[Any]) -> list[Packet]:
             if "token_ids" in event.packet.tensors:
                 break
     return made
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)

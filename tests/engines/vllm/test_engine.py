@@ -11,11 +11,11 @@ import pytest
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError, UnsupportedError
-from stagemesh.services.engines.base import SamplingOptions, Task, Usage
+from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, Prompt, RawPrompt, Role, Tool, ToolCall
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.requests import prompt_tokens
-from tests.engines.support import as_prompt, collect, controls_of, packets, stage_config, text_of
+from tests.engines.support import as_prompt, collect, controls_of, packets, stage_config, text_of, usage_of
 from tests.engines.vllm.engines import started
 from tests.engines.vllm.tiny_adapter import write_adapter
 from tests.engines.vllm.tiny_model import CHAT_TEMPLATE, MAX_MODEL_LEN, OPTIONS
@@ -39,23 +39,21 @@ async def test_text_is_streamed_and_usage_is_last(text_engine: VllmEngine) -> No
     events = await collect(text_engine.submit(task([10, 20, 30], max_tokens=200)))
     # vLLM joins outputs that this process has not taken yet, so their number varies.
     assert len(packets(events)) > 1
-    assert isinstance(events[-1], Usage)
-    assert events[-1].prompt_tokens == 3
-    assert 0 < events[-1].output_tokens <= 200
+    assert usage_of(events).prompt_tokens == 3
+    assert 0 < usage_of(events).output_tokens <= 200
 
 
 async def test_text_goes_through_the_chat_template(text_engine: VllmEngine) -> None:
-    as_text, as_chat = [(await collect(text_engine.submit(task(prompt))))[-1] for prompt in ("hi", Conversation([HI]))]
+    prompts = ("hi", Conversation([HI]))
+    as_text, as_chat = [usage_of(await collect(text_engine.submit(task(prompt)))) for prompt in prompts]
     assert as_text == as_chat
-    assert isinstance(as_text, Usage)
     assert as_text.prompt_tokens == len("hi") + 3  # user, end, assistant
 
 
 async def test_max_tokens_defaults_to_the_space_left(text_engine: VllmEngine) -> None:
     prompt = [10] * (MAX_MODEL_LEN - 5)
     events = await collect(text_engine.submit(Task("r", 1, RawPrompt(prompt))))
-    assert isinstance(events[-1], Usage)
-    assert events[-1].output_tokens <= 5
+    assert usage_of(events).output_tokens <= 5
 
 
 @pytest.mark.parametrize(
@@ -239,5 +237,4 @@ async def test_raw_text_goes_past_the_template(text_engine: VllmEngine) -> None:
 async def test_conversation_with_tools_is_answered(text_engine: VllmEngine) -> None:
     conversation = Conversation([HI], [WEATHER])
     events = await collect(text_engine.submit(task(conversation, max_tokens=4)))
-    assert isinstance(events[-1], Usage)
-    assert events[-1].prompt_tokens == len(prompt_tokens(conversation, text_engine.control.llm))
+    assert usage_of(events).prompt_tokens == len(prompt_tokens(conversation, text_engine.control.llm))

@@ -1,6 +1,5 @@
 """Hidden states on a GPU with both of vLLM's model runners, compared with the CPU; copies run on their own stream."""
 
-import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -14,17 +13,16 @@ from pydantic import JsonValue
 
 from tests.engines.support import controls_of
 from tests.engines.vllm.emitted_states import (
-    MODEL_LAYERS,
     PROMPTS,
     Running,
     assert_same,
     load_reference,
     received,
+    received_all,
     reference,
     running,
     task,
 )
-from tests.engines.vllm.tiny_model import write_real_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,38 +37,29 @@ HIDDEN_SIZE = 64
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_real_model(tmp_path_factory.mktemp("real"), layers=MODEL_LAYERS)
-
-
-@pytest.fixture(scope="module")
 def profile_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("profiles")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["V1", "V2", "V2-graphs"])
-async def host(request: pytest.FixtureRequest, model: Path, profile_dir: Path) -> AsyncIterator[Running]:
+async def host(request: pytest.FixtureRequest, deep_model: Path, profile_dir: Path) -> AsyncIterator[Running]:
     """An engine with each of the runners, and the second runner also with CUDA graphs."""
     options: dict[str, JsonValue] = {
         "profile_dir": str(profile_dir),
         "enforce_eager": request.param != "V2-graphs",
         "gpu_memory_utilization": 0.2,
     }
-    patch = pytest.MonkeyPatch()
-    patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0" if request.param == "V1" else "1")
-    # By default, Triton rounds the inputs of float32 products, such as those of attention, to 10 bits.
-    patch.setenv("TRITON_F32_DEFAULT", "ieee")
-    try:
-        async with running(model, **options) as host:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0" if request.param == "V1" else "1")
+        # By default, Triton rounds the inputs of float32 products, such as those of attention, to 10 bits.
+        patch.setenv("TRITON_F32_DEFAULT", "ieee")
+        async with running(deep_model, **options) as host:
             yield host
-    finally:
-        patch.undo()
 
 
-async def test_states_equal_those_of_the_cpu(host: Running, model: Path) -> None:
-    loaded = load_reference(model)
-    got = await asyncio.gather(*(received(host.engine, task(number)) for number in range(len(PROMPTS))))
-    for one, prompt in zip(got, PROMPTS, strict=True):
+async def test_states_equal_those_of_the_cpu(host: Running, deep_model: Path) -> None:
+    loaded = load_reference(deep_model)
+    for one, prompt in zip(await received_all(host.engine), PROMPTS, strict=True):
         assert_same(one, reference(loaded, prompt), tolerance=TOLERANCE)
 
 

@@ -1,6 +1,5 @@
 """Hidden states that vLLM's worker writes into the arena equal those of transformers under all conditions."""
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
@@ -17,7 +16,6 @@ from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, T
 from tests.engines.support import collect, packets
 from tests.engines.vllm.emitted_states import (
     HIDDEN,
-    MODEL_LAYERS,
     ONLY_LAST,
     PROMPTS,
     ROWS,
@@ -27,12 +25,13 @@ from tests.engines.vllm.emitted_states import (
     assert_same_states,
     load_reference,
     received,
+    received_all,
     reference,
     running,
     task,
 )
 from tests.engines.vllm.tiny_adapter import merge, write_adapter
-from tests.engines.vllm.tiny_model import write_real_model
+from tests.engines.vllm.tiny_model import MODEL_LAYERS
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -41,32 +40,26 @@ SHARE_BYTES = 64 << 10
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_real_model(tmp_path_factory.mktemp("real"), layers=MODEL_LAYERS)
-
-
-@pytest.fixture(scope="module")
-def references(model: Path) -> list[Reference]:
-    loaded = load_reference(model)
+def references(deep_model: Path) -> list[Reference]:
+    loaded = load_reference(deep_model)
     return [reference(loaded, prompt) for prompt in PROMPTS]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(model: Path) -> AsyncIterator[Running]:
+async def shared(deep_model: Path) -> AsyncIterator[Running]:
     options: dict[str, JsonValue] = {
         "hidden_states": {**HIDDEN, "share_bytes": SHARE_BYTES},
         "enable_lora": True,
         "worker_cls": "tests.engines.vllm.watching_worker.WatchingWorker",
     }
-    async with running(model, **options) as host:
+    async with running(deep_model, **options) as host:
         yield host
 
 
 async def assert_all_same(host: Running, references: Sequence[Reference], **changes: Any) -> None:
     """Runs all requests at once. `changes` apply to the tasks with odd numbers."""
     tasks = [task(number, **(changes if number % 2 else {})) for number in range(len(PROMPTS))]
-    got = await asyncio.gather(*(received(host.engine, each) for each in tasks))
-    for one, expected in zip(got, references, strict=True):
+    for one, expected in zip(await received_all(host.engine, *tasks), references, strict=True):
         assert_same(one, expected)
     await emptied(host.used_bytes)
 
@@ -87,11 +80,11 @@ async def test_states_of_sixteen_requests_equal_those_of_transformers(
 
 
 async def test_states_with_an_adapter_on_half_of_the_requests_equal_merged_weights(
-    shared: Running, model: Path, references: list[Reference], tmp_path: Path
+    shared: Running, deep_model: Path, references: list[Reference], tmp_path: Path
 ) -> None:
     adapter = write_adapter(tmp_path / "poet", layers=MODEL_LAYERS)
     await shared.engine.control.adapters.load("poet", str(adapter))
-    merged = merge(load_reference(model), adapter)
+    merged = merge(load_reference(deep_model), adapter)
     expected = [reference(merged, prompt) if n % 2 else references[n] for n, prompt in enumerate(PROMPTS)]
     assert expected[1].tokens != references[1].tokens
     await assert_all_same(shared, expected, adapter="poet")
@@ -138,8 +131,7 @@ async def test_unread_rows_do_not_delay_other_requests(shared: Running, referenc
     async with AsyncExitStack() as stack:
         slow = [await stack.enter_async_context(aclosing(shared.engine.submit(task(n)))) for n in (13, 14, 15)]
         held = [await first_rows(events) for events in slow]
-        got = await asyncio.gather(*(received(shared.engine, task(number)) for number in range(len(PROMPTS))))
-        for one, expected in zip(got, references, strict=True):
+        for one, expected in zip(await received_all(shared.engine), references, strict=True):
             assert_same(one, expected)
         assert shared.used_bytes() > sum(packet.size_bytes for packet in held[:1])
     del held
@@ -161,16 +153,16 @@ async def test_pooler_output_is_unchanged(shared: Running) -> None:
     assert all(not one for one in pooled)
 
 
-async def test_states_are_the_same_after_preemptions(model: Path, references: list[Reference]) -> None:
+async def test_states_are_the_same_after_preemptions(deep_model: Path, references: list[Reference]) -> None:
     # The cache has space to start a few requests, but not for their full length: some are preempted and restart.
-    async with running(model, block_size=32, num_gpu_blocks_override=11) as host:
+    async with running(deep_model, block_size=32, num_gpu_blocks_override=11) as host:
         await assert_all_same(host, references)
         assert host.arena.rows > ROWS, "rows are written again only after a preemption"
 
 
-async def test_states_of_rejected_drafts_are_dropped(model: Path, references: list[Reference]) -> None:
+async def test_states_of_rejected_drafts_are_dropped(deep_model: Path, references: list[Reference]) -> None:
     drafts: JsonValue = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-    async with running(model, speculative_config=drafts) as host:
+    async with running(deep_model, speculative_config=drafts) as host:
         await assert_all_same(host, references)
         assert host.arena.rows > ROWS, "a draft's row is written before it is known to be rejected"
 
@@ -180,10 +172,9 @@ async def test_states_of_rejected_drafts_are_dropped(model: Path, references: li
     reason="vLLM's attention in bfloat16 uses AMX, whose instructions some virtual machines reject (SIGILL)",
 )
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
-async def test_states_of_a_bfloat16_model_are_exact(model: Path, references: list[Reference], dtype: str) -> None:
-    async with running(model, dtype="bfloat16", hidden_states={**HIDDEN, "dtype": dtype}) as host:
-        got = await asyncio.gather(*(received(host.engine, task(number)) for number in range(len(PROMPTS))))
-        for one, expected, prompt in zip(got, references, PROMPTS, strict=True):
+async def test_states_of_a_bfloat16_model_are_exact(deep_model: Path, references: list[Reference], dtype: str) -> None:
+    async with running(deep_model, dtype="bfloat16", hidden_states={**HIDDEN, "dtype": dtype}) as host:
+        for one, expected, prompt in zip(await received_all(host.engine), references, PROMPTS, strict=True):
             for name, states in one.states.items():
                 assert not (states.view(np.uint32) & 0xFFFF).any(), "more precise than the model"
                 assert np.abs(states[: len(prompt)] - expected.states[name][: len(prompt)]).max() < 0.1
@@ -199,8 +190,8 @@ async def test_states_of_a_bfloat16_model_are_exact(model: Path, references: lis
     ],
 )
 async def test_states_are_the_same_over_two_workers(
-    model: Path, references: list[Reference], options: dict[str, JsonValue]
+    deep_model: Path, references: list[Reference], options: dict[str, JsonValue]
 ) -> None:
-    async with running(model, **options) as host:
+    async with running(deep_model, **options) as host:
         await assert_all_same(host, references)
         assert host.arena.rows == ROWS, "only one of the workers writes"

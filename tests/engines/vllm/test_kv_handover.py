@@ -83,9 +83,8 @@ def task(name: str, length: int, *, seed: int = 1, sampling: SamplingOptions = G
 
 
 async def prefilled(engine: VllmEngine, task: Task) -> list[Packet]:
-    return packets(
-        await collect(engine.submit(replace(task, sampling=SamplingOptions(), wanted=frozenset({KV_CACHE}))))
-    )
+    prefilling = replace(task, sampling=SamplingOptions(), wanted=frozenset({KV_CACHE}))
+    return packets(await collect(engine.submit(prefilling)))
 
 
 async def stream(sent: Sequence[Packet]) -> AsyncIterator[Packet]:
@@ -108,10 +107,10 @@ def received(ticket: Ticket) -> ReceivedTicket:
     )
 
 
-async def decoded(engine: VllmEngine, task: Task, sent: Sequence[Packet]) -> tuple[list[int], Usage]:
-    *_, usage = events = await collect(engine.submit(replace(task, inlets={"in": stream(sent)})))
-    assert isinstance(usage, Usage)
-    return tokens_of(events), usage
+async def decoded(engine: VllmEngine, task: Task, sent: Sequence[Packet]) -> list[int]:
+    events = await collect(engine.submit(replace(task, inlets={"in": stream(sent)})))
+    assert isinstance(events[-1], Usage)
+    return tokens_of(events)
 
 
 def ticket_of(sent: Sequence[Packet]) -> OfferedTicket:
@@ -123,14 +122,14 @@ def ticket_of(sent: Sequence[Packet]) -> OfferedTicket:
 
 async def alone(pair: Pair, task: Task) -> list[int]:
     """Returns the tokens that the decode engine samples if it computes the prompt itself."""
-    tokens, _ = await decoded(pair.decode, task, [])
+    tokens = await decoded(pair.decode, task, [])
     await check_no_blocks(pair.decode)
     return tokens
 
 
 async def handed_over(pair: Pair, task: Task) -> list[int]:
     sent = await prefilled(pair.prefill, task)
-    tokens, _ = await decoded(pair.decode, task, sent)
+    tokens = await decoded(pair.decode, task, sent)
     assert ticket_of(sent).is_released
     return tokens
 
@@ -170,14 +169,14 @@ async def test_expired_ticket_is_not_read(pair: Pair, caplog: pytest.LogCaptureF
     ticket_of(sent).release()
     ticket_of(sent)._expire()
     await check_no_blocks(pair.prefill)
-    assert (await decoded(pair.decode, each, sent))[0] == await alone(pair, each)
+    assert await decoded(pair.decode, each, sent) == await alone(pair, each)
     assert "was released at its producer" in caplog.text
 
 
 async def test_ticket_of_another_prompt_is_not_read(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     each = task("mine", 150)
     sent = await prefilled(pair.prefill, task("theirs", 150, seed=9))
-    assert (await decoded(pair.decode, each, sent))[0] == await alone(pair, each)
+    assert await decoded(pair.decode, each, sent) == await alone(pair, each)
     assert "computed another prompt" in caplog.text
     await pair.check_no_blocks()
 
@@ -205,12 +204,12 @@ async def test_blocks_are_kept_for_a_second_reader(pair: Pair) -> None:
     each = task("second", 400)
     sent = await prefilled(pair.prefill, each)
     ticket_of(sent).retain()
-    first, _ = await decoded(pair.decode, each, sent)
+    first = await decoded(pair.decode, each, sent)
     await check_no_blocks(pair.decode)
     # Other prompts would take the blocks if they were free.
     for seed in range(4):
         await handed_over(pair, task(f"other-{seed}", 700, seed=seed + 20))
-    assert (await decoded(pair.decode, each, sent))[0] == first
+    assert await decoded(pair.decode, each, sent) == first
     await pair.check_no_blocks()
 
 
@@ -243,7 +242,7 @@ async def test_short_prompt_is_not_handed_over(pair: Pair) -> None:
     (usage,) = await collect(pair.prefill.submit(replace(each, wanted=frozenset({KV_CACHE}))))
     assert isinstance(usage, Usage)
     assert (usage.prompt_tokens, usage.output_tokens) == (3, 0)
-    tokens, _ = await decoded(pair.decode, each, [])
+    tokens = await decoded(pair.decode, each, [])
     assert len(tokens) == GREEDY.max_tokens
 
 
@@ -255,7 +254,7 @@ async def test_request_resumes_from_a_checkpoint_and_a_ticket(pair: Pair) -> Non
     tokens = tokens_of(events)
     await pair.check_no_blocks()
     sent = await prefilled(pair.prefill, each)
-    rest, _ = await decoded(pair.decode, replace(each, resume_from=checkpoint), sent)
+    rest = await decoded(pair.decode, replace(each, resume_from=checkpoint), sent)
     assert [*checkpoint.token_ids, *rest] == tokens
     await pair.check_no_blocks()
 
@@ -269,7 +268,7 @@ async def test_adapter_applies_to_the_prompt(pair: Pair, tmp_path: Path) -> None
     assert tokens == await alone(pair, adapted)
     assert tokens != await alone(pair, plain)
     # The decode engine does not compute the prompt: with the cache of the adapter, it samples other tokens.
-    mixed, _ = await decoded(pair.decode, plain, await prefilled(pair.prefill, adapted))
+    mixed = await decoded(pair.decode, plain, await prefilled(pair.prefill, adapted))
     assert mixed != await alone(pair, plain)
     await pair.check_no_blocks()
 
@@ -279,5 +278,5 @@ async def test_dead_prefill_engine_does_not_fail_the_request(pair: Pair) -> None
     expected = await alone(pair, each)
     sent = await prefilled(pair.prefill, each)
     await pair.prefill.close()
-    assert (await decoded(pair.decode, each, sent))[0] == expected
+    assert await decoded(pair.decode, each, sent) == expected
     await check_no_blocks(pair.decode)

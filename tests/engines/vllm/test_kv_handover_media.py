@@ -9,10 +9,9 @@ from pydantic import JsonValue
 
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile, Part
-from stagemesh.services.engines.vllm.options import KV_CACHE
-from tests.engines.support import collect, packets, text_of
+from tests.engines.support import collect, text_of
 from tests.engines.vllm.media_files import image
-from tests.engines.vllm.test_kv_handover import Pair, started_pair, stream, ticket_of
+from tests.engines.vllm.test_kv_handover import Pair, prefilled, started_pair, stream, ticket_of
 from tests.engines.vllm.tiny_media_models import write_idefics3
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400), pytest.mark.soak]
@@ -41,15 +40,13 @@ async def test_texts_equal_those_of_one_engine(engines: Pair) -> None:
     prefill, decode = engines
     each = replace(task(image(seed=1), image(40, 30, seed=2)), wanted=frozenset({"text"}))
     alone = text_of(await collect(decode.submit(replace(each, inlets={"in": stream([])}))))
-    sent = packets(
-        await collect(prefill.submit(replace(each, sampling=SamplingOptions(), wanted=frozenset({KV_CACHE}))))
-    )
+    sent = await prefilled(prefill, each)
     assert text_of(await collect(decode.submit(replace(each, inlets={"in": stream(sent)})))) == alone
     assert ticket_of(sent).is_released
 
 
 async def test_cache_of_another_image_is_not_read(engines: Pair, caplog: pytest.LogCaptureFixture) -> None:
     prefill, decode = engines
-    sent = packets(await collect(prefill.submit(replace(task(image(seed=5)), wanted=frozenset({KV_CACHE})))))
+    sent = await prefilled(prefill, task(image(seed=5)))
     await collect(decode.submit(replace(task(image(seed=6)), inlets={"in": stream(sent)})))
     assert "computed another prompt" in caplog.text

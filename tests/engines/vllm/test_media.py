@@ -17,22 +17,20 @@ from pydantic import JsonValue
 from vllm.multimodal.parse import MultiModalDataParser
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnsupportedError
-from stagemesh.services.engines.base import Checkpoint, SamplingOptions, Task, Usage
+from stagemesh.services.engines.base import Checkpoint, SamplingOptions, Task
 from stagemesh.services.engines.media_decoding import DecodedBytes, read_video
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile, Medium, Part, RawPrompt, Samples
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.media import check_audio_tracks, decode_media
 from stagemesh.services.engines.vllm.requests import prompt_tokens
-from tests.engines.support import collect, tokens_of
+from tests.engines.support import collect, sampled_tokens, tokens_of, usage_of
 from tests.engines.vllm.emitted_states import TOLERANCE, received, running
 from tests.engines.vllm.engines import started
 from tests.engines.vllm.media_files import audio_samples, image, pixels, tone, video_file, wav
 from tests.engines.vllm.tiny_media_models import SAMPLE_RATE_HZ, write_idefics3, write_qwen2_audio
+from tests.rpc.call_errors import raises
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(240),
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
 OPTIONS: Mapping[str, JsonValue] = {
     "dtype": "float32",
@@ -76,10 +74,6 @@ def asked(*parts: Part, request_id: str = "r", **sampling: object) -> Task:
     messages = [ChatMessage("system", "be brief"), ChatMessage("user", "", parts)]
     chosen = SamplingOptions(**options)  # type: ignore[arg-type]
     return Task(request_id, 3, Conversation(messages), sampling=chosen, wanted=SAMPLED)
-
-
-async def tokens(engine: VllmEngine, task: Task) -> list[int]:
-    return tokens_of(await collect(engine.submit(task)))
 
 
 def text_of_template(*parts: str) -> str:
@@ -130,38 +124,35 @@ async def test_image_gives_the_tokens_that_transformers_gives(
     image_engine: VllmEngine, image_reference: Reference
 ) -> None:
     expected = image_reference.tokens(text_of_template("what is <image>?"), images=[picture()])
-    assert await tokens(image_engine, asked("what is ", image(), "?")) == expected
+    assert await sampled_tokens(image_engine, asked("what is ", image(), "?")) == expected
 
 
 async def test_images_keep_their_order_and_positions(image_engine: VllmEngine, image_reference: Reference) -> None:
     first, second = picture(seed=1), picture(40, 60, seed=2)
-    one = await tokens(image_engine, asked(image(seed=1), "or", image(40, 60, seed=2)))
-    other = await tokens(image_engine, asked(image(40, 60, seed=2), image(seed=1), "or"))
+    one = await sampled_tokens(image_engine, asked(image(seed=1), "or", image(40, 60, seed=2)))
+    other = await sampled_tokens(image_engine, asked(image(40, 60, seed=2), image(seed=1), "or"))
     assert one == image_reference.tokens(text_of_template("<image>or<image>"), images=[first, second])
     assert other == image_reference.tokens(text_of_template("<image><image>or"), images=[second, first])
 
 
 async def test_requests_with_and_without_images_share_a_batch(image_engine: VllmEngine) -> None:
-    tasks = [
-        asked("what", *([image(seed=number)] if number % 2 else []), "?", request_id=str(number)) for number in range(8)
-    ]
-    alone = [await tokens(image_engine, task) for task in tasks]
-    assert await asyncio.gather(*(tokens(image_engine, task) for task in tasks)) == alone
+    images = [[image(seed=number)] if number % 2 else [] for number in range(8)]
+    tasks = [asked("what", *each, "?", request_id=str(number)) for number, each in enumerate(images)]
+    alone = [await sampled_tokens(image_engine, task) for task in tasks]
+    assert await asyncio.gather(*(sampled_tokens(image_engine, task) for task in tasks)) == alone
     assert len({tuple(each) for each in alone[1::2]}) == 4
     assert len({tuple(each) for each in alone[::2]}) == 1
 
 
 async def test_image_model_answers_a_conversation_of_text(image_engine: VllmEngine, image_reference: Reference) -> None:
-    from_parts = await tokens(image_engine, asked("a", "b"))
+    from_parts = await sampled_tokens(image_engine, asked("a", "b"))
     whole = [ChatMessage("system", "be brief"), ChatMessage("user", "ab")]
-    assert from_parts == await tokens(image_engine, replace(asked(), prompt=Conversation(whole)))
+    assert from_parts == await sampled_tokens(image_engine, replace(asked(), prompt=Conversation(whole)))
 
 
 async def test_usage_counts_the_tokens_of_images(image_engine: VllmEngine) -> None:
-    plain = (await collect(image_engine.submit(asked("hi"))))[-1]
-    with_image = (await collect(image_engine.submit(asked("hi", image()))))[-1]
-    assert isinstance(plain, Usage)
-    assert isinstance(with_image, Usage)
+    plain = usage_of(await collect(image_engine.submit(asked("hi"))))
+    with_image = usage_of(await collect(image_engine.submit(asked("hi", image()))))
     # Four tokens for the image and three around it.
     assert with_image.prompt_tokens == plain.prompt_tokens + 7
 
@@ -172,7 +163,7 @@ async def test_request_with_an_image_resumes_from_a_checkpoint(image_engine: Vll
     events = await collect(image_engine.submit(task))
     made = next(each for each in events if isinstance(each, Checkpoint))
     checkpoint = Checkpoint(done, tuple(tokens_of(events)[:done]), made.tensors)
-    assert tokens_of(events)[done:] == await tokens(image_engine, replace(task, resume_from=checkpoint))
+    assert tokens_of(events)[done:] == await sampled_tokens(image_engine, replace(task, resume_from=checkpoint))
 
 
 async def test_checkpoint_of_another_image_is_rejected(image_engine: VllmEngine) -> None:
@@ -203,20 +194,21 @@ async def test_audio_gives_the_tokens_that_transformers_gives(
     audio_engine: VllmEngine, audio_reference: Reference
 ) -> None:
     expected = audio_reference.tokens(text_of_template(f"say {AUDIO_PART}!"), audio=[tone()], **SAMPLED_AT)
-    assert await tokens(audio_engine, asked("say ", audio_samples(), "!")) == expected
+    assert await sampled_tokens(audio_engine, asked("say ", audio_samples(), "!")) == expected
 
 
 async def test_two_audio_parts_of_different_lengths(audio_engine: VllmEngine, audio_reference: Reference) -> None:
     audio = [tone(0.5), tone(1.5, pitch_hz=880)]
     expected = audio_reference.tokens(text_of_template(f"{AUDIO_PART}{AUDIO_PART}or"), audio=audio, **SAMPLED_AT)
-    assert await tokens(audio_engine, asked(audio_samples(0.5), audio_samples(1.5, pitch_hz=880), "or")) == expected
+    task = asked(audio_samples(0.5), audio_samples(1.5, pitch_hz=880), "or")
+    assert await sampled_tokens(audio_engine, task) == expected
 
 
 async def test_audio_file_equals_its_samples(audio_engine: VllmEngine) -> None:
     steps = (tone() * 32767).astype("<i2")
     file = MediaFile("audio", wav(tone()), "audio/wav")
     as_samples = Samples((steps / 32768).astype(np.float32), SAMPLE_RATE_HZ)
-    assert await tokens(audio_engine, asked(file)) == await tokens(audio_engine, asked(as_samples))
+    assert await sampled_tokens(audio_engine, asked(file)) == await sampled_tokens(audio_engine, asked(as_samples))
 
 
 async def test_audio_is_resampled_to_the_models_rate(audio_engine: VllmEngine) -> None:
@@ -274,9 +266,8 @@ async def test_ignored_audio_track_is_not_decoded() -> None:
 
 
 async def test_video_without_audio_track_is_rejected_if_it_is_requested() -> None:
-    with pytest.raises(InvalidRequestError, match="the video cannot be read: it has no audio track") as caught:
+    with raises(InvalidRequestError, reason="INVALID_MEDIA", match="the video cannot be read: it has no audio track"):
         decode_media([replace(SILENT, use_audio=True)], DecodedBytes(1 << 20), max_frames=2, resample=tuple)
-    assert caught.value.reason == "INVALID_MEDIA"
 
 
 @pytest.mark.parametrize("other", [SILENT, audio_samples()], ids=["video", "audio"])
@@ -305,8 +296,8 @@ def raw(content: str | Sequence[int], *media: Medium) -> Task:
 async def test_media_accompany_raw_text_and_token_ids(image_engine: VllmEngine, image_reference: Reference) -> None:
     expected = image_reference.tokens(RAW, images=[picture()])
     ids = image_engine.control.llm.get_tokenizer().encode(RAW)
-    assert await tokens(image_engine, raw(RAW, image())) == expected
-    assert await tokens(image_engine, raw(ids, image())) == expected
+    assert await sampled_tokens(image_engine, raw(RAW, image())) == expected
+    assert await sampled_tokens(image_engine, raw(ids, image())) == expected
 
 
 @pytest.mark.parametrize(
@@ -322,9 +313,8 @@ async def test_media_accompany_raw_text_and_token_ids(image_engine: VllmEngine, 
 async def test_placeholders_must_match_the_media(
     image_engine: VllmEngine, task: Task, reason: str, message: str
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=re.escape(message)) as caught:
+    with raises(InvalidRequestError, reason=reason, match=re.escape(message)):
         await collect(image_engine.submit(task))
-    assert caught.value.reason == reason
 
 
 # -- invalid media
@@ -345,20 +335,19 @@ async def test_invalid_image_fails_its_request_alone(
     image_engine: VllmEngine, parts: Sequence[Part], reason: str, message: str
 ) -> None:
     other = asked("what ", image(seed=5), "?", request_id="other")
-    alone = await tokens(image_engine, other)
+    alone = await sampled_tokens(image_engine, other)
     kind = UnsupportedError if reason == "UNSUPPORTED" else InvalidRequestError
     async with aclosing(image_engine.submit(other)) as events:
         first = await anext(events)
-        with pytest.raises(kind, match=re.escape(message)) as caught:
-            await tokens(image_engine, asked(*parts))
-        assert caught.value.reason == reason
+        with raises(kind, reason=reason, match=re.escape(message)):
+            await sampled_tokens(image_engine, asked(*parts))
         assert tokens_of([first, *await collect(events)]) == alone
 
 
 async def test_image_of_a_rejected_request_is_accepted_later(image_engine: VllmEngine) -> None:
     with pytest.raises(InvalidRequestError, match="512 in all"):
-        await tokens(image_engine, asked("x" * 500, image(seed=9)))
-    assert len(await tokens(image_engine, asked("x", image(seed=9)))) == TOKENS
+        await sampled_tokens(image_engine, asked("x" * 500, image(seed=9)))
+    assert len(await sampled_tokens(image_engine, asked("x", image(seed=9)))) == TOKENS
 
 
 @pytest.mark.parametrize(
@@ -371,7 +360,6 @@ async def test_image_of_a_rejected_request_is_accepted_later(image_engine: VllmE
     ids=lambda value: str(value)[:30],
 )
 async def test_invalid_audio_is_rejected(audio_engine: VllmEngine, part: Part, reason: str, message: str) -> None:
-    with pytest.raises(StagemeshError, match=re.escape(message)) as caught:
+    with raises(StagemeshError, reason=reason, match=re.escape(message)):
         await collect(audio_engine.submit(asked(part)))
-    assert caught.value.reason == reason
-    assert len(await tokens(audio_engine, asked(audio_samples()))) == TOKENS
+    assert len(await sampled_tokens(audio_engine, asked(audio_samples()))) == TOKENS

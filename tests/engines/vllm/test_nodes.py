@@ -13,11 +13,11 @@ import yaml
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.services.engines.base import SamplingOptions, Task, Usage
+from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.engine_core import worker_call
 from tests.cli.commands import COMMAND
-from tests.engines.support import stage_config
+from tests.engines.support import collect, stage_config, usage_of
 from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
 
 SPREAD: dict[str, JsonValue] = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1"}
@@ -45,9 +45,7 @@ def other_node(model: Path) -> Iterator["subprocess.Popen[bytes]"]:
 
 async def tokens(engine: VllmEngine) -> int:
     task = Task("r", 1, "hello", sampling=SamplingOptions(max_tokens=20))
-    events = [event async for event in engine.submit(task)]
-    assert isinstance(events[-1], Usage)
-    return events[-1].output_tokens
+    return usage_of(await collect(engine.submit(task))).output_tokens
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, SamplingOptions, Task, TokenLogprobs
+from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, SamplingOptions, Task
 from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm import resume
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
 from stagemesh.services.engines.vllm.requests import CheckedParams
 from stagemesh.services.engines.vllm.resume import remaining_params
-from tests.engines.support import collect, text_of
+from tests.engines.support import collect, text_logprobs_of, text_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
@@ -123,19 +123,15 @@ async def test_stop_text_is_found_across_the_checkpoint(text_engine: VllmEngine)
         await assert_the_same_follows(text_engine, sampling, whole, checkpoint)
 
 
-def logprobs_in(events: Iterable[EngineEvent]) -> list[TokenLogprobs]:
-    return [each for event in events if isinstance(event, Emission) for each in event.text_logprobs]
-
-
 @pytest.mark.parametrize("stop", [(), ("never there at all",)], ids=["no stop text", "stop text"])
 async def test_logprobs_of_the_text_resume_at_the_checkpoint(text_engine: VllmEngine, stop: tuple[str, ...]) -> None:
     sampling = replace(RANDOM, logprobs=1, stop=stop)
     whole = await collect_checkpoints(text_engine, task(sampling))
-    expected = logprobs_in(whole)
+    expected = text_logprobs_of(whole)
     assert [each.position for each in expected] == sorted(each.position for each in expected)
     for checkpoint in checkpoints(whole)[::3]:
         rest = await collect(text_engine.submit(task(sampling, checkpoint)))
-        made = [*logprobs_in(whole[: index_of(whole, checkpoint)]), *logprobs_in(rest)]
+        made = [*text_logprobs_of(whole[: index_of(whole, checkpoint)]), *text_logprobs_of(rest)]
         for ours, first in zip(made, expected, strict=True):
             assert (ours.position, ours.sampled[:2]) == (first.position, first.sampled[:2])
             assert ours.sampled.logprob == pytest.approx(first.sampled.logprob, abs=1e-4)

@@ -28,19 +28,24 @@ from stagemesh.services.engines.base import (
     Structure,
     Task,
     TokenLogprobs,
-    Usage,
 )
 from stagemesh.services.engines.prompts import Prompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.engine_core import shut_down
-from tests.engines.support import as_prompt, collect, packets, text_of, tokens_of
+from tests.engines.support import (
+    as_prompt,
+    collect,
+    packets,
+    sampled_tokens,
+    text_logprobs_of,
+    text_of,
+    tokens_of,
+    usage_of,
+)
 from tests.engines.vllm.engines import started
 from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, write_real_model
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(240),
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
 VOCABULARY = 260
 CHUNK_TOKENS = 64
@@ -97,18 +102,6 @@ def logprobs_of(events: Sequence[EngineEvent]) -> list[TokenLogprobs]:
     return [each for event in events for each in getattr(event, "logprobs", ())]
 
 
-def emissions(events: Sequence[EngineEvent]) -> list[Emission]:
-    return [event for event in events if isinstance(event, Emission)]
-
-
-def text_logprobs_of(events: Sequence[EngineEvent]) -> list[TokenLogprobs]:
-    return [each for event in emissions(events) for each in event.text_logprobs]
-
-
-async def tokens(engine: VllmEngine, asked: Task) -> list[int]:
-    return tokens_of(await collect(engine.submit(asked)))
-
-
 async def direct_output(llm: AsyncLLM, ids: Sequence[int], **sampling: Any) -> CompletionOutput:
     params = SamplingParams(**{"max_tokens": 24, "temperature": 1.0} | sampling)
     params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -147,9 +140,8 @@ SAMPLINGS: Sequence[Mapping[str, Any]] = [
 async def test_seeded_tokens_equal_vllms_own(
     engine: VllmEngine, direct: AsyncLLM, plain_tokens: list[list[int]], sampling: Mapping[str, Any]
 ) -> None:
-    ours = await asyncio.gather(
-        *(tokens(engine, task(LONG[seed:], seed=seed, request_id=str(seed), **sampling)) for seed in range(4))
-    )
+    tasks = [task(LONG[seed:], seed=seed, request_id=str(seed), **sampling) for seed in range(4)]
+    ours = await asyncio.gather(*(sampled_tokens(engine, each) for each in tasks))
     theirs = [await direct_tokens(direct, LONG[seed:], seed=seed, **sampling) for seed in range(4)]
     assert ours == theirs
     # No text of these seeds ends early. Its end would not be noticed.
@@ -158,10 +150,9 @@ async def test_seeded_tokens_equal_vllms_own(
 
 
 async def test_split_prefill_samples_like_a_whole_one(engine: VllmEngine) -> None:
-    alone = [await tokens(engine, task(LONG, seed=seed)) for seed in range(3)]
-    among = await asyncio.gather(
-        *(tokens(engine, task(LONG, seed=number % 3, request_id=str(number))) for number in range(9))
-    )
+    alone = [await sampled_tokens(engine, task(LONG, seed=seed)) for seed in range(3)]
+    tasks = [task(LONG, seed=number % 3, request_id=str(number)) for number in range(9)]
+    among = await asyncio.gather(*(sampled_tokens(engine, each) for each in tasks))
     assert among == alone * 3
 
 
@@ -178,10 +169,11 @@ async def test_min_tokens_beyond_the_default_length_are_kept(engine: VllmEngine)
 
 async def test_ignore_eos_continues_to_max_tokens(engine: VllmEngine) -> None:
     tasks = [task([10], seed=seed, max_tokens=200, request_id=str(seed)) for seed in range(8)]
-    lengths = [len(await tokens(engine, each)) for each in tasks]
+    lengths = [len(await sampled_tokens(engine, each)) for each in tasks]
     shortest = tasks[lengths.index(min(lengths))]
     assert min(lengths) < 200
-    assert len(await tokens(engine, replace(shortest, sampling=replace(shortest.sampling, ignore_eos=True)))) == 200
+    endless = replace(shortest, sampling=replace(shortest.sampling, ignore_eos=True))
+    assert len(await sampled_tokens(engine, endless)) == 200
 
 
 async def test_each_token_has_logprobs_sorted_by_rank(engine: VllmEngine) -> None:
@@ -232,15 +224,8 @@ async def test_text_has_the_logprobs_of_its_tokens(engine: VllmEngine) -> None:
     events = await collect(engine.submit(asked))
     assert text_of(events) == "aé\U0001f600"
     made = text_logprobs_of(events)
-    assert [(each.position, each.sampled.text) for each in made] == [
-        (0, "a"),
-        (1, ""),
-        (1, "é"),
-        (2, ""),
-        (2, ""),
-        (2, ""),
-        (2, "\U0001f600"),
-    ]
+    assert [each.position for each in made] == [0, 1, 1, 2, 2, 2, 2]
+    assert [each.sampled.text for each in made] == ["a", "", "é", "", "", "", "\U0001f600"]
     assert all(each.sampled == each.top[0] for each in made)
 
 
@@ -248,7 +233,7 @@ async def test_each_piece_of_text_has_the_tokens_that_begin_in_it(engine: VllmEn
     asked = task(LONG, logprobs=0, stop=("never generated",), max_tokens=50)
     events = await collect(engine.submit(asked))
     end = 0
-    for event in emissions(events):
+    for event in (each for each in events if isinstance(each, Emission)):
         begin, end = end, end + len(event.packet.tensors["text"].tobytes().decode())
         assert all(begin <= each.position < end for each in event.text_logprobs)
     plain = task(LONG, logprobs=0, max_tokens=50)
@@ -326,11 +311,11 @@ async def test_invalid_sampling_fails_its_request_alone(
     engine: VllmEngine, sampling: Mapping[str, Any], reason: str, message: str
 ) -> None:
     other = task(LONG, max_tokens=30, ignore_eos=True, request_id="other")
-    alone = await tokens(engine, other)
+    alone = await sampled_tokens(engine, other)
     async with aclosing(engine.submit(other)) as events:
         first = await anext(events)
         with pytest.raises(InvalidRequestError, match=re.escape(message)) as caught:
-            await tokens(engine, task(**sampling))
+            await sampled_tokens(engine, task(**sampling))
         assert caught.value.reason == reason
         assert tokens_of([first, *await collect(events)]) == alone
 
@@ -349,34 +334,19 @@ async def test_structure_cannot_resume_from_a_checkpoint(engine: VllmEngine) -> 
 
 async def test_usage_counts_the_sampled_and_the_cached_tokens(engine: VllmEngine) -> None:
     runs = [await collect(engine.submit(task(LONG, ignore_eos=True))) for _ in range(2)]
-    first, second = (_usage_of(events) for events in runs)
+    first, second = (usage_of(events) for events in runs)
     assert (first.prompt_tokens, first.output_tokens, first.steps) == (len(LONG), 24, 24)
     assert 0 < second.cached_tokens < len(LONG)
 
 
 async def test_usage_says_why_the_output_ends(engine: VllmEngine) -> None:
-    plain = await tokens(engine, task())
+    plain = await sampled_tokens(engine, task())
     choice = Structure("allowed_texts", ("abcdef",))
-    finishes = [
-        _usage_of(await collect(engine.submit(asked))).finish
-        for asked in (
-            task(ignore_eos=True),
-            task(stop_token_ids=(plain[5],)),
-            task(structure=choice, stop=("zz", "cd")),
-            task(structure=choice),
-            task(LONG, ignore_eos=True, max_tokens=None),
-        )
-    ]
-    assert finishes == [
-        Finish("length"),
-        Finish("stop", stop_token_id=plain[5]),
-        Finish("stop", stop_text="cd"),
-        Finish("end"),
-        Finish("limit"),
-    ]
-
-
-def _usage_of(events: Sequence[EngineEvent]) -> Usage:
-    last = events[-1]
-    assert isinstance(last, Usage)
-    return last
+    for asked, finish in (
+        (task(ignore_eos=True), Finish("length")),
+        (task(stop_token_ids=(plain[5],)), Finish("stop", stop_token_id=plain[5])),
+        (task(structure=choice, stop=("zz", "cd")), Finish("stop", stop_text="cd")),
+        (task(structure=choice), Finish("end")),
+        (task(LONG, ignore_eos=True, max_tokens=None), Finish("limit")),
+    ):
+        assert usage_of(await collect(engine.submit(asked))).finish == finish

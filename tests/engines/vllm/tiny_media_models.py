@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.engines.vllm.tiny_model import byte_tokenizer
+from tests.engines.vllm.tiny_model import SPECIAL, byte_tokenizer, text_config
 
 if TYPE_CHECKING:
     import torch
@@ -15,19 +15,8 @@ AUDIO_TOKEN = "<|AUDIO|>"  # noqa: S105
 IMAGE_SIDE = 28
 PATCH_SIDE = 7
 SAMPLE_RATE_HZ = 16_000
-_SPECIAL = (
-    "<|end|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|system|>",
-    IMAGE_TOKEN,
-    "<fake_token_around_image>",
-    "<end_of_utterance>",
-    "<global-img>",
-    AUDIO_TOKEN,
-    "<|audio_bos|>",
-    "<|audio_eos|>",
-)
+_IMAGE_TOKENS = (IMAGE_TOKEN, "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
+_SPECIAL = (*SPECIAL, *_IMAGE_TOKENS, AUDIO_TOKEN, "<|audio_bos|>", "<|audio_eos|>")
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
     "{% if message.content is string %}{{ message.content }}{% else %}"
@@ -91,11 +80,7 @@ def write_qwen2_audio(folder: Path) -> Path:
 
     tokenizer = _tokenizer()
     audio = Qwen2AudioEncoderConfig(
-        num_mel_bins=16,
-        encoder_layers=2,
-        encoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        d_model=32,
+        num_mel_bins=16, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=64, d_model=32
     )
     config = Qwen2AudioConfig(
         audio_config=audio,
@@ -115,20 +100,7 @@ def write_qwen2_audio(folder: Path) -> Path:
 
 
 def _text_config(vocabulary: int) -> dict[str, Any]:
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": 1024,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-        "initializer_range": 0.2,
-    }
+    return {**text_config(vocabulary, 1024), "bos_token_id": None, "pad_token_id": 0, "initializer_range": 0.2}
 
 
 def _tokenizer() -> "PreTrainedTokenizerFast":

@@ -3,11 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import JsonValue
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 MAX_MODEL_LEN = 256
+MODEL_LAYERS = 4
+"""The number of layers of the model whose hidden states are compared."""
 OPTIONS: Mapping[str, JsonValue] = {"load_format": "dummy", "kv_cache_memory_bytes": 8 << 20}
 """The stage options to load it."""
 CHAT_TEMPLATE = (
@@ -23,15 +26,18 @@ TOOLS_TEMPLATE = (
     "{% if message.tool_call_id %}({{ message.tool_call_id }} {{ message.name }}){% endif %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% if thinking is false %}no thoughts{% endif %}{% endif %}"
 )
-_SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+"""The tokens of chat templates. The first one ends a text."""
 
 
 def write_tiny_model(folder: Path, *, chat: bool = True, positions: int = MAX_MODEL_LEN) -> Path:
     """Writes a model that vLLM loads with load_format="dummy"."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = byte_tokenizer(_SPECIAL)
+    tokenizer = byte_tokenizer(SPECIAL)
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write(folder / "config.json", _config(tokenizer.get_vocab_size(), positions))
+    kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "float32"}
+    sizes = text_config(tokenizer.get_vocab_size(), positions)
+    _write(folder / "config.json", {**kind, **sizes, "tie_word_embeddings": True})
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
     _write(folder / "tokenizer_config.json", {**settings, **({"chat_template": CHAT_TEMPLATE} if chat else {})})
     return folder
@@ -47,11 +53,9 @@ def byte_tokenizer(special: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def _config(vocabulary: int, positions: int) -> dict[str, object]:
+def text_config(vocabulary: int, positions: int) -> dict[str, Any]:
+    """Returns the sizes of a tiny language model with the end token 0."""
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "dtype": "float32",
         "vocab_size": vocabulary,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -61,7 +65,6 @@ def _config(vocabulary: int, positions: int) -> dict[str, object]:
         "head_dim": 32,
         "max_position_embeddings": positions,
         "eos_token_id": 0,
-        "tie_word_embeddings": True,
     }
 
 
