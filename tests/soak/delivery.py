@@ -90,9 +90,8 @@ class Arrivals:
         pieces may have been in flight.
         """
         times_s = self.times_s
-        ends = [
-            n + 1 for n in range(len(times_s) - 1) if times_s[n + 1] > fault_s and times_s[n] < fault_s + _IN_FLIGHT_S
-        ]
+        gaps = enumerate(pairwise(times_s), 1)
+        ends = [n for n, (begin_s, end_s) in gaps if end_s > fault_s and begin_s < fault_s + _IN_FLIGHT_S]
         if not ends:
             return None
         if usual is None:

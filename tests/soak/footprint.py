@@ -80,10 +80,8 @@ def _growth_of(name: str, life: Sequence[Sample], warm_s: float) -> Iterator[str
         return
     third = len(steady) // 3
     # A process may take less at first because most of its callers are disconnected then.
-    heap, later_heap = (
-        max(each.heap_bytes for each in steady[:third]),
-        median(each.heap_bytes for each in steady[-third:]),
-    )
+    heap = max(each.heap_bytes for each in steady[:third])
+    later_heap = median(each.heap_bytes for each in steady[-third:])
     if later_heap > heap * 1.05 + 4 * _MB:
         yield f"{name} grew from at most {heap / _MB:.1f} to {later_heap / _MB:.1f} MB"
     # A process may take fewer files at first because most of its peers are down then, and each peer takes some files.

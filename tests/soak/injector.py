@@ -171,9 +171,8 @@ class Injector:
     def _note(self, kind: str, delivery: Delivery, output: str) -> None:
         # For a request that has not started yet, or waits for another reason, the pause cannot be measured.
         if _arrives(delivery, output):
-            self.struck.setdefault(kind, []).append(
-                HitRequest(delivery, output, time.monotonic(), self._load.first(delivery.request))
-            )
+            hit = HitRequest(delivery, output, time.monotonic(), self._load.first(delivery.request))
+            self.struck.setdefault(kind, []).append(hit)
 
     async def _wait_until_ready(self, victim: str) -> None:
         """Waits until the victim accepts requests again."""

@@ -23,7 +23,7 @@ class Load:
     def __init__(self, endpoint: str, work: Work) -> None:
         self.running: dict[str, Delivery] = {}
         self.ended: dict[str, Delivery] = {}
-        self._endpoint, self._timeout_s = endpoint, work.timeout_s
+        self._endpoint, self._timeout_s, self._delivery = endpoint, work.timeout_s, work.delivery
         self._upcoming = itertools.cycle([(request, work.units(request)) for request in work.requests])
         self._name = f"soak-{uuid4().hex[:6]}"
         self._numbers = itertools.count()
@@ -54,7 +54,7 @@ class Load:
     async def _one(self, client: AsyncClient) -> None:
         request, expected = next(self._upcoming)
         name = f"{self._name}-{next(self._numbers)}"
-        delivery = self.running[name] = Delivery(request, expected)
+        delivery = self.running[name] = self._delivery(request, expected)
         generation = client.generate(
             request.prompt,
             seed=request.seed,

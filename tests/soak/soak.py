@@ -1,11 +1,9 @@
 """Runs a deployment under steady load and faults, and checks what its clients received."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
 
 from tests.deployment import Deployment, deployed
 from tests.soak.delivery import Flaws
@@ -17,9 +15,6 @@ from tests.soak.operators import Operator, operating, unreleased
 from tests.soak.report import Report
 from tests.soak.work import Work
 from tests.soak.workload import OUTPUT_OF, requests, units, write_pipeline
-
-Through: TypeAlias = Callable[[str], AbstractAsyncContextManager[str]]
-"""Returns the endpoint that clients call, given the orchestrator's endpoint."""
 
 _QUIET_S = 30.0
 
@@ -72,24 +67,16 @@ def fake_work(plan: Plan) -> Work:
     return Work(requests(plan.seed, count=plan.different, steps=plan.steps), OUTPUT_OF, units)
 
 
-async def soak_deployment(
-    up: Deployment, plan: Plan, *, work: Work | None = None, through: Through | None = None
-) -> Report:
+async def soak_deployment(up: Deployment, plan: Plan, *, work: Work | None = None) -> Report:
     """Runs the plan on a running deployment, first each different request once without a fault. `work` is the requests
-    for fake engines by default. `through` puts a relay between the clients and the orchestrator.
+    for fake engines by default.
     """
-    work = work or fake_work(plan)
-    async with operating(up.admin_endpoint) as operator, (through or _without_relay)(up.endpoint) as endpoint:
-        return await _run(up, operator, endpoint, plan, work)
+    async with operating(up.admin_endpoint) as operator:
+        return await _run(up, operator, plan, work or fake_work(plan))
 
 
-@asynccontextmanager
-async def _without_relay(endpoint: str) -> AsyncIterator[str]:
-    yield endpoint
-
-
-async def _run(up: Deployment, operator: Operator, endpoint: str, plan: Plan, work: Work) -> Report:
-    load = Load(endpoint, work)
+async def _run(up: Deployment, operator: Operator, plan: Plan, work: Work) -> Report:
+    load = Load(up.endpoint, work)
     injector = Injector(
         up,
         operator,

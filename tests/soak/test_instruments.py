@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 
 import numpy as np
 import pytest
@@ -180,11 +179,8 @@ MB = 1 << 20
 
 
 def _life(heaps_mb: list[float], *, files: list[int] | None = None, process_id: int = 1) -> list[Sample]:
-    opened = files or [10] * len(heaps_mb)
-    return [
-        Sample("one", process_id, float(at), int(heap * MB), each)
-        for at, heap, each in zip(count(), heaps_mb, opened, strict=False)
-    ]
+    measured = enumerate(zip(heaps_mb, files or [10] * len(heaps_mb), strict=True))
+    return [Sample("one", process_id, float(at), int(heap * MB), each) for at, (heap, each) in measured]
 
 
 def test_only_processes_that_are_ready_are_measured() -> None:

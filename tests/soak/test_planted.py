@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,8 @@ from tests.deployment import Deployment, deployed
 from tests.soak import soak as soaking
 from tests.soak.delivery import Flaws
 from tests.soak.report import Report
-from tests.soak.soak import Plan, soak, soak_deployment
-from tests.soak.tampering import Tampering, tampered
+from tests.soak.soak import Plan, fake_work, soak, soak_deployment
+from tests.soak.tampering import TamperedDelivery, Tampering
 from tests.soak.workload import write_pipeline
 
 PLAN = Plan(replicas=1, clients=4, different=4, steps=(8, 12), step_s=0.02)
@@ -25,7 +27,8 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 
 async def _tampered(up: Deployment, tampering: Tampering, *, output: str = "text") -> Report:
-    return await soak_deployment(up, PLAN, through=tampered(tampering, output=output))
+    delivery = partial(TamperedDelivery, tampering=tampering, output=output)
+    return await soak_deployment(up, PLAN, work=replace(fake_work(PLAN), delivery=delivery))
 
 
 async def test_no_problem_is_found_if_none_is_planted(up: Deployment) -> None:

@@ -16,6 +16,8 @@ class Work:
     """The output in which a client sees that the stage continues, by stage."""
     units: Callable[[Request], Mapping[str, Sequence[bytes]]]
     """The expected units of each output. An output whose units are not known in advance has none."""
+    delivery: Callable[[Request, Mapping[str, Sequence[bytes]]], Delivery] = Delivery
+    """Creates the record of a request from the request and its expected units."""
     judge: Callable[[Delivery], Flaws] = Delivery.flaws
     """Judges all deliveries, in the order in which they ended. Those without a fault come first."""
     timeout_s: float = 45.0

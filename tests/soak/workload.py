@@ -65,7 +65,5 @@ def units(request: Request) -> Mapping[str, Sequence[bytes]]:
     texts = [resize_text(source_text(task, step), dice.count(size, "size", step)) for step in range(request.steps)]
     frames = [compute_output("frames", {"text": text})["frames"] for text in texts]
     audio = [compute_output("sound", {"frames": each})["audio"] for each in frames]
-    return {
-        output: [each.tobytes() for each in made]
-        for output, made in {"text": texts, "frames": frames, "audio": audio}.items()
-    }
+    made = {"text": texts, "frames": frames, "audio": audio}
+    return {output: [each.tobytes() for each in parts] for output, parts in made.items()}
