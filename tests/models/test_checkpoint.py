@@ -22,6 +22,7 @@ from stagemesh.services.models.qwen3_tts.prompt import make_prompt_writer
 from stagemesh.services.models.qwen3_tts.voices import load_reference_encoders
 from tests.models.checkpoints import Change, changed, rename_weight, set_field
 from tests.models.tiny_code2wav import PREFIX, shard, weights_of, write_checkpoint
+from tests.rpc.call_errors import raises
 
 CODEC = "speech_tokenizer"
 
@@ -33,9 +34,8 @@ def folder(code2wav_folder: Path, tmp_path: Path) -> Path:
 
 
 def error_of(folder: Path) -> str:
-    with pytest.raises(NotReadyError) as caught:
+    with raises(NotReadyError, reason="LOAD_FAILED") as caught:
         make_code2wav(folder, {"device": "cpu"})
-    assert caught.value.reason == "LOAD_FAILED"
     return caught.value.message
 
 
@@ -197,9 +197,8 @@ def test_a_wrong_checkpoint_is_explained(
     request: pytest.FixtureRequest, tmp_path: Path, model: str, change: Change, problem: str
 ) -> None:
     folder = changed(request.getfixturevalue(model), tmp_path, change)
-    with pytest.raises(NotReadyError, match=problem) as caught:
+    with raises(NotReadyError, reason="LOAD_FAILED", match=problem):
         LOADERS[model](folder)
-    assert caught.value.reason == "LOAD_FAILED"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.models.codec_speech.streaming import BatchState
 from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, VocoderState
 from stagemesh.services.models.qwen3_omni.code2wav import make_code2wav
-from tests.engines.support import collect, packets, stage_config
+from tests.engines.support import collect, flow, packets, stage_config, started
 from tests.models.tiny_code2wav import (
     CODEBOOK_SIZE,
     GROUPS,
@@ -57,10 +57,8 @@ def vocoder(code2wav_folder: Path) -> CodecVocoder:
 async def engine(code2wav_folder: Path) -> AsyncIterator[FunctionEngine]:
     options: dict[str, JsonValue] = {"checkpoint_rows": 32}
     config = stage_config("function", function="qwen3_omni.code2wav", model=str(code2wav_folder), options=options)
-    engine = FunctionEngine(config)
-    await engine.start(lambda _line: None)
-    yield engine
-    await engine.close()
+    async with started(FunctionEngine(config)) as engine:
+        yield engine
 
 
 def load(folder: Path, **options: JsonValue) -> CodecVocoder:
@@ -68,11 +66,7 @@ def load(folder: Path, **options: JsonValue) -> CodecVocoder:
 
 
 def task(parts: Iterable[Codes], checkpoint: Checkpoint | None = None) -> Task:
-    async def inlet() -> AsyncIterator[Packet]:
-        for part in parts:
-            yield Packet({"codes": part})
-
-    return Task("r", 0, inlets={"in": inlet()}, resume_from=checkpoint)
+    return Task("r", 0, inlets={"in": flow(Packet({"codes": part}) for part in parts)}, resume_from=checkpoint)
 
 
 async def emitted(engine: FunctionEngine, parts: Iterable[Codes], checkpoint: Checkpoint | None = None) -> Samples:
@@ -131,24 +125,17 @@ async def test_eight_requests_in_one_engine_sound_as_alone(engine: FunctionEngin
     assert len({len(samples) for samples in made}) == 8
 
 
-class _MostFrames:
-    """Records the largest number of frames that are decoded together."""
-
-    def __init__(self, vocoder: CodecVocoder, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._decoder, self.frames = vocoder._decoder, 0
-        self.groups, self.codebook_size = self._decoder.groups, self._decoder.codebook_size
-        self.device, self.reach = self._decoder.device, self._decoder.reach
-        monkeypatch.setattr(vocoder, "_decoder", self)
-
-    def __call__(self, codes: Tensor, batch: BatchState) -> Tensor:
-        self.frames = max(self.frames, codes.shape[0] * codes.shape[1])
-        return self._decoder(codes, batch)
-
-
 def test_long_packets_are_decoded_in_pieces(vocoder: CodecVocoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    codes, most = random_codes(2000), _MostFrames(vocoder, monkeypatch)
+    codes, frames, kind = random_codes(2000), list[int](), type(vocoder._decoder)
+    decode_frames = kind.__call__
+
+    def noted(self: Any, codes: Tensor, batch: BatchState) -> Tensor:
+        frames.append(codes.shape[0] * codes.shape[1])
+        return decode_frames(self, codes, batch)
+
+    monkeypatch.setattr(kind, "__call__", noted)
     long = decode_together(vocoder, [[codes], [codes]])
-    assert most.frames <= vocoder._max_frames
+    assert max(frames) <= vocoder._max_frames
     short = decode(vocoder, codes, range(25, 2000, 25))
     for samples in long:
         assert_equal(samples, short)

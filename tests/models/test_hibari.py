@@ -1,6 +1,5 @@
 """The streaming vocoder compared with itself on other packet boundaries, and with hibari's own."""
 
-import itertools
 from typing import cast
 
 import numpy as np
@@ -15,6 +14,7 @@ from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.models.hibari.acoustic import AcousticModel
 from stagemesh.services.models.hibari.vocoder import Vocoder, VocoderStream
+from tests.models.vocoding import joined, parts
 
 SENTENCES = (b"Yes.", b"The quick brown fox jumps over the lazy dog, twice.")
 SEED = 5
@@ -34,14 +34,13 @@ def spoken() -> dict[str, Array]:
 
 
 def _audio(frames: dict[str, Array], cuts: list[int]) -> npt.NDArray[np.float32]:
-    stream, total = VocoderStream(SEED), len(frames["f0"])
-    places = [0, *sorted({min(cut, total) for cut in cuts}), total]
-    packets = [
-        out.tensors["audio"]
-        for start, end in itertools.pairwise(places)
-        for out in stream.push(Packet({name: tensor[start:end] for name, tensor in frames.items()}))
-    ]
-    return np.concatenate(packets).astype(np.float32)
+    stream = VocoderStream(SEED)
+    made = [out for part in parts(len(frames["f0"]), cuts) for out in stream.push(_packet(frames, part))]
+    return joined(made)
+
+
+def _packet(frames: dict[str, Array], part: slice) -> Packet:
+    return Packet({name: tensor[part] for name, tensor in frames.items()})
 
 
 @given(cuts=st.lists(st.integers(0, 500), max_size=60))
@@ -55,17 +54,16 @@ def test_packet_boundaries_do_not_change_a_bit(spoken: dict[str, Array], cuts: l
 def test_a_restored_stream_continues_bit_for_bit(spoken: dict[str, Array], cut: int) -> None:
     vocoder = Vocoder(None, {})
     stream = vocoder.open(seed=SEED, options={})
-    parts = [Packet({name: tensor[part] for name, tensor in spoken.items()}) for part in (slice(cut), slice(cut, None))]
-    first = [out.tensors["audio"] for out in stream.push(parts[0])]
+    begin, end = _packet(spoken, slice(cut)), _packet(spoken, slice(cut, None))
+    first = [*stream.push(begin)]
     # A stream that continues must not change what was saved.
     saved = {name: tensor.copy() for name, tensor in vocoder.save(stream).items()}
     whole = vocoder.save(stream)
-    rest = [out.tensors["audio"] for out in stream.push(parts[1])]
+    rest = joined([*stream.push(end)])
     assert all(np.array_equal(tensor, whole[name]) for name, tensor in saved.items())
-    restored = [out.tensors["audio"] for out in vocoder.restore(saved, seed=0, options={}).push(parts[1])]
-    for one, other in zip(rest, restored, strict=True):
-        np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(np.concatenate([*first, *restored]), _audio(spoken, []))
+    restored = [*vocoder.restore(saved, seed=0, options={}).push(end)]
+    np.testing.assert_array_equal(joined(restored), rest)
+    np.testing.assert_array_equal(joined([*first, *restored]), _audio(spoken, []))
 
 
 @pytest.mark.parametrize("name", ["random", "early", "spectrum", "overlapping", "f0"])
@@ -115,8 +113,7 @@ def test_streamed_audio_equals_that_of_the_whole_sentence(spoken: dict[str, Arra
 
 def test_the_first_audio_follows_a_few_frames(spoken: dict[str, Array]) -> None:
     stream = VocoderStream(SEED)
-    packets = list(stream.push(Packet({name: tensor[:8] for name, tensor in spoken.items()})))
-    assert sum(len(packet.tensors["audio"]) for packet in packets) >= 3 * dsp.HOP
+    assert len(joined([*stream.push(_packet(spoken, slice(8)))])) >= 3 * dsp.HOP
 
 
 def test_speed_shortens_the_frames() -> None:

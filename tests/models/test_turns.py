@@ -1,6 +1,5 @@
 """The events of `audio.turns` in synthetic noise, and in speech that hibari has spoken."""
 
-import itertools
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -16,6 +15,7 @@ from stagemesh.services.engines.function.base import Call
 from stagemesh.services.engines.options import request_options
 from stagemesh.services.models.speech_detection import TURNS, SpeechEvent, SpeechStream, Turns
 from tests.models.spoken import speak
+from tests.models.vocoding import parts
 
 Audio = npt.NDArray[np.float32]
 
@@ -32,8 +32,7 @@ def _events(
 ) -> list[SpeechEvent]:
     turns = Turns(None, {})
     state = turns.open(seed=0, options=_options(options))
-    places = [0, *sorted({min(cut, len(audio)) for cut in cuts or []}), len(audio)]
-    packets = [_packet(audio[start:end], rate_hz) for start, end in itertools.pairwise(places)]
+    packets = [_packet(audio[part], rate_hz) for part in parts(len(audio), cuts or [])]
     made = [out for packet in [*packets, None] for out in turns([Call(state, packet)])[0]]
     return [SpeechEvent(bool(row[0]), row[1]) for out in made for row in out.tensors["speech"]]
 

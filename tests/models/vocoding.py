@@ -22,10 +22,15 @@ def joined(made: Sequence[Packet]) -> Samples:
     return np.concatenate([np.zeros(0, np.float32), *parts])
 
 
+def parts(total: int, cuts: Iterable[int]) -> list[slice]:
+    """Divides a sequence of `total` elements before the positions in `cuts`."""
+    places = [0, *sorted({min(cut, total) for cut in cuts}), total]
+    return [slice(start, end) for start, end in itertools.pairwise(places)]
+
+
 def pieces(codes: Codes, cuts: Iterable[int]) -> list[Codes]:
     """Divides codes before the frames in `cuts`."""
-    places = [0, *sorted({min(cut, len(codes)) for cut in cuts}), len(codes)]
-    return [codes[start:end] for start, end in itertools.pairwise(places)]
+    return [codes[part] for part in parts(len(codes), cuts)]
 
 
 def push(vocoder: Function[Any], state: object, codes: Codes | None) -> Samples:

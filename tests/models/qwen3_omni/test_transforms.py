@@ -52,10 +52,8 @@ def arrivals(model: Path, *, media: bool, prefill: int, text: int) -> list[Packe
         part = slice(start, start + prefill)
         rows = {"hidden_states_accept": states[part], "positions": positions[part]}
         packets.append(Packet(rows, {"token_start": start, "prompt_tokens": len(prompt)}))
-    packets += [
-        Packet({"token_ids": np.array(ANSWER[start : start + text], np.int32)}) for start in range(0, len(ANSWER), text)
-    ]
-    return packets
+    tokens = [np.array(ANSWER[start : start + text], np.int32) for start in range(0, len(ANSWER), text)]
+    return [*packets, *(Packet({"token_ids": part}) for part in tokens)]
 
 
 def rows_of(model: Path, packets: Sequence[Packet]) -> dict[str, Array]:
@@ -161,11 +159,8 @@ def folder_of(path: Path, codebook_size: object) -> Path:
 @pytest.mark.parametrize("cuts", [[], [1, 2, 3, 4], [2], [3]], ids=str)
 def test_frames_with_special_codes_are_removed(tmp_path: Path, cuts: list[int]) -> None:
     transform = Talker2Code2Wav(folder_of(tmp_path, 8))
-    made = [
-        packet.tensors["codes"]
-        for piece in pieces(CODES, cuts)
-        for packet in transform.push(Packet({"codes": piece}, {"part": 1}))
-    ]
+    packets = [Packet({"codes": piece}, {"part": 1}) for piece in pieces(CODES, cuts)]
+    made = [each.tensors["codes"] for packet in packets for each in transform.push(packet)]
     assert all(len(codes) for codes in made)
     np.testing.assert_array_equal(np.concatenate([*made, *transform.finish()]), SPOKEN)
 

@@ -1,4 +1,3 @@
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -6,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from stagemesh import verification
@@ -22,6 +20,7 @@ from stagemesh.verification.job import DeployedStage, ReferenceDescriptor, Verif
 from stagemesh.verification.language_model import LanguageModel, tokenize
 from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.pipelines import write_qwen_image
+from tests.engines.vllm.media_files import encoded
 from tests.engines.vllm.tiny_model import write_real_model
 
 TOKENS = 8
@@ -128,14 +127,8 @@ def test_an_image_equals_that_of_the_call_and_differs_by_one_pixel(tmp_path: Pat
     options["guidance_scale"] = spec.scale
     signature = signature_of(stage_options(options))
     defaults = {name: option.default for name, option in signature.options.items() if isinstance(option, OptionSpec)}
-    served = stage(
-        "image",
-        folder,
-        engine="diffusion",
-        options=options,
-        request_options=defaults,
-        emits=frozenset(signature.emits),
-    )
+    facts = {"options": options, "request_options": defaults, "emits": frozenset(signature.emits)}
+    served = stage("image", folder, engine="diffusion", **facts)
     ((verified,),) = verification.DIFFUSION.find([served])
     reference = DiffusionReference({verified.role: verified}, "cpu")
     pixels = classic_image("qwen-image", load(folder), spec)[0].permute(1, 2, 0).mul(255).round().byte().numpy()
@@ -145,8 +138,6 @@ def test_an_image_equals_that_of_the_call_and_differs_by_one_pixel(tmp_path: Pat
 
 
 def verdict(reference: DiffusionReference, pixels: "np.ndarray[Any, np.dtype[np.uint8]]") -> str:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    outputs = Outputs(0, {"0/image.image": np.frombuffer(file.getvalue(), np.uint8)})
+    outputs = Outputs(0, {"0/image.image": np.frombuffer(encoded(pixels), np.uint8)})
     (compared,) = reference.compare(0, REQUEST, outputs)
     return compared.verdict
