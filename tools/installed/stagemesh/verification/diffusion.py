@@ -13,10 +13,10 @@ from PIL import Image, ImageSequence
 
 from stagemesh.common.wire.tensors import Array
 from stagemesh.services.models.checkpoint import load_error
-from stagemesh.verification import IMAGE
 from stagemesh.verification.base import Outputs, choose_gpu, missing, read_media, to_numpy
 from stagemesh.verification.comparison import Compared, compare_pixels
 from stagemesh.verification.job import Comparison, VerificationRequest, VerifiedStage
+from stagemesh.verification.references import IMAGE
 
 diffusers: Any = _diffusers
 """Untyped, because its annotations are incomplete."""

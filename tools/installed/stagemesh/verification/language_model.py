@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stagemesh.common.wire.tensors import Array
-from stagemesh.verification import HIDDEN_STATES, PROMPT_IDS, TOKEN_IDS
 from stagemesh.verification.base import (
     ForcedTokens,
     Outputs,
@@ -20,6 +19,7 @@ from stagemesh.verification.base import (
 )
 from stagemesh.verification.comparison import Compared, compare_choices, compare_exactly, compare_numbers
 from stagemesh.verification.job import Comparison, VerificationRequest, VerifiedStage
+from stagemesh.verification.references import HIDDEN_STATES, PROMPT_IDS, TOKEN_IDS
 
 
 class LanguageModel:

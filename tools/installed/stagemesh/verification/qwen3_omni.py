@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from stagemesh.common.wire.tensors import Array
 from stagemesh.services.models.qwen3_omni.transforms import STATES
-from stagemesh.verification import AUDIO, CODES, PROMPT_IDS, TOKEN_IDS
 from stagemesh.verification.base import (
     ForcedTokens,
     Outputs,
@@ -30,6 +29,7 @@ from stagemesh.verification.base import (
 )
 from stagemesh.verification.comparison import Compared, ForcedChoice, compare_choices, compare_exactly, compare_numbers
 from stagemesh.verification.job import Comparison, VerificationRequest, VerifiedStage
+from stagemesh.verification.references import AUDIO, CODES, PROMPT_IDS, TOKEN_IDS
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from typing import Any, TypeVar
 
 import typer
 
+from stagemesh.bench.command_options import API_KEY, BENCH, DEFAULT_PROMPT
 from stagemesh.bench.loads import Load, LoadSettings
 from stagemesh.bench.measurements import FIGURES
 from stagemesh.bench.settings import Arrivals, Endpoint, HttpSettings
 from stagemesh.bench.targets import MixedRequest, PipelineTarget, Target, read_requests
-from stagemesh.cli.requests.bench_options import API_KEY, BENCH, DEFAULT_PROMPT
 from stagemesh.cli.requests.request_options import client_arguments, typed_value
 from stagemesh.cli.terminal.contexts import split_addresses
 from stagemesh.cli.terminal.options import read_pairs

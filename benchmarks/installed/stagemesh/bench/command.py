@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stagemesh.cli.requests.bench_options import BENCH
+from stagemesh.bench.command_options import BENCH
 from stagemesh.cli.terminal.options import with_parameters
 from stagemesh.cli.terminal.tables import Column, make_table, number
 from stagemesh.common.errors import ExitCode, InvalidRequestError, needs_extra
@@ -26,13 +26,13 @@ def bench(**values: Any) -> None:
     """Send load to a running pipeline, or to any server with OpenAI's API, and print latencies, audio continuity,
     throughput and errors. Ctrl-C prints what was measured so far.
     """
+    from stagemesh.bench import command_settings
     from stagemesh.bench.loads import LoadRunner
-    from stagemesh.cli.requests import bench_settings
 
-    loads, settings = bench_settings.read_loads(values), bench_settings.read_settings(values)
-    limits = bench_settings.read_limits(values["limits"])
+    loads, settings = command_settings.read_loads(values), command_settings.read_settings(values)
+    limits = command_settings.read_limits(values["limits"])
     draw = _plotting() if values["plot"] is not None else None
-    make_target = bench_settings.read_target(values, settings.mix)
+    make_target = command_settings.read_target(values, settings.mix)
     interrupted = False
     with _progress() as progress:
         bar = progress.add_task("warming up", total=None)
