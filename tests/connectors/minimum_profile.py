@@ -92,7 +92,6 @@ class MinimumConsumer:
     async def put_chunk(
         self, requests: AsyncIterator[stage_pb2.PutChunkRequest], context: Any
     ) -> AsyncIterator[stage_pb2.PutChunkResponse]:
-        del context
         identity = self._identity
         welcome = stage_pb2.Welcome(
             replica=identity.replica,
@@ -180,13 +179,7 @@ class Sending:
 
     async def open(self) -> None:
         identity = self._identity
-        hello = stage_pb2.Hello(
-            replica=identity.replica,
-            incarnation=identity.incarnation,
-            pipeline=identity.pipeline,
-            generation=identity.generation,
-            protocol=identity.protocol,
-        )
+        hello = stage_pb2.Hello(**identity._asdict())
         await self._call.write(stage_pb2.PutChunkRequest(hello=hello))
         self._inline_limit_bytes = (await self._call.read()).welcome.inline_limit_bytes
         opening = stage_pb2.OpenEdge(key=self._key, connector=chunk_pb2.CONNECTOR_GRPC, opening=1)

@@ -72,10 +72,7 @@ class Program:
     ) -> dict[str, Any]:
         """Sends a flow to its end; returns its connector, its size and the duration."""
         outlet = self._host.plane.open_outlet(
-            EdgeKey(request, EDGE, 1),
-            ConsumerAddress(consumer, endpoint),
-            connector=connector,
-            policy=StepPolicy(),
+            EdgeKey(request, EDGE, 1), ConsumerAddress(consumer, endpoint), connector=connector, policy=StepPolicy()
         )
         self._outlets[request] = outlet
         started = time.monotonic()

@@ -22,6 +22,7 @@ from stagemesh.connectors.arena.arena import COPY_IN_THREAD_BYTES, Arena, Region
 from stagemesh.connectors.arena.memory import PAGE_BYTES, layout_of, pages_are_of, pin_if_cuda
 from stagemesh.connectors.base import MemoryAccount
 from tests.limits import files_of_at_most
+from tests.rpc.call_errors import raises
 
 MIB = 1 << 20
 PAGES = 64
@@ -275,9 +276,8 @@ async def test_tensor_of_a_freed_region_is_not_found(arena: Arena) -> None:
 
 
 async def test_chunk_beyond_half_of_the_arena_names_the_remedy(arena: Arena) -> None:
-    with pytest.raises(InvalidChunkError, match="raise data_plane") as caught:
+    with raises(InvalidChunkError, reason="CHUNK_TOO_LARGE", match="raise data_plane"):
         await arena.allocate(MIB // 2 + 1, MemoryAccount())
-    assert caught.value.reason == "CHUNK_TOO_LARGE"
     _region(arena, arena.max_region_bytes)
 
 
@@ -445,9 +445,8 @@ def test_reader_finds_the_data_of_a_file_of_any_size(pages: int) -> None:
 
 
 async def test_missing_memory_is_a_clear_error_at_the_start() -> None:
-    with files_of_at_most(1 << 20), pytest.raises(NotReadyError, match="arena_bytes") as caught:
+    with files_of_at_most(1 << 20), raises(NotReadyError, reason="NO_MEMORY", match="arena_bytes"):
         Arena(16 << 20)
-    assert caught.value.reason == "NO_MEMORY"
 
 
 def test_arena_larger_than_the_hosts_memory_is_rejected_before_allocation() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import weakref
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -35,6 +36,7 @@ from stagemesh.connectors.wire import key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 from tests.connectors.relays import relayed
+from tests.rpc.call_errors import raises
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 250])
@@ -42,8 +44,7 @@ async def test_small_tensors_arrive_inline(size: int) -> None:
     sent = [packet(seq, size) for seq in range(20)]
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b)
-        received = await exchange(outlet, inlet, sent)
-        assert_same(received, sent)
+        assert_same(await exchange(outlet, inlet, sent), sent)
         assert a.plane.arena.used_bytes == 0
 
 
@@ -61,8 +62,7 @@ async def test_chunk_within_the_window_may_exceed_half_the_arena() -> None:
     async with two_hosts() as (a, _), two_hosts(arena_bytes=1 << 20, window_bytes=1 << 20) as (_, b):
         for connector in (SHM, GRPC):
             outlet, inlet = open_flow(a, b, connector=connector)
-            received = await exchange(outlet, inlet, sent)
-            assert_same(received, sent)
+            assert_same(await exchange(outlet, inlet, sent), sent)
 
 
 @pytest.mark.parametrize("connector", [NIXL, GRPC, AUTO])
@@ -71,26 +71,28 @@ async def test_private_arena_transfers_by_every_connector_but_shm(connector: Con
     sent = [packet(seq, 100_000) for seq in range(20)]
     async with two_hosts(shared_arena=False) as (a, b):
         outlet, inlet = open_flow(a, b, connector=connector)
-        received = await exchange(outlet, inlet, sent)
-        assert_same(received, sent)
+        assert_same(await exchange(outlet, inlet, sent), sent)
         assert outlet.attempt.connector == (NIXL if connector == AUTO else connector)
-        del received
         await a.settled()
         await b.settled()
 
 
 async def test_shm_refuses_a_private_arena_with_a_remedy() -> None:
     async with two_hosts(shared_arena=False) as (a, b):
-        with pytest.raises(NotReadyError, match=r"arena is private; remove data_plane\.shared_arena") as caught:
+        with raises(
+            NotReadyError, reason="CONNECTOR_UNAVAILABLE", match=r"arena is private; remove data_plane\.shared_arena"
+        ):
             await a.plane.probe(ConsumerAddress(b.replica, b.endpoint), SHM)
-    assert caught.value.reason == "CONNECTOR_UNAVAILABLE"
 
 
 async def test_private_arena_has_no_partitions() -> None:
     async with two_hosts(shared_arena=False) as (a, _):
-        with pytest.raises(NotReadyError, match=r"remove data_plane\.shared_arena") as caught:
+        with raises(NotReadyError, reason="ARENA_NOT_SHARED", match=r"remove data_plane\.shared_arena"):
             a.plane.arena.open_partition(1 << 20)
-    assert caught.value.reason == "ARENA_NOT_SHARED"
+
+
+PACE = PlayoutPace(frame_interval_s=0.001, frame_audio_s=0.01, call_costs_s={16: 0.001})
+PAUSING = FramesPolicy(16, (2,), pace=PACE)
 
 
 def _frames(first: int, count: int) -> Packet:
@@ -99,9 +101,8 @@ def _frames(first: int, count: int) -> Packet:
 
 @pytest.mark.parametrize("connector", [SHM, GRPC])
 async def test_rows_that_wait_are_sent_when_the_producer_pauses(connector: ConnectorName) -> None:
-    pace = PlayoutPace(frame_interval_s=0.001, frame_audio_s=0.01, call_costs_s={16: 0.001})
     async with two_hosts() as (a, b), asyncio.timeout(10):
-        outlet, inlet = open_flow(a, b, connector=connector, policy=FramesPolicy(16, (2,), pace=pace))
+        outlet, inlet = open_flow(a, b, connector=connector, policy=PAUSING)
         received = aiter(inlet)
         # Two rows form the first chunk. The others would wait for 13 more.
         await outlet.send(_frames(0, 5))
@@ -115,7 +116,7 @@ async def test_rows_that_wait_are_sent_when_the_producer_pauses(connector: Conne
 
 
 async def test_flow_may_end_while_rows_wait_for_a_pause() -> None:
-    pace = PlayoutPace(frame_interval_s=0.001, frame_audio_s=10.0, call_costs_s={16: 0.001})
+    pace = replace(PACE, frame_audio_s=10.0)
     async with two_hosts() as (a, b):
         policy = FramesPolicy(16, (2,), pace=pace)
         finished, aborted = (open_flow(a, b, request=name, policy=policy) for name in ("finished", "aborted"))
@@ -130,19 +131,17 @@ async def test_flow_may_end_while_rows_wait_for_a_pause() -> None:
 
 
 async def test_producer_that_pauses_receives_the_error_that_ended_its_flow() -> None:
-    pace = PlayoutPace(frame_interval_s=0.001, frame_audio_s=0.01, call_costs_s={16: 0.001})
     rows = np.zeros((5, 4096), np.float32)
     async with two_hosts() as (a, _), two_hosts(window_bytes=48 << 10) as (_, b), asyncio.timeout(10):
-        outlet, inlet = open_flow(a, b, policy=FramesPolicy(16, (2,), pace=pace))
+        outlet, inlet = open_flow(a, b, policy=PAUSING)
         # The consumer reads nothing, so that the rows that the pause cuts wait for credit.
         await outlet.send(Packet({"frames": rows}))
         while not outlet.report().wanted_bytes:
             await outlet.chunks.changed.wait()
         sending = asyncio.create_task(outlet.send(Packet({"frames": rows})))
         await inlet.aclose()
-        with pytest.raises(StagemeshError) as caught:
+        with raises(StagemeshError, reason="NOT_READ"):
             await sending
-        assert caught.value.reason == "NOT_READ"
         await a.settled()
 
 
@@ -158,13 +157,9 @@ async def test_frames_policy_cuts_across_packets() -> None:
         outlet, inlet = open_flow(a, b, policy=FramesPolicy(4, (2,), left_context_frames=1))
         packets = [Packet({"x": np.arange(n * 5, n * 5 + 5)}) for n in range(3)]
         received = await exchange(outlet, inlet, packets)
-        assert [got.tensors["x"].tolist() for got in received] == [
-            [0, 1],
-            [1, 2, 3, 4, 5],
-            [5, 6, 7, 8, 9],
-            [9, 10, 11, 12, 13],
-            [13, 14],
-        ]
+        # Each chunk repeats the last row of the one before.
+        rows = [range(2), range(1, 6), range(5, 10), range(9, 14), range(13, 15)]
+        assert [got.tensors["x"].tolist() for got in received] == list(map(list, rows))
         assert [got.metadata["context_frames"] for got in received] == [0, 1, 1, 1, 1]
 
 
@@ -179,9 +174,8 @@ async def test_stale_attempt_is_rejected() -> None:
     async with two_hosts() as (a, b):
         b.plane.open_inlet(EdgeKey("r", "a->b", 2), producer="a-0")
         outlet = open_outlet(a, b)
-        with pytest.raises(NotReadyError, match="replaced") as caught:
+        with raises(NotReadyError, reason="STALE_ATTEMPT", match="replaced"):
             await send_all(outlet, [packet(0)])
-        assert caught.value.reason == "STALE_ATTEMPT"
 
 
 async def test_consumer_that_never_answers_fails_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,15 +17,17 @@ from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.connectors.wire import FlowDigest, PacketShape, fill_inline, fill_metadata, key_to_wire
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
+from stagemesh.v1.chunk_pb2 import ChunkData
+from stagemesh.v1.tensor_pb2 import StreamedRegion
 from tests.connectors.handmade_producers import KEY, WIRE_KEY, Peer, chunk, dialled, hello, open_peer, opening, peer
 
 HUGE = (1 << 64) - 1
-OTHER = KEY._replace(request_id="other")
+OTHER, NOBODYS = (KEY._replace(request_id=name) for name in ("other", "?"))
 
 
-def _tensor(**fields: object) -> chunk_pb2.ChunkData:
+def _tensor(**fields: object) -> ChunkData:
     tensor = tensor_pb2.Tensor(**{"name": "x", "dtype": tensor_pb2.DATA_TYPE_UINT8, "shape": [4], **fields})  # type: ignore[arg-type]
-    return chunk_pb2.ChunkData(tensors=[tensor], size_bytes=4)
+    return ChunkData(tensors=[tensor], size_bytes=4)
 
 
 def _fragment(**fields: Any) -> stage_pb2.PutItem:
@@ -57,19 +59,15 @@ GOOD, BAD = chunk(data=_tensor(inline=b"1234")), chunk(data=_tensor(inline=b"123
         pytest.param(_tensor(inline=b"1234", dtype=0), id="no dtype"),
         pytest.param(_tensor(), id="no location"),
         pytest.param(_tensor(shm=tensor_pb2.ShmRegion(offset=0, size_bytes=4)), id="shm that was not agreed on"),
-        pytest.param(
-            _tensor(streamed=tensor_pb2.StreamedRegion(transfer_id=7, size_bytes=4)), id="pieces that never came"
-        ),
-        pytest.param(chunk_pb2.ChunkData(size_bytes=9), id="size against tensors"),
-        pytest.param(
-            chunk_pb2.ChunkData(tensors=[_tensor(inline=b"1234").tensors[0]] * 2, size_bytes=8), id="same name twice"
-        ),
-        pytest.param(chunk_pb2.ChunkData(tensors=[tensor_pb2.Tensor()] * 10**6), id="a million tensors"),
-        pytest.param(chunk_pb2.ChunkData(metadata={"x": tensor_pb2.TypedValue()}), id="unset metadata"),
-        pytest.param(chunk_pb2.ChunkData(metadata={"x": tensor_pb2.TypedValue(text="x" * 2000)}), id="long metadata"),
+        pytest.param(_tensor(streamed=StreamedRegion(transfer_id=7, size_bytes=4)), id="pieces that never came"),
+        pytest.param(ChunkData(size_bytes=9), id="size against tensors"),
+        pytest.param(ChunkData(tensors=[_tensor(inline=b"1234").tensors[0]] * 2, size_bytes=8), id="same name twice"),
+        pytest.param(ChunkData(tensors=[tensor_pb2.Tensor()] * 10**6), id="a million tensors"),
+        pytest.param(ChunkData(metadata={"x": tensor_pb2.TypedValue()}), id="unset metadata"),
+        pytest.param(ChunkData(metadata={"x": tensor_pb2.TypedValue(text="x" * 2000)}), id="long metadata"),
     ],
 )
-async def test_malformed_chunk_is_rejected(data: chunk_pb2.ChunkData) -> None:
+async def test_malformed_chunk_is_rejected(data: ChunkData) -> None:
     async with open_peer() as one:
         await one.put(chunk(data=data))
         assert await one.reason() in {"INVALID_CHUNK", "FRAGMENT_GAP"}
@@ -86,9 +84,7 @@ async def test_malformed_chunk_is_rejected(data: chunk_pb2.ChunkData) -> None:
         pytest.param(_demand(1 << 60), "CHUNK_TOO_LARGE", id="large demand"),
         pytest.param(_demand(HUGE), "CHUNK_TOO_LARGE", id="huge demand"),
         pytest.param(chunk(end=chunk_pb2.ChunkEnd(count=3)), "DIGEST_MISMATCH", id="end of other chunks"),
-        pytest.param(
-            chunk(KEY._replace(request_id="?"), data=_tensor(inline=b"1234")), "UNKNOWN_FLOW", id="unknown request"
-        ),
+        pytest.param(chunk(NOBODYS, data=_tensor(inline=b"1234")), "UNKNOWN_FLOW", id="unknown request"),
     ],
 )
 async def test_message_beyond_the_state_of_its_flow_is_rejected(item: stage_pb2.PutItem, reason: str) -> None:
@@ -147,7 +143,7 @@ async def test_rejected_flow_harms_no_other() -> None:
         assert await one.reason() == "INVALID_CHUNK"
         digest, shape = FlowDigest(), PacketShape(packet(0))
         digest.add(shape)
-        data = chunk_pb2.ChunkData()
+        data = ChunkData()
         fill_inline(data, packet(0).tensors, shape)
         fill_metadata(data, packet(0).metadata)
         await one.put(chunk(OTHER, data=data), chunk(OTHER, seq=1, end=digest.end()))
@@ -241,7 +237,7 @@ class _Failing(Connector):
 def _chunk(key: EdgeKey, lease_id: int) -> stage_pb2.PutItem:
     tensor = tensor_pb2.Tensor(name="x", dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[4])
     tensor.shm.CopyFrom(tensor_pb2.ShmRegion(offset=1 << 16, size_bytes=4, generation=1))
-    return chunk(key, data=chunk_pb2.ChunkData(tensors=[tensor], size_bytes=4, lease_id=lease_id))
+    return chunk(key, data=ChunkData(tensors=[tensor], size_bytes=4, lease_id=lease_id))
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ from stagemesh.conformance import Host, open_flow, packet, two_hosts
 from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.shm import ShmConnector
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe
+from tests.rpc.call_errors import raises
 
 
 async def _probe(producer: Host, consumer: Host, connector: ConnectorName = AUTO) -> EdgeProbe:
@@ -49,9 +50,12 @@ async def test_probe_returns_better_connectors_with_their_errors(monkeypatch: py
 async def test_fixed_connector_that_cannot_work_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     _without_nixl(monkeypatch)
     async with two_hosts() as (a, b):
-        with pytest.raises(NotReadyError, match=r"nixl cannot be used with replica b-0: .*stagemesh\[nixl") as caught:
+        with raises(
+            NotReadyError,
+            reason="CONNECTOR_UNAVAILABLE",
+            match=r"nixl cannot be used with replica b-0: .*stagemesh\[nixl",
+        ):
             await _probe(a, b, NIXL)
-    assert caught.value.reason == "CONNECTOR_UNAVAILABLE"
 
 
 async def test_unknown_connector_is_named() -> None:

@@ -13,6 +13,7 @@ from stagemesh.common.errors import InvalidChunkError, NotReadyError, Unavailabl
 from stagemesh.connectors.flow.inlet import merge
 from stagemesh.connectors.flow.received_rows import PacketQueue, add_rows
 from stagemesh.connectors.packets import MetadataValue, Packet
+from tests.rpc.call_errors import raises
 
 _NAMES: tuple[str, ...] = ("x", "y")
 
@@ -101,9 +102,8 @@ def test_context_cut_at_other_rows_is_rejected() -> None:
     count = PacketQueue(edge="e")
     count.new_part(_with(Packet({"x": np.arange(4)}), context_frames=0))
     count.begin({})
-    with pytest.raises(InvalidChunkError) as caught:
+    with raises(InvalidChunkError, reason="ATTEMPTS_DIFFER"):
         count.new_part(_with(Packet({"x": np.arange(6)}), context_frames=2))
-    assert caught.value.reason == "ATTEMPTS_DIFFER"
 
 
 def test_token_at_which_a_packet_starts_moves_with_its_rows() -> None:
@@ -120,9 +120,8 @@ def test_producer_with_fewer_rows_than_before_is_rejected() -> None:
     count.new_part(Packet({"x": np.arange(5)}))
     count.begin({})
     count.new_part(Packet({"x": np.arange(4)}))
-    with pytest.raises(InvalidChunkError, match="fewer rows") as caught:
+    with raises(InvalidChunkError, reason="ATTEMPTS_DIFFER", match="fewer rows"):
         count.accept_end()
-    assert caught.value.reason == "ATTEMPTS_DIFFER"
 
 
 def _with(packet: Packet, **metadata: MetadataValue) -> Packet:

@@ -18,6 +18,7 @@ from stagemesh.connectors.arena.memory import PAGE_BYTES, SEALS, when_gone
 from stagemesh.connectors.base import ArenaRange, MemoryAccount, Producer
 from stagemesh.connectors.shm import ShmConnector, ShmReader
 from stagemesh.v1 import stage_pb2
+from tests.rpc.call_errors import raises
 
 MIB = 1 << 20
 
@@ -61,9 +62,8 @@ async def test_freed_region_is_never_read_as_new_data(arena: Arena, count: int) 
         reader.view(old)
     again, place = await _write(arena)
     assert again.region.offset == old.offset
-    with pytest.raises(InvalidChunkError) as caught:
+    with raises(InvalidChunkError, reason="STALE_REGION"):
         reader.view(old)
-    assert caught.value.reason == "STALE_REGION"
     assert reader.view(place).nbytes == 20_000
 
 
@@ -102,9 +102,8 @@ def _handed_over(kind: str, size_bytes: int) -> Iterator[int]:
 @pytest.mark.parametrize("size_bytes", [0, 100, 2 * PAGE_BYTES, 64 * PAGE_BYTES])
 async def test_descriptor_of_anything_but_a_sealed_arena_is_rejected(arena: Arena, kind: str, size_bytes: int) -> None:
     offer = stage_pb2.ArenaAdvertisement(size_bytes=size_bytes, token=bytes(16)).SerializeToString()
-    with _handed_over(kind, size_bytes) as fd, pytest.raises(NotReadyError) as caught:
+    with _handed_over(kind, size_bytes) as fd, raises(NotReadyError, reason="CONNECTOR_UNAVAILABLE"):
         await ShmConnector(arena).connect(offer, Producer("a-0", "1", fd))
-    assert caught.value.reason == "CONNECTOR_UNAVAILABLE"
 
 
 async def test_descriptor_remains_the_callers(arena: Arena) -> None:

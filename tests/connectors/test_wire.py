@@ -25,6 +25,7 @@ from stagemesh.connectors.wire import FlowDigest, PacketShape
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from tests.connectors import EACH_CONNECTOR
 from tests.connectors.contents import packet_of
+from tests.rpc.call_errors import raises
 
 VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "protos/digest_vectors.json").read_text())
 
@@ -142,9 +143,8 @@ def test_larger_chunks_and_several_tensors_arrive_unchanged() -> None:
 
 def test_a_chunk_with_a_missing_fragment_is_an_error() -> None:
     tensors = {"x": np.zeros(2 * fragments_module.WHOLE_CHUNK_BYTES, np.uint8)}
-    with pytest.raises(InvalidChunkError) as missing:
+    with raises(InvalidChunkError, reason="FRAGMENT_GAP"):
         _assemble(_messages(tensors)[:-1], tensors)
-    assert missing.value.reason == "FRAGMENT_GAP"
 
 
 CHUNKS = 20
