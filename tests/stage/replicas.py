@@ -1,8 +1,9 @@
 """Stage replicas for tests: runtimes alone, and runtimes behind a real gRPC server on a free port."""
 
 from collections.abc import AsyncGenerator, Awaitable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import grpc
 import numpy as np
@@ -92,6 +93,28 @@ async def served_stage(config: StageConfig | None = None, *, engine: Engine | No
     """Serves a READY runtime."""
     async with ready_runtime(config, engine=engine) as runtime, served(runtime) as replica:
         yield replica
+
+
+Events: TypeAlias = AsyncGenerator[stage_pb2.ExecuteStepResponse]
+
+
+@asynccontextmanager
+async def running_step(
+    config: StageConfig | None = None, *, engine: Engine | None = None, spec: StepSpec | None = None
+) -> AsyncGenerator[tuple[StageRuntime, Events]]:
+    """Yields a READY runtime, and the events of a step of which the first output has been read."""
+    async with (
+        ready_runtime(config, engine=engine) as runtime,
+        aclosing(runtime.execute(spec or step_spec(), time_left_s=None)) as events,
+    ):
+        await read_first_output(events)
+        yield runtime, events
+
+
+async def read_first_output(events: Events) -> None:
+    """Reads Accepted and the first output, after which the engine works."""
+    assert (await anext(events)).HasField("accepted")
+    assert (await anext(events)).HasField("output")
 
 
 def step_spec(

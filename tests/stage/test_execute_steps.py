@@ -12,8 +12,10 @@ import pytest
 
 from stagemesh.common.errors import InternalError
 from stagemesh.common.notification import Journal
+from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.conformance import until
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.services.engines.base import Engine
 from stagemesh.services.stage import servicer
 from stagemesh.services.stage.servicer import StepSession
 from stagemesh.services.stage.step import run
@@ -77,9 +79,15 @@ class Caller:
             self.received[message.call].append(message)
 
 
+@asynccontextmanager
+async def calling(config: StageConfig | None = None, *, engine: Engine | None = None) -> AsyncGenerator[Caller]:
+    """Yields the caller of a replica."""
+    async with served_stage(config, engine=engine) as replica:
+        yield Caller(replica)
+
+
 async def test_each_call_receives_its_own_events() -> None:
-    async with served_stage(stage_config(steps=2)) as replica:
-        caller = Caller(replica)
+    async with calling(stage_config(steps=2)) as caller:
         for number in (1, 2, 3):
             await caller.begin(number, step_request(f"r{number}", text=f"text {number}"))
         await caller.until_ended(1, 2, 3)
@@ -89,8 +97,7 @@ async def test_each_call_receives_its_own_events() -> None:
 
 
 async def test_an_error_ends_its_own_call_and_names_the_stage() -> None:
-    async with served_stage(stage_config(fail_at_step=1)) as replica:
-        caller = Caller(replica)
+    async with calling(stage_config(fail_at_step=1)) as caller:
         await caller.begin(1, step_request("a"))
         await caller.begin(2, step_request("b"))
         await caller.until_ended(1, 2)
@@ -101,8 +108,7 @@ async def test_an_error_ends_its_own_call_and_names_the_stage() -> None:
 
 
 async def test_a_full_replica_says_when_to_retry() -> None:
-    async with served_stage(engine=GatedEngine()) as replica:
-        caller = Caller(replica)
+    async with calling(engine=GatedEngine()) as caller:
         for number in range(5):
             await caller.begin(number, step_request(f"r{number}"))
         await caller.until_ended(4)
@@ -111,11 +117,9 @@ async def test_a_full_replica_says_when_to_retry() -> None:
     assert "max_queued" in error.message
 
 
-async def test_cancelling_a_call_stops_its_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelling_a_call_stops_its_step_only(engine: GatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
-    engine = GatedEngine()
-    async with served_stage(engine=engine) as replica:
-        caller = Caller(replica)
+    async with calling(engine=engine) as caller:
         await caller.begin(1, step_request("leaves"))
         await caller.begin(2, step_request("stays"))
         await caller.until_received(1, "accepted", "output")
@@ -128,11 +132,9 @@ async def test_cancelling_a_call_stops_its_step_only(monkeypatch: pytest.MonkeyP
     assert caller.kinds(1) == ["accepted", "output"]
 
 
-async def test_the_end_of_the_stream_cancels_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_of_the_stream_cancels_all_calls(engine: GatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
-    engine = GatedEngine()
-    async with served_stage(engine=engine) as replica:
-        caller = Caller(replica)
+    async with calling(engine=engine) as caller:
         for number in (1, 2):
             await caller.begin(number, step_request(f"r{number}"))
             await caller.until_received(number, "accepted", "output")
@@ -140,10 +142,8 @@ async def test_the_end_of_the_stream_cancels_all_calls(monkeypatch: pytest.Monke
         await eventually(lambda: sorted(engine.released) == ["r1", "r2"])
 
 
-async def test_a_call_ends_at_its_timeout() -> None:
-    engine = GatedEngine()
-    async with served_stage(engine=engine) as replica:
-        caller = Caller(replica)
+async def test_a_call_ends_at_its_timeout(engine: GatedEngine) -> None:
+    async with calling(engine=engine) as caller:
         await caller.begin(1, step_request("late"), timeout_s=0.05)
         await caller.begin(2, step_request("never"), timeout_s=0.0)
         await caller.until_ended(1, 2)
@@ -154,8 +154,7 @@ async def test_a_call_ends_at_its_timeout() -> None:
 
 
 async def test_a_call_number_in_use_ends_the_stream() -> None:
-    async with served_stage(engine=GatedEngine()) as replica:
-        caller = Caller(replica)
+    async with calling(engine=GatedEngine()) as caller:
         for _ in range(2):
             await caller.begin(1, step_request())
         assert await caller.status() is grpc.StatusCode.INVALID_ARGUMENT
@@ -168,8 +167,7 @@ async def test_an_invalid_message_ends_the_stream() -> None:
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_closing_replica_ends_all_calls_then_the_stream() -> None:
-    engine = GatedEngine()
+async def test_a_closing_replica_ends_all_calls_then_the_stream(engine: GatedEngine) -> None:
     async with ready_runtime(engine=engine) as runtime, served(runtime) as replica:
         caller = Caller(replica)
         await caller.begin(1, step_request())
@@ -233,7 +231,6 @@ async def _session(*journals: Journal[bytes]) -> AsyncGenerator[AsyncGenerator[b
     left = iter(journals)
 
     def attach(step: stage_pb2.ExecuteStepRequest, time_left_s: float | None) -> Journal[bytes]:
-        del step, time_left_s
         return next(left)
 
     messages = StepSession(attach, closing=asyncio.Event(), where={}).serve(asked())

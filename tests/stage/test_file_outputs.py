@@ -28,6 +28,7 @@ from stagemesh.services.stage.step.spec import StepSpec, StreamedOutput
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.limits import files_of_at_most
 from tests.media.locations import join_store_threads, s3_server
+from tests.rpc.call_errors import raises
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, stage_config, step_spec
 
@@ -240,9 +241,8 @@ async def test_a_step_that_its_engine_releases_late_aborts_its_upload(monkeypatc
 
 async def test_a_full_store_fails_no_other_step(tmp_path: Path) -> None:
     async with stage(emitting("frames", *np.array_split(FRAMES, 4)), tmp_path) as runtime:
-        with files_of_at_most(8 << 10), pytest.raises(StagemeshError) as caught:
+        with files_of_at_most(8 << 10), raises(StagemeshError, reason="STORAGE_FULL"):
             await events_of(runtime, wanted("frames", RAW, store=tmp_path))
-        assert caught.value.reason == "STORAGE_FULL"
         assert files_in(tmp_path) == []
         other = replace(wanted("frames", RAW, store=tmp_path), step_id="r/thinker/2", attempt=2)
         assert outputs(await events_of(runtime, other))[0].file.size_bytes == FRAMES.nbytes
@@ -252,9 +252,8 @@ async def test_a_store_that_denies_writing_fails_the_step_before_the_engine_comp
     engine = emitting("frames", FRAMES)
     # Not even root can create a folder here.
     async with stage(engine, "/sys/stagemesh") as runtime:
-        with pytest.raises(StagemeshError) as caught:
+        with raises(StagemeshError, reason="STORE_DENIED"):
             await events_of(runtime, wanted("frames", RAW, store=Path("/sys/stagemesh")))
-    assert caught.value.reason == "STORE_DENIED"
     assert engine.running == []
 
 

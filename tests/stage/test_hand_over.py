@@ -25,6 +25,7 @@ from stagemesh.services.stage.step.checks import check_handover
 from stagemesh.services.stage.step.inputs import accepted_part
 from stagemesh.services.stage.step.spec import InputBinding, OutputBinding, StepSpec
 from tests.connectors.offers import Offers
+from tests.rpc.call_errors import raises
 from tests.stage.replicas import Replica, events_of, ready_runtime, served_stage, stage_config, step_spec
 
 ACCEPTS = {"kv": TensorSpec.ticket("test.state"), "text": TensorSpec("uint8", ("bytes",))}
@@ -48,10 +49,7 @@ async def decode_stage() -> AsyncGenerator[tuple[Host, Replica]]:
 
 def flow_to(stage: Replica, producer: Host, request_id: str) -> Outlet:
     return producer.plane.open_outlet(
-        EdgeKey(request_id, "a->b", 1),
-        ConsumerAddress("decode-0", stage.endpoint),
-        connector=GRPC,
-        policy=StepPolicy(),
+        EdgeKey(request_id, "a->b", 1), ConsumerAddress("decode-0", stage.endpoint), connector=GRPC, policy=StepPolicy()
     )
 
 
@@ -95,9 +93,8 @@ async def test_bad_descriptor_fails_its_own_request_alone() -> None:
         await outlet.send(Packet({}, tickets={STATE: ticket}))
         ticket.release()
         await send(flow_to(stage, producer, "bad"), b"not a descriptor")
-        with pytest.raises(StagemeshError) as refused:
+        with raises(StagemeshError, reason="INVALID_TICKET"):
             await bad
-        assert refused.value.reason == "INVALID_TICKET"
         await outlet.finish()
         assert (await good)[-1].HasField("finished")
         assert prefill.states.counts.released == 1
@@ -107,9 +104,8 @@ async def test_bad_descriptor_fails_its_own_request_alone() -> None:
 async def test_ticket_of_a_kind_that_the_stage_does_not_accept_is_rejected() -> None:
     async with decode_stage() as (producer, stage):
         step = asyncio.create_task(events_of(stage.runtime, decode_spec("r")))
-        with pytest.raises(UnsupportedError, match=f"accepts {KIND}") as refused:
+        with raises(UnsupportedError, reason="TICKET_REFUSED", match=f"accepts {KIND}"):
             await send(flow_to(stage, producer, "r"), b"", kind="vllm.kv")
-        assert refused.value.reason == "TICKET_REFUSED"
         with pytest.raises(UnsupportedError):
             await step
 
@@ -123,9 +119,8 @@ async def test_ticket_cannot_be_an_output() -> None:
 @pytest.mark.parametrize("able", [HandsOver(), HandsOver(offers=frozenset({"a.kv"}), accepts=frozenset({"c.kv"}))])
 async def test_engine_that_lacks_a_kind_of_the_signature_does_not_start(able: HandsOver) -> None:
     signature = Signature(accepts={"in": TensorSpec.ticket("b.kv")}, emits={"out": Emitted(TensorSpec.ticket("a.kv"))})
-    with pytest.raises(NotReadyError, match="engine x cannot") as refused:
+    with raises(NotReadyError, reason="HANDOVER_UNAVAILABLE", match="engine x cannot"):
         check_handover(signature, EngineAbilities(hands_over=able), engine="x")
-    assert refused.value.reason == "HANDOVER_UNAVAILABLE"
     both = HandsOver(offers=frozenset({"a.kv"}), accepts=frozenset({"b.kv"}))
     check_handover(signature, EngineAbilities(hands_over=both), engine="x")
 

@@ -18,6 +18,7 @@ from stagemesh.services.engines.base import EngineEvent, Task, Usage
 from stagemesh.services.stage.process import work
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.step_hangs import StallWatch
+from tests.rpc.call_errors import raises
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
 
@@ -184,9 +185,8 @@ async def test_a_step_that_hangs_alone_fails_as_unavailable() -> None:
         hanging = asyncio.create_task(events_of(runtime, step_spec()))
         await until_running(runtime, 1)
         gets_on = asyncio.create_task(events_of(runtime, replace(other, task=replace(other.task, attempt=2))))
-        with pytest.raises(UnavailableError, match="has made progress on later steps") as caught:
+        with raises(UnavailableError, reason="STEP_HANGS", match="has made progress on later steps"):
             await hanging
-        assert caught.value.reason == "STEP_HANGS"
         assert not watching.done()
         for task in (watching, gets_on):
             task.cancel()
@@ -202,9 +202,8 @@ async def test_an_engine_that_hangs_has_died() -> None:
     config = replace(stage_config(steps=3), stall_s=0.4, options={"steps": 3, "faults": [{"kind": "hang"}]})
     async with ready_runtime(config) as runtime, asyncio.timeout(10):
         asking = asyncio.create_task(events_of(runtime, step_spec()))
-        with pytest.raises(UnavailableError, match="the engine hangs: 1 step has its input") as caught:
+        with raises(UnavailableError, reason="ENGINE_DIED", match="the engine hangs: 1 step has its input"):
             await runtime.watch_engine()
-        assert caught.value.reason == "ENGINE_DIED"
         with pytest.raises(UnavailableError, match="the engine hangs"):
             await asking
 
@@ -287,23 +286,19 @@ async def test_a_slow_step_within_the_limit_does_not_hang() -> None:
         watching.cancel()
 
 
-async def test_a_dead_engine_ends_the_service() -> None:
-    engine = GatedEngine()
+async def test_a_dead_engine_ends_the_service(engine: GatedEngine) -> None:
     engine.death.set()
     runtime = make_runtime(engine=engine)
-    with pytest.raises(UnavailableError, match="stage thinker: the gate fell down") as caught:
+    with raises(UnavailableError, reason="ENGINE_DIED", match="stage thinker: the gate fell down"):
         await work(runtime, Server("127.0.0.1:0"), asyncio.Event())
-    assert caught.value.reason == "ENGINE_DIED"
     await runtime.close()
 
 
-async def test_an_engine_that_fails_to_load_ends_the_service() -> None:
-    engine = GatedEngine()
+async def test_an_engine_that_fails_to_load_ends_the_service(engine: GatedEngine) -> None:
     engine.load_error = ValueError("no such weights")
     runtime = make_runtime(engine=engine)
-    with pytest.raises(NotReadyError, match="no such weights") as caught:
+    with raises(NotReadyError, reason="LOAD_FAILED", match="no such weights"):
         await work(runtime, Server("127.0.0.1:0"), asyncio.Event())
-    assert caught.value.reason == "LOAD_FAILED"
     await runtime.close()
 
 
@@ -331,10 +326,9 @@ async def test_a_replica_drained_during_its_start_is_never_serving() -> None:
     assert set(served) == {False}
 
 
-async def test_a_stop_during_loading_closes_the_engine() -> None:
+async def test_a_stop_during_loading_closes_the_engine(engine: GatedEngine) -> None:
     stopping = asyncio.Event()
     stopping.set()
-    engine = GatedEngine()
     runtime = make_runtime(engine=engine)
     await work(runtime, Server("127.0.0.1:0"), stopping)
     await runtime.close()

@@ -2,8 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -13,14 +13,23 @@ from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.conformance import until
-from stagemesh.fake_engine.engine import FakeEngine
-from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.stage.rollout import RolloutRelease
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.v1 import stage_pb2
 from stagemesh.v1.stage_pb2 import ROLLOUT_VERDICT_RELEASED
+from tests.rpc.call_errors import raises
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import events_of, make_runtime, ready_runtime, served_stage, stage_config, step_spec
+from tests.stage.replicas import (
+    events_of,
+    make_runtime,
+    ready_runtime,
+    running_step,
+    served_stage,
+    stage_config,
+    step_spec,
+)
+
+LONG = stage_config(steps=1000, step_s=0.01)
 
 
 async def test_a_draining_replica_reports_it_and_accepts_planned_steps() -> None:
@@ -61,23 +70,15 @@ async def test_a_loading_replica_cannot_be_drained() -> None:
 
 
 async def test_a_drain_returns_the_number_of_running_steps() -> None:
-    async with ready_runtime(stage_config(steps=1000, step_s=0.01)) as runtime:
-        events = runtime.execute(step_spec("r"), time_left_s=None)
-        async with aclosing(events):
-            await anext(events)
-            assert runtime.lifecycle.start_drain() == 1
+    async with running_step(LONG) as (runtime, _):
+        assert runtime.lifecycle.start_drain() == 1
 
 
-async def test_steps_are_handed_over_after_their_time_and_new_ones_rejected() -> None:
-    engine = GatedEngine()
-    async with ready_runtime(engine=engine) as runtime:
-        events = runtime.execute(step_spec(), time_left_s=None)
-        async with aclosing(events):
-            await anext(events)
-            assert runtime.lifecycle.start_drain(move_after_s=0.0) == 1
-            with pytest.raises(UnavailableError, match="thinker-0 of stage thinker is drained") as caught:
-                [event async for event in events]
-        assert caught.value.reason == "DRAINED"
+async def test_steps_are_handed_over_after_their_time_and_new_ones_rejected(engine: GatedEngine) -> None:
+    async with running_step(engine=engine) as (runtime, events):
+        assert runtime.lifecycle.start_drain(move_after_s=0.0) == 1
+        with raises(UnavailableError, reason="DRAINED", match="thinker-0 of stage thinker is drained"):
+            [event async for event in events]
         with pytest.raises(NotReadyError):
             await events_of(runtime, step_spec("late"))
         runtime.lifecycle.end_drain()
@@ -86,32 +87,23 @@ async def test_steps_are_handed_over_after_their_time_and_new_ones_rejected() ->
 
 
 async def test_a_drain_pauses_steps_that_can_pause() -> None:
-    async with ready_runtime(stage_config(steps=1000, step_s=0.01)) as runtime:
-        events = runtime.execute(step_spec(), time_left_s=None)
-        async with aclosing(events):
-            await anext(events)
-            runtime.lifecycle.start_drain(move_after_s=0.0)
-            *_, last = [event async for event in events]
+    async with running_step(LONG) as (runtime, events):
+        runtime.lifecycle.start_drain(move_after_s=0.0)
+        *_, last = [event async for event in events]
         assert 0 < last.paused.checkpoint.steps < 1000
 
 
 async def test_a_shutdown_pauses_steps_at_the_end_of_its_grace() -> None:
-    async with ready_runtime(stage_config(steps=1000, step_s=0.01)) as runtime:
-        events = runtime.execute(step_spec(), time_left_s=None)
-        async with aclosing(events):
-            await anext(events)
-            await runtime.lifecycle.finish_steps(grace_s=0.5)
-            assert [event async for event in events][-1].HasField("paused")
+    async with running_step(LONG) as (runtime, events):
+        await runtime.lifecycle.finish_steps(grace_s=0.5)
+        assert [event async for event in events][-1].HasField("paused")
 
 
 async def test_a_drain_that_ends_in_time_hands_nothing_over() -> None:
-    async with ready_runtime(stage_config(steps=20, step_s=0.01)) as runtime:
-        events = runtime.execute(step_spec(), time_left_s=None)
-        async with aclosing(events):
-            await anext(events)
-            runtime.lifecycle.start_drain(move_after_s=0.05)
-            runtime.lifecycle.end_drain()
-            assert [event async for event in events][-1].HasField("finished")
+    async with running_step(stage_config(steps=20, step_s=0.01)) as (runtime, events):
+        runtime.lifecycle.start_drain(move_after_s=0.05)
+        runtime.lifecycle.end_drain()
+        assert [event async for event in events][-1].HasField("finished")
 
 
 @pytest.mark.parametrize("move_after_s", [-1.0, math.nan])
@@ -123,7 +115,7 @@ async def test_an_invalid_move_time_is_rejected(move_after_s: float) -> None:
 
 
 async def test_running_steps_are_reported_by_request() -> None:
-    async with ready_runtime(stage_config(steps=1000, step_s=0.01)) as runtime:
+    async with ready_runtime(LONG) as runtime:
         runs = [runtime.execute(step_spec(name), time_left_s=None) for name in ("one", "two")]
         for run in runs:
             await anext(run)
@@ -200,15 +192,9 @@ async def test_a_replica_that_an_operator_puts_to_sleep_is_not_available() -> No
         assert (runtime.lifecycle.state, runtime.lifecycle.is_available) == (ReplicaState.ASLEEP, False)
 
 
-class _SleeplessEngine(FakeEngine):
-    @property
-    def abilities(self) -> EngineAbilities:
-        return EngineAbilities()
-
-
 async def test_an_engine_that_cannot_sleep_ends_the_start_with_a_clear_error() -> None:
     config = replace(stage_config(), sleep_when_idle_s=1.0)
-    runtime = make_runtime(config, engine=_SleeplessEngine(config))
+    runtime = make_runtime(config, engine=GatedEngine())
     with pytest.raises(UnsupportedError, match="cannot sleep; remove sleep_when_idle_s") as caught:
         await runtime.start()
     assert (caught.value.metadata["ability"], runtime.lifecycle.state) == ("sleep", ReplicaState.FAILED)
@@ -226,13 +212,11 @@ NONE = stage_pb2.ROLLOUT_VERDICT_UNSPECIFIED
 RELEASED, WITHHELD = stage_pb2.ROLLOUT_VERDICT_RELEASED, stage_pb2.ROLLOUT_VERDICT_WITHHELD
 
 
-def _play(scene: Callable[[RolloutRelease], Awaitable[None]]) -> None:
-    async def play() -> None:
-        release = RolloutRelease()
-        release.set_available(True)
-        await scene(release)
-
-    virtual_time.run(play())
+def _available() -> RolloutRelease:
+    """Returns the release of a replica that is available."""
+    release = RolloutRelease()
+    release.set_available(True)
+    return release
 
 
 @pytest.mark.parametrize(
@@ -247,18 +231,20 @@ def _play(scene: Callable[[RolloutRelease], Awaitable[None]]) -> None:
     ],
 )
 def test_one_orchestrator_must_release_a_replica_and_none_withhold_it(verdicts: list[Verdict], ready: bool) -> None:
-    async def scene(release: RolloutRelease) -> None:
+    async def scene() -> None:
+        release = _available()
         with ExitStack() as stack:
             for verdict in verdicts:
                 stack.enter_context(release.verdict(verdict))
             assert release.is_ready is ready
         assert not release.is_ready
 
-    _play(scene)
+    virtual_time.run(scene())
 
 
 def test_a_replica_that_was_ready_for_a_while_stays_released() -> None:
-    async def scene(release: RolloutRelease) -> None:
+    async def scene() -> None:
+        release = _available()
         with release.verdict(RELEASED):
             await asyncio.sleep(10.1)
         assert release.is_ready
@@ -269,17 +255,18 @@ def test_a_replica_that_was_ready_for_a_while_stays_released() -> None:
         release.set_available(True)
         assert release.is_ready
 
-    _play(scene)
+    virtual_time.run(scene())
 
 
 def test_an_interruption_restarts_the_time_until_a_replica_stays_released() -> None:
-    async def scene(release: RolloutRelease) -> None:
+    async def scene() -> None:
+        release = _available()
         for _ in range(2):
             with release.verdict(RELEASED):
                 await asyncio.sleep(9)
             assert not release.is_ready
 
-    _play(scene)
+    virtual_time.run(scene())
 
 
 async def test_the_verdict_of_a_load_watch_ends_with_its_call() -> None:

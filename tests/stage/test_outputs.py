@@ -22,6 +22,7 @@ from stagemesh.services.stage.step.outputs import (
     StreamedOutputs,
 )
 from stagemesh.v1 import request_pb2
+from tests.rpc.call_errors import raises
 
 
 def test_a_character_split_over_emissions_stays_whole() -> None:
@@ -79,9 +80,8 @@ def test_an_empty_tensor_makes_no_fragment() -> None:
 
 
 def test_a_tensor_larger_than_a_message_is_rejected() -> None:
-    with pytest.raises(UnsupportedError, match="output x has 9437184 bytes") as caught:
+    with raises(UnsupportedError, reason="OUTPUT_TOO_LARGE", match="output x has 9437184 bytes"):
         _outputs("tensor", [np.zeros(9 << 20, np.uint8)])
-    assert caught.value.reason == "OUTPUT_TOO_LARGE"
 
 
 def test_each_name_has_its_own_position() -> None:
@@ -181,9 +181,8 @@ def test_raw_bytes_are_not_copied() -> None:
     ],
 )
 def test_what_a_format_cannot_contain_is_rejected(media_type: str, tensors: list[Array], said: str) -> None:
-    with pytest.raises(UnsupportedError, match=said) as caught:
+    with raises(UnsupportedError, reason="OUTPUT_NOT_ENCODABLE", match=said):
         encode(media_type, tensors, sample_rate_hz=RATE_HZ, frame_rate=24)
-    assert caught.value.reason == "OUTPUT_NOT_ENCODABLE"
 
 
 @pytest.mark.parametrize(("total_steps", "interval_s"), [(None, PROGRESS_INTERVAL_S), (9, STEPS_INTERVAL_S)])

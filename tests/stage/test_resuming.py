@@ -5,13 +5,13 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Task, Usage
 from stagemesh.services.stage.step.journal import MAX_EVENT_BYTES
 from stagemesh.services.stage.step.spec import StepSpec, checkpoint_to_wire, spec_from_wire
 from stagemesh.v1 import request_pb2, stage_pb2
+from tests.rpc.call_errors import raises
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, ready_runtime, stage_config, step_spec
 
@@ -60,9 +60,8 @@ def test_a_checkpoint_survives_conversion() -> None:
 
 async def test_a_checkpoint_past_the_end_is_rejected() -> None:
     async with ready_runtime(CONFIG) as runtime:
-        with pytest.raises(InvalidRequestError, match="the checkpoint is of step 6") as caught:
+        with raises(InvalidRequestError, reason="INVALID_CHECKPOINT", match="the checkpoint is of step 6"):
             await events_of(runtime, _resumed(Checkpoint(6)))
-    assert caught.value.reason == "INVALID_CHECKPOINT"
 
 
 class SavingEngine(GatedEngine):
@@ -73,7 +72,6 @@ class SavingEngine(GatedEngine):
         self._sizes_bytes = sizes_bytes
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        del task
         for steps, size_bytes in enumerate(self._sizes_bytes, 1):
             yield Checkpoint(steps, (steps,), {"state": np.zeros(size_bytes, np.uint8)})
         await self.gate.wait()
@@ -90,12 +88,8 @@ async def test_a_later_caller_receives_the_newest_state_and_none_after_the_end()
                 assert [_state_sizes(await anext(second)) for _ in range(4)] == [None, (0, 0), (0, 0), (1, 3000)]
             engine.gate.set()
             assert [_state_sizes(event) async for event in first] == [None, None]
-        assert [_state_sizes(event) for event in await events_of(runtime, step_spec())] == [
-            None,
-            *[(0, 0)] * 3,
-            None,
-            None,
-        ]
+        later = await events_of(runtime, step_spec())
+        assert [_state_sizes(event) for event in later] == [None, *[(0, 0)] * 3, None, None]
 
 
 async def test_a_large_state_is_left_out_of_its_event() -> None:

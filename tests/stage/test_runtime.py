@@ -1,9 +1,7 @@
 """A replica that runs steps, without gRPC, and how long it keeps ended runs."""
 
 import asyncio
-import gc
 import weakref
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from itertools import accumulate
 
@@ -23,7 +21,15 @@ from stagemesh.services.stage.lifecycle import PLANNED_S
 from stagemesh.services.stage.step import run, run_index
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
+from tests.stage.replicas import (
+    events_of,
+    make_runtime,
+    read_first_output,
+    ready_runtime,
+    running_step,
+    stage_config,
+    step_spec,
+)
 
 
 async def test_the_events_of_a_step_are_in_order() -> None:
@@ -49,8 +55,7 @@ async def test_only_requested_tensors_are_streamed() -> None:
     assert not [event for event in events if event.HasField("output")]
 
 
-async def test_a_second_call_attaches_and_receives_all_events() -> None:
-    engine = GatedEngine()
+async def test_a_second_call_attaches_and_receives_all_events(engine: GatedEngine) -> None:
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
         async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as first:
             received = [await anext(first), await anext(first)]
@@ -61,8 +66,7 @@ async def test_a_second_call_attaches_and_receives_all_events() -> None:
     assert engine.released == ["r"]
 
 
-async def test_an_ended_step_does_not_run_again() -> None:
-    engine = GatedEngine()
+async def test_an_ended_step_does_not_run_again(engine: GatedEngine) -> None:
     engine.gate.set()
     async with ready_runtime(engine=engine) as runtime:
         assert await events_of(runtime, step_spec()) == await events_of(runtime, step_spec())
@@ -77,8 +81,7 @@ async def test_a_stale_attempt_is_rejected() -> None:
     assert caught.value.metadata["attempt"] == "2"
 
 
-async def test_a_newer_attempt_stops_the_older() -> None:
-    engine = GatedEngine()
+async def test_a_newer_attempt_stops_the_older(engine: GatedEngine) -> None:
     async with (
         ready_runtime(engine=engine) as runtime,
         aclosing(runtime.execute(step_spec(attempt=1), time_left_s=None)) as older,
@@ -90,12 +93,11 @@ async def test_a_newer_attempt_stops_the_older() -> None:
                 [event async for event in older]
 
 
-async def test_the_engine_releases_a_step_without_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_engine_releases_a_step_without_callers(engine: GatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
-    engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
         async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
-            await _read_first_output(events)
+            await read_first_output(events)
             async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as others:
                 await anext(others)
             assert engine.running == ["r"]
@@ -105,9 +107,10 @@ async def test_the_engine_releases_a_step_without_callers(monkeypatch: pytest.Mo
         assert engine.released == ["r"]
 
 
-async def test_a_caller_that_leaves_at_once_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_that_leaves_at_once_stops_the_step(
+    engine: GatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
-    engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
         async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
             waiting = asyncio.ensure_future(anext(events))
@@ -124,8 +127,9 @@ async def test_a_caller_that_leaves_at_once_stops_the_step(monkeypatch: pytest.M
     ("error", "expected"),
     [(ValueError("bad luck"), InternalError), (UnavailableError("a peer is gone"), UnavailableError)],
 )
-async def test_an_engine_error_names_stage_and_replica(error: Exception, expected: type[StagemeshError]) -> None:
-    engine = GatedEngine()
+async def test_an_engine_error_names_stage_and_replica(
+    engine: GatedEngine, error: Exception, expected: type[StagemeshError]
+) -> None:
     engine.error = error
     engine.gate.set()
     async with ready_runtime(engine=engine) as runtime:
@@ -135,24 +139,22 @@ async def test_an_engine_error_names_stage_and_replica(error: Exception, expecte
     assert caught.value.metadata == {"stage": "thinker", "replica": "thinker-0", "request_id": "r"}
 
 
-async def test_a_later_caller_extends_the_deadline() -> None:
-    engine = GatedEngine()
+async def test_a_later_caller_extends_the_deadline(engine: GatedEngine) -> None:
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
         async with aclosing(runtime.execute(step_spec(), time_left_s=1.0)) as short:
-            await _read_first_output(short)
+            await read_first_output(short)
             long = group.create_task(events_of(runtime, step_spec()))
             await asyncio.sleep(1.2)
             engine.gate.set()
         assert (await long)[-1].HasField("finished")
 
 
-async def test_cancel_when_left_spares_a_step_that_another_caller_follows() -> None:
-    engine = GatedEngine()
+async def test_cancel_when_left_spares_a_step_that_another_caller_follows(engine: GatedEngine) -> None:
     async with ready_runtime(engine=engine) as runtime:
         async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as follower:
-            await _read_first_output(follower)
+            await read_first_output(follower)
             async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as leaver:
-                await _read_first_output(leaver)
+                await read_first_output(leaver)
             assert (await runtime.cancel("r", attempt=0, reason="it left", when_left=True)).stopped == 0
             assert engine.running == ["r"]
             cancelling = asyncio.create_task(runtime.cancel("r", attempt=0, reason="it left", when_left=True))
@@ -160,13 +162,8 @@ async def test_cancel_when_left_spares_a_step_that_another_caller_follows() -> N
         assert engine.released == ["r"]
 
 
-async def test_a_second_stop_does_not_interrupt_the_first() -> None:
-    engine = GatedEngine()
-    async with (
-        ready_runtime(engine=engine) as runtime,
-        aclosing(runtime.execute(step_spec(), time_left_s=None)) as events,
-    ):
-        await _read_first_output(events)
+async def test_a_second_stop_does_not_interrupt_the_first(engine: GatedEngine) -> None:
+    async with running_step(engine=engine) as (runtime, events):
         first = asyncio.ensure_future(runtime.cancel("r", attempt=0, reason="first"))
         # After one iteration of the event loop the engine is in its last step.
         await asyncio.sleep(0)
@@ -176,20 +173,14 @@ async def test_a_second_stop_does_not_interrupt_the_first() -> None:
             [event async for event in events]
 
 
-async def test_cancel_spares_later_attempts_and_other_requests() -> None:
-    engine = GatedEngine()
-    async with (
-        ready_runtime(engine=engine) as runtime,
-        aclosing(runtime.execute(step_spec("a", attempt=2), time_left_s=None)) as mine,
-    ):
-        await _read_first_output(mine)
+async def test_cancel_spares_later_attempts_and_other_requests(engine: GatedEngine) -> None:
+    async with running_step(engine=engine, spec=step_spec("a", attempt=2)) as (runtime, _):
         assert (await runtime.cancel("a", attempt=1, reason="")).stopped == 0
         assert (await runtime.cancel("b", attempt=0, reason="")).stopped == 0
         assert engine.running == ["a"]
 
 
-async def test_shutdown_lets_steps_finish_and_accepts_planned_ones_meanwhile() -> None:
-    engine = GatedEngine()
+async def test_shutdown_lets_steps_finish_and_accepts_planned_ones_meanwhile(engine: GatedEngine) -> None:
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
         running = group.create_task(events_of(runtime, step_spec("a")))
         while not engine.running:
@@ -227,35 +218,26 @@ async def test_an_idle_replica_that_is_not_watched_ends_at_once() -> None:
         assert asyncio.get_running_loop().time() - began_s < PLANNED_S / 2
 
 
-async def test_shutdown_stops_steps_that_do_not_finish() -> None:
-    engine = GatedEngine()
-    async with (
-        ready_runtime(engine=engine) as runtime,
-        aclosing(runtime.execute(step_spec(), time_left_s=None)) as events,
-    ):
-        await _read_first_output(events)
+async def test_shutdown_stops_steps_that_do_not_finish(engine: GatedEngine) -> None:
+    async with running_step(engine=engine) as (runtime, events):
         await runtime.lifecycle.finish_steps(grace_s=0.01)
         with pytest.raises(UnavailableError, match="thinker-0 is shutting down"):
             [event async for event in events]
     assert engine.closed
 
 
-async def test_a_dead_engine_fails_its_steps_with_the_cause() -> None:
-    engine = GatedEngine()
-    async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
-            await _read_first_output(events)
-            engine.death.set()
-            with pytest.raises(UnavailableError, match="the gate fell down"):
-                await runtime.watch_engine()
-            with pytest.raises(UnavailableError, match="stage thinker: the gate fell down") as caught:
-                [event async for event in events]
+async def test_a_dead_engine_fails_its_steps_with_the_cause(engine: GatedEngine) -> None:
+    async with running_step(engine=engine) as (runtime, events):
+        engine.death.set()
+        with pytest.raises(UnavailableError, match="the gate fell down"):
+            await runtime.watch_engine()
+        with pytest.raises(UnavailableError, match="stage thinker: the gate fell down") as caught:
+            [event async for event in events]
         assert caught.value.metadata["request_id"] == "r"
         assert (runtime.lifecycle.state, runtime.lifecycle.detail) == (ReplicaState.FAILED, "the gate fell down")
 
 
-async def test_a_load_failure_is_reported_to_later_calls() -> None:
-    engine = GatedEngine()
+async def test_a_load_failure_is_reported_to_later_calls(engine: GatedEngine) -> None:
     engine.load_error = ValueError("no such weights")
     runtime = make_runtime(engine=engine)
     with pytest.raises(NotReadyError, match="engine fake of stage thinker failed to load: ValueError: no such weights"):
@@ -264,18 +246,11 @@ async def test_a_load_failure_is_reported_to_later_calls() -> None:
     await runtime.close()
 
 
-async def _read_first_output(events: AsyncGenerator[stage_pb2.ExecuteStepResponse]) -> None:
-    """Reads Accepted and the first output, after which the engine works."""
-    assert (await anext(events)).HasField("accepted")
-    assert (await anext(events)).HasField("output")
-
-
 @pytest.mark.parametrize(("limit", "value"), [("KEPT_S", 0.0), ("MAX_KEPT", 0), ("MAX_KEPT_BYTES", len("hello") - 1)])
 async def test_an_ended_run_is_dropped_beyond_each_limit(
-    monkeypatch: pytest.MonkeyPatch, limit: str, value: float
+    engine: GatedEngine, monkeypatch: pytest.MonkeyPatch, limit: str, value: float
 ) -> None:
     monkeypatch.setattr(run_index, limit, value)
-    engine = GatedEngine()
     engine.gate.set()
     async with ready_runtime(engine=engine) as runtime:
         for _ in range(2):
@@ -295,15 +270,11 @@ async def test_many_requests_do_not_accumulate(monkeypatch: pytest.MonkeyPatch) 
         assert (len(book._runs), len(book._kept), len(book._attempts)) == (3, 3, 3)
 
 
-async def test_a_dropped_run_is_freed_without_the_garbage_collector() -> None:
+async def test_a_dropped_run_is_freed_without_the_garbage_collector(no_collector: None) -> None:
     async with ready_runtime(stage_config(steps=1)) as runtime:
         await events_of(runtime, step_spec())
         (run,) = runtime._runs._runs.values()
         known = weakref.ref(run)
         del run
-        gc.disable()
-        try:
-            runtime._runs.close()
-            assert known() is None
-        finally:
-            gc.enable()
+        runtime._runs.close()
+        assert known() is None

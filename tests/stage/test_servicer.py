@@ -2,7 +2,8 @@
 
 import asyncio
 from dataclasses import replace
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +18,7 @@ from stagemesh.common.errors import (
 from stagemesh.common.plugins import connectors
 from stagemesh.common.process.host import host_token
 from stagemesh.common.wire.versions import OFFERS, own_protocol
-from stagemesh.services.engines.abilities import Adapter, AdapterControl, EngineAbilities
+from stagemesh.services.engines.abilities import Adapter, EngineAbilities
 from stagemesh.services.stage.step import run
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
@@ -35,7 +36,7 @@ from tests.stage.replicas import (
     stage_config,
     step_request,
 )
-from tests.stage.test_execute_steps import Caller, eventually
+from tests.stage.test_execute_steps import Caller, calling, eventually
 
 
 async def test_a_step_streams_its_events() -> None:
@@ -51,9 +52,8 @@ async def test_an_error_has_its_reason_and_stage() -> None:
     assert error.metadata == {"stage": "thinker", "replica": "thinker-0", "request_id": "r"}
 
 
-async def test_cancelling_the_call_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelling_the_call_stops_the_engine(engine: GatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
-    engine = GatedEngine()
     async with served_stage(engine=engine) as replica:
         call = replica.stub.ExecuteStep(step_request())
         await anext(aiter(call))
@@ -62,8 +62,10 @@ async def test_cancelling_the_call_stops_the_engine(monkeypatch: pytest.MonkeyPa
         await eventually(lambda: engine.released == ["r"])
 
 
-async def test_a_caller_that_returns_in_time_receives_all_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, left = GatedEngine(), asyncio.Event()
+async def test_a_caller_that_returns_in_time_receives_all_events(
+    engine: GatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = asyncio.Event()
     abandoned = vars(run.StepRun)["_abandoned"]
 
     def note_left(run: run.StepRun) -> None:
@@ -82,8 +84,7 @@ async def test_a_caller_that_returns_in_time_receives_all_events(monkeypatch: py
     assert kinds_of(events) == ["accepted", "output", "output", "finished"]
 
 
-async def test_one_of_two_callers_may_leave() -> None:
-    engine = GatedEngine()
+async def test_one_of_two_callers_may_leave(engine: GatedEngine) -> None:
     async with served_stage(engine=engine) as replica:
         leaving, staying = (replica.stub.ExecuteStep(step_request()) for _ in range(2))
         events = aiter(staying)
@@ -94,8 +95,7 @@ async def test_one_of_two_callers_may_leave() -> None:
         assert [event.WhichOneof("event") async for event in events] == ["output", "output", "finished"]
 
 
-async def test_a_step_ends_at_its_callers_deadline() -> None:
-    engine = GatedEngine()
+async def test_a_step_ends_at_its_callers_deadline(engine: GatedEngine) -> None:
     async with served_stage(engine=engine) as replica:
         events = aiter(replica.stub.ExecuteStep(step_request(), timeout=2))
         await anext(events)
@@ -109,13 +109,11 @@ async def test_other_content_with_the_same_id_is_rejected() -> None:
     async with served_stage() as replica:
         assert await call_step(replica, step_request(text="hi"))
         error = await failure_of(call_step(replica, step_request(text="ho")))
-    assert isinstance(error, ExistsError)
-    assert error.reason == "STEP_EXISTS"
+    assert (type(error), error.reason) == (ExistsError, "STEP_EXISTS")
     assert "other content" in error.message
 
 
-async def test_cancel_returns_once_the_engine_has_released_the_step() -> None:
-    engine = GatedEngine()
+async def test_cancel_returns_once_the_engine_has_released_the_step(engine: GatedEngine) -> None:
     async with served_stage(engine=engine) as replica:
         call = replica.stub.ExecuteStep(step_request())
         await anext(aiter(call))
@@ -124,8 +122,7 @@ async def test_cancel_returns_once_the_engine_has_released_the_step() -> None:
         assert (answer.stopped, engine.released) == (1, ["r"])
         assert not (await replica.stub.CancelStep(stage_pb2.CancelStepRequest(request_id="r"))).stopped
         error = await failure_of(call_step(replica, step_request()))
-    assert isinstance(error, CancelledRequestError)
-    assert error.message == "enough"
+    assert (type(error), error.message) == (CancelledRequestError, "enough")
 
 
 async def test_describe_returns_the_description_of_the_replica() -> None:
@@ -136,12 +133,8 @@ async def test_describe_returns_the_description_of_the_replica() -> None:
         await runtime.start()
         description = await replica.stub.Describe(stage_pb2.DescribeRequest())
         await runtime.close()
-    assert (description.pipeline, description.stage, description.replica, description.engine) == (
-        "test",
-        "thinker",
-        "thinker-0",
-        "fake",
-    )
+    assert (description.pipeline, description.stage) == ("test", "thinker")
+    assert (description.replica, description.engine) == ("thinker-0", "fake")
     assert description.state == stage_pb2.REPLICA_STATE_READY
     (emitted,) = description.signature.emits
     assert (emitted.spec.name, list(emitted.spec.shape), emitted.kind) == ("text", ["bytes"], TENSOR_KIND_TEXT)
@@ -170,8 +163,7 @@ async def test_a_loading_replica_rejects_steps_with_the_cause() -> None:
     assert "replica thinker-0 of stage thinker is loading: starting" in error.message
 
 
-async def test_load_is_reported_at_once_and_periodically() -> None:
-    engine = GatedEngine()
+async def test_load_is_reported_at_once_and_periodically(engine: GatedEngine) -> None:
     async with served_stage(engine=engine) as replica:
         reports = aiter(replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(interval_s=0.05)))
         first = await anext(reports)
@@ -187,8 +179,7 @@ async def test_load_is_reported_at_once_and_periodically() -> None:
     assert first.free_memory_bytes > 0
 
 
-async def test_idle_replicas_report_less_often() -> None:
-    engine = GatedEngine()
+async def test_idle_replicas_report_less_often(engine: GatedEngine) -> None:
     async with served_stage(engine=engine) as replica:
         request = stage_pb2.WatchLoadRequest(interval_s=0.05, idle_interval_s=3600)
         reports = aiter(replica.stub.WatchLoad(request))
@@ -204,25 +195,16 @@ async def test_idle_replicas_report_less_often() -> None:
     assert (running[0], running[1], running[-1]) == (0, 1, 0)
 
 
-class _Adapters:
-    """Lists adapters that a test sets."""
-
-    def __init__(self) -> None:
-        self.loaded: list[Adapter] = []
-
-    def list_adapters(self) -> list[Adapter]:
-        return self.loaded
-
-
-async def test_an_idle_replica_reports_its_adapters_as_soon_as_they_change() -> None:
-    engine, adapters = GatedEngine(), _Adapters()
-    engine.abilities = EngineAbilities(adapters=cast("AdapterControl", adapters))
+async def test_an_idle_replica_reports_its_adapters_as_soon_as_they_change(engine: GatedEngine) -> None:
+    loaded = list[Adapter]()
+    adapters: Any = SimpleNamespace(list_adapters=lambda: list(loaded))
+    engine.abilities = EngineAbilities(adapters=adapters)
     async with served_stage(engine=engine) as replica, asyncio.timeout(10):
         request = stage_pb2.WatchLoadRequest(interval_s=0.05, idle_interval_s=3600)
         reports = aiter(replica.stub.WatchLoad(request))
         names = [list((await anext(reports)).adapters)]
-        for loaded in ([Adapter("x", "/x", 8), Adapter("y", "/y", 8)], [Adapter("y", "/y", 8)], []):
-            adapters.loaded = loaded
+        for now in ([Adapter("x", "/x", 8), Adapter("y", "/y", 8)], [Adapter("y", "/y", 8)], []):
+            loaded[:] = now
             names.append(list((await anext(reports)).adapters))
     assert names == [[], ["x", "y"], ["y"], []]
 
@@ -281,8 +263,8 @@ async def test_a_fixed_connector_that_cannot_work_is_rejected(monkeypatch: pytes
     monkeypatch.setattr(connectors, "find_spec", lambda _: None)
     async with served_stage() as thinker, served_stage(stage_config("talker", function="relay")) as talker:
         error = await failure_of(_probe(thinker, talker.endpoint, connector=chunk_pb2.CONNECTOR_NIXL))
-    assert isinstance(error, NotReadyError)
-    assert (error.reason, error.metadata["edge"]) == ("CONNECTOR_UNAVAILABLE", "thinker->talker")
+    assert (type(error), error.reason) == (NotReadyError, "CONNECTOR_UNAVAILABLE")
+    assert error.metadata["edge"] == "thinker->talker"
     assert "set `connector: auto`" in error.message
 
 
@@ -298,8 +280,7 @@ def _action(call: int, *, ignorable: bool = False) -> stage_pb2.ExecuteStepsRequ
 
 
 async def test_a_stage_ignores_added_fields_and_ignorable_actions() -> None:
-    async with served_stage(stage_config(steps=2)) as replica:
-        caller = Caller(replica)
+    async with calling(stage_config(steps=2)) as caller:
         request: Any = today(later(step_request("r")), stage_pb2.ExecuteStepRequest)
         await caller.begin(1, request)
         await caller.call.write(_action(1, ignorable=True))
@@ -308,8 +289,7 @@ async def test_a_stage_ignores_added_fields_and_ignorable_actions() -> None:
 
 
 async def test_a_stage_refuses_an_unknown_action_of_one_call_only() -> None:
-    async with served_stage(stage_config(steps=2)) as replica:
-        caller = Caller(replica)
+    async with calling(stage_config(steps=2)) as caller:
         await caller.call.write(_action(1))
         await caller.begin(2, step_request("r"))
         await caller.until_ended(1, 2)
