@@ -35,10 +35,7 @@ from stagemesh.v1.orchestrator_pb2 import (
     RequestProgress,
     RequestQueued,
 )
-from stagemesh.v1.orchestrator_pb2_grpc import (
-    OrchestratorServiceServicer,
-    add_OrchestratorServiceServicer_to_server,
-)
+from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceServicer, add_OrchestratorServiceServicer_to_server
 from stagemesh.v1.request_pb2 import FINISH_REASON_END, Audio, Finish, FinishReason, Output, Timings, Usage
 from stagemesh.v1.stage_pb2 import StepFinished, StepProgress
 

@@ -48,6 +48,12 @@ def speech(turn: int, *, begins: bool, at_s: float) -> ConverseResponse:
     return ConverseResponse(turn=turn, speech=orchestrator_pb2.SpeechDetected(begins=begins, at_s=at_s))
 
 
+def detected(turn: int, begin_s: float, end_s: float) -> list[ConverseResponse]:
+    """Returns the responses to a turn that is detected in this time of the input, and has no answer."""
+    bounds = [speech(turn, begins=True, at_s=begin_s), speech(turn, begins=False, at_s=end_s)]
+    return [*bounds, committed(turn, audio_end_s=end_s), turn_ended(turn)]
+
+
 def generated(turn: int, event: GenerateResponse) -> ConverseResponse:
     """Returns an event of the request of a turn."""
     return ConverseResponse(turn=turn, generated=event)

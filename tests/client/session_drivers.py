@@ -99,10 +99,15 @@ class SessionDriver(ABC):
         await self.read_answer()
         return "".join(event.fields["delta"] for event in self.events[before:] if event.kind == "text")
 
+    async def ask(self, *lines: str) -> int:
+        """Says lines that are one turn. Returns the turn's number."""
+        for line in lines:
+            await self.append(line)
+        return await self.commit()
+
     async def say(self, line: str) -> str:
         """Says a line, and returns the text of the answer."""
-        await self.append(line)
-        await self.commit()
+        await self.ask(line)
         return await self.answer()
 
 

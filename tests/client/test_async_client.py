@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_t
 from stagemesh.v1.request_pb2 import ROLE_ASSISTANT, ROLE_SYSTEM, ROLE_TOOL, ROLE_USER, Output, TokenIds
 from tests.client.conftest import Generate
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text
+from tests.rpc.call_errors import raises
+
+
+@pytest.fixture
+async def client(orchestrator: ScriptedOrchestrator) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(orchestrator.endpoint) as made:
+        yield made
 
 
 async def _result(orchestrator: ScriptedOrchestrator, *parts: GenerateResponse) -> Result:
@@ -62,10 +70,9 @@ async def _sent(orchestrator: ScriptedOrchestrator, *prompt: Content, **argument
     return orchestrator.requests[-1]
 
 
-async def test_events_arrive_typed_and_in_order(orchestrator: ScriptedOrchestrator) -> None:
+async def test_events_arrive_typed_and_in_order(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     orchestrator.scripts.append([admitted(), progress("thinker", steps=1), text("Hi"), audio([0.5]), finished()])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        events = [event async for event in client.generate("hello")]
+    events = [event async for event in client.generate("hello")]
     assert [type(event) for event in events] == [Admitted, Progress, Text, AudioChunk, Finished]
     assert events[2] == Text(output="text", delta="Hi")
 
@@ -84,13 +91,12 @@ async def test_the_result_has_usage_and_edges(orchestrator: ScriptedOrchestrator
     assert result.first_audio_s is None
 
 
-async def test_arguments_reach_the_server(orchestrator: ScriptedOrchestrator) -> None:
+async def test_arguments_reach_the_server(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     orchestrator.scripts.append([finished()])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        call = client.generate(
-            "hello", max_tokens=9, seed=0, options={"speed": 1.5}, outputs=["text"], priority=-3, caller="me"
-        )
-        _ = [event async for event in call]
+    call = client.generate(
+        "hello", max_tokens=9, seed=0, options={"speed": 1.5}, outputs=["text"], priority=-3, caller="me"
+    )
+    _ = [event async for event in call]
     request = orchestrator.requests[0]
     assert (request.input.text, list(request.outputs), request.request_id) == ("hello", ["text"], call.request_id)
     assert (request.parameters.sampling.max_tokens, request.parameters.options["speed"].number) == (9, 1.5)
@@ -120,10 +126,8 @@ async def test_media_reach_the_server_in_order(orchestrator: ScriptedOrchestrato
     kinds = [part.WhichOneof("content") for part in message.parts]
     assert kinds == ["image", "text", "audio", "audio_file", "video_file"]
     assert (message.role, message.content, message.parts[0].image.media_type) == (ROLE_USER, "", "image/jpeg")
-    assert (read_inline(message.parts[2].audio.samples).tolist(), message.parts[2].audio.sample_rate_hz) == (
-        [0.5, -0.5],
-        8_000,
-    )
+    sent = message.parts[2].audio
+    assert (read_inline(sent.samples).tolist(), sent.sample_rate_hz) == ([0.5, -0.5], 8_000)
 
 
 @pytest.mark.parametrize(("name", "problem"), [("cat.txt", "has none of the suffixes"), ("cat.png", "No such file")])
@@ -218,42 +222,38 @@ async def test_logprobs_arrive_with_text_and_tokens(orchestrator: ScriptedOrches
     assert result.logprobs == {"codes": (expected,), "text": (expected,)}
 
 
-async def test_the_timeout_is_sent_as_the_deadline(orchestrator: ScriptedOrchestrator) -> None:
+async def test_the_timeout_is_sent_as_the_deadline(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     orchestrator.scripts.append([finished()])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        _ = [event async for event in client.generate("hello", timeout_s=20)]
+    _ = [event async for event in client.generate("hello", timeout_s=20)]
     assert orchestrator.deadlines_s[0] == pytest.approx(20, abs=2)
 
 
-async def test_leaving_the_loop_cancels_the_request(orchestrator: ScriptedOrchestrator) -> None:
+async def test_leaving_the_loop_cancels_the_request(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     orchestrator.scripts.append([admitted(), Pause.FOREVER])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        async for _event in client.generate("hello"):
-            break
-        assert await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
+    async for _event in client.generate("hello"):
+        break
+    assert await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
 
 
-async def test_a_generation_is_iterated_once(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_generation_is_iterated_once(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     orchestrator.scripts.append([admitted(), text("Hi"), finished()])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        generation = client.generate("hello")
-        assert (await generation.result()).text == "Hi"
-        with pytest.raises(RuntimeError, match="call `generate` again"):
-            await generation.result()
+    generation = client.generate("hello")
+    assert (await generation.result()).text == "Hi"
+    with pytest.raises(RuntimeError, match="call `generate` again"):
+        await generation.result()
     assert len(orchestrator.requests) == 1
 
 
-async def test_a_cancelled_task_cancels_the_request(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_cancelled_task_cancels_the_request(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     orchestrator.scripts.append([admitted(), Pause.FOREVER])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        asking = asyncio.create_task(client.generate("hello").result())
-        async with asyncio.timeout(10):
-            while not orchestrator.requests:
-                await asyncio.sleep(0.005)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        assert await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
+    asking = asyncio.create_task(client.generate("hello").result())
+    async with asyncio.timeout(10):
+        while not orchestrator.requests:
+            await asyncio.sleep(0.005)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
 
 
 @pytest.mark.parametrize("first", [[], [queued(1)]], ids=["at once", "in the queue"])
@@ -280,10 +280,9 @@ async def test_nothing_is_retried_once_admitted(orchestrator: ScriptedOrchestrat
     assert len(orchestrator.requests) == 1
 
 
-async def test_a_queued_request_receives_its_position(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_queued_request_receives_its_position(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     orchestrator.scripts.append([queued(2), queued(1), admitted(), finished()])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        events = [event async for event in client.generate("hello")]
+    events = [event async for event in client.generate("hello")]
     assert events[:2] == [Queued("r", 2, 1.5), Queued("r", 1, 1.5)]
 
 
@@ -302,10 +301,9 @@ async def test_an_overload_without_a_time_is_final(orchestrator: ScriptedOrchest
     assert len(orchestrator.requests) == 1
 
 
-async def test_a_deadline_in_the_past_sends_nothing(orchestrator: ScriptedOrchestrator) -> None:
-    async with AsyncClient(orchestrator.endpoint) as client:
-        with pytest.raises(DeadlineError, match="timeout_s"):
-            await client.generate("hello", timeout_s=0).result()
+async def test_a_deadline_in_the_past_sends_nothing(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
+    with pytest.raises(DeadlineError, match="timeout_s"):
+        await client.generate("hello", timeout_s=0).result()
     assert orchestrator.requests == []
 
 
@@ -315,11 +313,10 @@ async def test_the_deadline_ends_a_silent_request(orchestrator: ScriptedOrchestr
         await generate(orchestrator.endpoint, timeout_s=0.3)
 
 
-async def test_a_stream_without_its_end_is_an_error(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_stream_without_its_end_is_an_error(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     orchestrator.scripts.append([admitted(), text("Hi")])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        with pytest.raises(InternalError, match="finished"):
-            await client.generate("hello").result()
+    with pytest.raises(InternalError, match="finished"):
+        await client.generate("hello").result()
 
 
 async def test_an_unreachable_server_is_named(generate: Generate) -> None:
@@ -342,10 +339,9 @@ async def test_a_server_that_starts_late_is_reached(orchestrator: ScriptedOrches
     assert waiting.result().request_id == "r"
 
 
-async def test_a_prompt_over_the_message_limit_is_rejected_with_sizes(orchestrator: ScriptedOrchestrator) -> None:
-    async with AsyncClient(orchestrator.endpoint) as client:
-        with pytest.raises(InvalidRequestError, match="9000") as caught:
-            client.generate("x" * 9_000_000)
+async def test_a_prompt_over_the_message_limit_is_rejected_with_sizes(client: AsyncClient) -> None:
+    with pytest.raises(InvalidRequestError, match="9000") as caught:
+        client.generate("x" * 9_000_000)
     assert caught.value.metadata["limit_bytes"] == str(8 << 20)
 
 
@@ -368,23 +364,19 @@ async def test_invalid_arguments_are_rejected(prompt: str | None, arguments: dic
             client.generate(prompt, **arguments)  # type: ignore[arg-type]
 
 
-async def test_cancel_of_an_unknown_request_is_an_error(orchestrator: ScriptedOrchestrator) -> None:
-    async with AsyncClient(orchestrator.endpoint) as client:
-        with pytest.raises(NotFoundError) as caught:
-            await client.cancel("nobody")
-    assert caught.value.reason == "UNKNOWN_REQUEST"
+async def test_cancel_of_an_unknown_request_is_an_error(client: AsyncClient) -> None:
+    with raises(NotFoundError, reason="UNKNOWN_REQUEST"):
+        await client.cancel("nobody")
 
 
-async def test_describe_shows_replicas(orchestrator: ScriptedOrchestrator) -> None:
+async def test_describe_shows_replicas(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     stage = orchestrator.description.stages.add(name="thinker", engine="vllm")
     stage.replicas.add(name="thinker-0", endpoint="h:1", state="REPLICA_STATE_LOADING", detail="weights", planned=2)
-    async with AsyncClient(orchestrator.endpoint) as client:
-        replica = (await client.describe()).stages[0].replicas[0]
+    replica = (await client.describe()).stages[0].replicas[0]
     assert (replica.name, replica.state, replica.planned) == ("thinker-0", stage_pb2.REPLICA_STATE_LOADING, 2)
 
 
-async def test_many_requests_share_a_client(orchestrator: ScriptedOrchestrator) -> None:
+async def test_many_requests_share_a_client(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     orchestrator.scripts.append([admitted(), text("Hi"), finished()])
-    async with AsyncClient(orchestrator.endpoint) as client:
-        results = await asyncio.gather(*(client.generate("hello").result() for _ in range(8)))
+    results = await asyncio.gather(*(client.generate("hello").result() for _ in range(8)))
     assert [result.text for result in results] == ["Hi"] * 8

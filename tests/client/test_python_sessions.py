@@ -6,11 +6,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from stagemesh.client import (
-    AsyncClient,
-    AudioSamples,
-    RetryPolicy,
-)
+from stagemesh.client import AsyncClient, AudioSamples, RetryPolicy
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, OverloadedError, UnavailableError
 from stagemesh.conformance.replicas import until
 from stagemesh.v1 import orchestrator_pb2
@@ -28,6 +24,7 @@ from tests.client.scripted_sessions import (
     turn_ended,
 )
 from tests.client.session_drivers import QUICK, asynchronous, synchronous
+from tests.rpc.call_errors import raises
 
 FIRST_TURN: Talk = ["commit", committed(1), text(1, "Hi"), turn_ended(1, "Hi")]
 
@@ -88,9 +85,8 @@ async def test_the_iteration_ends_when_the_session_is_closed(
         reading = asyncio.create_task(talk.read("ended"))
     await reading
     assert talk.kinds == ["opened"]
-    with pytest.raises(NotReadyError, match="was closed") as failure:
+    with raises(NotReadyError, reason="SESSION_CLOSED", match="was closed"):
         await talk.append("late")
-    assert failure.value.reason == "SESSION_CLOSED"
 
 
 async def test_a_session_is_opened_once(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
@@ -126,14 +122,11 @@ async def test_a_full_orchestrator_is_asked_again(orchestrator: ScriptedOrchestr
         assert [call[0].open.earlier_calls for call in orchestrator.events] == [0, 0, 0]
 
 
-async def test_an_idle_reader_receives_a_bounded_number_of_events(
-    orchestrator: ScriptedOrchestrator,
-) -> None:
+async def test_an_idle_reader_receives_a_bounded_number_of_events(orchestrator: ScriptedOrchestrator) -> None:
     letters = [text(1, "a", position=index) for index in range(4000)]
     orchestrator.talks.append([opened(), *FIRST_TURN[:2], *letters, turn_ended(1, "a" * 4000), "close"])
     async with asynchronous(orchestrator) as talk:
-        await talk.append("hello")
-        await talk.commit()
+        await talk.ask("hello")
         await until(lambda: not talk.session._state.may_read, timeout_s=10)
         assert len(talk.session._state.deliveries) < 100
         assert await talk.answer() == "a" * 4000
@@ -164,8 +157,7 @@ async def test_rejected_pieces_are_not_restored(
         await until(lambda: talk.session._state.piece_error is not None, timeout_s=5)
         with pytest.raises(NotReadyError, match="no"):
             await talk.commit()
-        await talk.append("right")
-        assert await talk.commit() == 1
+        assert await talk.ask("right") == 1
     assert texts(other.events[0]) == ["right"]
 
 
@@ -176,8 +168,7 @@ async def test_a_rejected_piece_returns_its_credit(orchestrator: ScriptedOrchest
         await talk.append("1234")
         with pytest.raises(OverloadedError):
             await asyncio.wait_for(talk.append("5678"), 5)
-        await talk.append("5678")
-        await talk.commit()
+        await talk.ask("5678")
 
 
 async def test_a_text_that_arrives_again_is_dropped(
@@ -227,8 +218,7 @@ async def test_threads_share_a_session(orchestrator: ScriptedOrchestrator) -> No
     orchestrator.talks.append([opened(), *FIRST_TURN, "close"])
     async with synchronous(orchestrator) as talk:
         reading = asyncio.create_task(talk.read("closed"))
-        await talk.append("hello")
-        await talk.commit()
+        await talk.ask("hello")
         await asyncio.to_thread(talk.session.close)
         await asyncio.wait_for(reading, 5)
         with pytest.raises(NotReadyError, match="was closed"):

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from stagemesh.client.retries import Attempts, RetryPolicy
-from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError, UnavailableError
 
 POLICY = RetryPolicy(attempts=4, first_pause_s=0.1, max_pause_s=0.3)
 
@@ -32,28 +32,21 @@ def test_an_unreachable_endpoint_is_attempted_until_its_time_has_passed() -> Non
     assert attempts.pause_s(NotReadyError("loading", retry_after_s=1)) is None
 
 
-def test_the_pause_that_the_server_names_takes_precedence() -> None:
-    attempts = Attempts(POLICY, timeout_s=None)
+@pytest.mark.parametrize(
+    ("error", "timeout_s", "pause_s"),
+    [
+        pytest.param(NotReadyError("loading", retry_after_s=8), None, 8, id="named by the server"),
+        pytest.param(UnavailableError("gone", retry_after_s=60), None, None, id="too long"),
+        pytest.param(UnavailableError("gone"), 0.05, None, id="beyond the deadline"),
+        pytest.param(InvalidRequestError("empty"), None, None, id="invalid request"),
+    ],
+)
+def test_the_error_decides_about_the_pause(
+    error: StagemeshError, timeout_s: float | None, pause_s: float | None
+) -> None:
+    attempts = Attempts(POLICY, timeout_s=timeout_s)
     attempts.begin()
-    assert attempts.pause_s(NotReadyError("loading", retry_after_s=8)) == 8
-
-
-def test_a_too_long_pause_that_the_server_names_is_an_error() -> None:
-    attempts = Attempts(POLICY, timeout_s=None)
-    attempts.begin()
-    assert attempts.pause_s(UnavailableError("gone", retry_after_s=60)) is None
-
-
-def test_a_pause_beyond_the_deadline_is_an_error() -> None:
-    attempts = Attempts(POLICY, timeout_s=0.05)
-    attempts.begin()
-    assert attempts.pause_s(UnavailableError("gone")) is None
-
-
-def test_an_invalid_request_is_not_sent_again() -> None:
-    attempts = Attempts(POLICY, timeout_s=None)
-    attempts.begin()
-    assert attempts.pause_s(InvalidRequestError("empty")) is None
+    assert attempts.pause_s(error) == pause_s
 
 
 def test_an_invalid_policy_is_rejected() -> None:

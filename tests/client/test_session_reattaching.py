@@ -90,8 +90,7 @@ async def test_repeated_responses_are_dropped(orchestrator: ScriptedOrchestrator
     steps: Talk = [opened(), "commit", *turn[:2], "interrupt", *turn[2:4], "truncate", turn[4], "append", Pause.BREAK]
     orchestrator.talks.extend([steps, repeated])
     async with converse(orchestrator) as talk:
-        await talk.append("hello")
-        await talk.commit()
+        await talk.ask("hello")
         await talk.interrupt()
         await talk.truncate(positions={"text": 1})
         await talk.say("again")
@@ -122,8 +121,7 @@ async def test_the_transcript_has_what_was_heard(
     orchestrator.talks.append([opened(), *FIRST_TURN[:3], *stop, "append", Pause.BREAK])
     other.talks.append([opened(), "commit", committed(2), turn_ended(2), "close"])
     async with converse(orchestrator, other) as talk:
-        await talk.append("hello")
-        await talk.commit()
+        await talk.ask("hello")
         await talk.interrupt()
         await talk.truncate(positions={"text": 1})
         await talk.say("again")
@@ -138,17 +136,13 @@ async def test_an_interruption_is_confirmed_although_the_orchestrator_is_lost(
     orchestrator.talks.append([opened(), *FIRST_TURN[:3], "interrupt", Pause.BREAK])
     other.talks.append([opened(), "commit", committed(2), turn_ended(2), "close"])
     async with converse(orchestrator, other) as talk:
-        await talk.append("hello")
-        await talk.commit()
+        await talk.ask("hello")
         assert await talk.interrupt() == {"text": 2}
         await talk.say("again")
     assert _restored(other.events[0]) == [[(ROLE_USER, "hello"), (ROLE_ASSISTANT, "Hi")]]
-    ended = [
-        (event.turn, event.fields["answer"], event.fields.get("error"))
-        for event in talk.events
-        if event.kind == "ended"
-    ]
-    assert ended == [(1, "Hi", None), (2, "", None)]
+    assert [event.turn for event in talk.events if event.kind == "ended"] == [1, 2]
+    assert talk.seen("ended", "answer") == ["Hi", ""]
+    assert not any(event.fields.get("error") for event in talk.events if event.kind == "ended")
 
 
 async def test_a_truncation_is_confirmed_although_the_orchestrator_is_lost(
@@ -265,9 +259,7 @@ async def test_credit_counts_again_at_another_orchestrator(
     orchestrator.talks.append([opened(limit=100), "append", "append", Pause.BREAK])
     other.talks.append([opened(limit=4), "append", granted(8), *FIRST_TURN, "close"])
     async with converse(orchestrator, other) as talk:
-        await talk.append("1234")
-        await talk.append("5678")
-        await talk.commit()
+        await talk.ask("1234", "5678")
     assert texts(other.events[0]) == ["1234", "5678"]
 
 
