@@ -14,12 +14,12 @@ from stagemesh.pipeline import Catalog, Pipeline, load_pipeline
 _TEXT = TensorSpec.parse("uint8[bytes]")
 _SAMPLES = TensorSpec.parse("float32[samples]")
 _FRAMES = TensorSpec.parse("float32[frames, 8]")
+_WIDER = TensorSpec.parse("float32[frames, 16]")
+_WORDS = TensorSpec.parse("int32[words]")
 _SIGNATURES = {
     "talk": Signature(emits={"text": Emitted(_TEXT, kind="text"), "token_ids": Emitted(TensorSpec.parse("int64[n]"))}),
     "read": Signature(accepts={"text": _TEXT}, emits={"frames": Emitted(_FRAMES)}),
-    "sing": Signature(
-        accepts={"frames": _FRAMES}, emits={"audio": Emitted(TensorSpec.parse("float32[samples]"), kind="audio")}
-    ),
+    "sing": Signature(accepts={"frames": _FRAMES}, emits={"audio": Emitted(_SAMPLES, kind="audio")}),
     "film": Signature(
         accepts={"frames": _FRAMES},
         emits={
@@ -34,7 +34,7 @@ _SIGNATURES = {
         emits={"speech": Emitted(_TEXT)},
         optional=frozenset({"audio", "text"}),
     ),
-    "wide": Signature(accepts={"frames": TensorSpec.parse("float32[frames, 16]")}, emits={"text": Emitted(_TEXT)}),
+    "wide": Signature(accepts={"frames": _WIDER}, emits={"text": Emitted(_TEXT)}),
     "mix": Signature(accepts={"text": _TEXT, "frames": _FRAMES}, emits={"text": Emitted(_TEXT)}),
     "blend": Signature(
         accepts={"text": _TEXT, "frames": _FRAMES},
@@ -59,12 +59,8 @@ _ENGINES = {
 }
 _TRANSFORMS = {
     "text.upper": TransformDescriptor(takes={"text": _TEXT}, gives={"text": _TEXT}, factory=""),
-    "text.split": TransformDescriptor(
-        takes={"text": _TEXT}, gives={"text": _TEXT, "words": TensorSpec.parse("int32[words]")}, factory=""
-    ),
-    "frames.wider": TransformDescriptor(
-        takes={"frames": _FRAMES}, gives={"frames": TensorSpec.parse("float32[frames, 16]")}, factory=""
-    ),
+    "text.split": TransformDescriptor(takes={"text": _TEXT}, gives={"text": _TEXT, "words": _WORDS}, factory=""),
+    "frames.wider": TransformDescriptor(takes={"frames": _FRAMES}, gives={"frames": _WIDER}, factory=""),
 }
 
 _T = TypeVar("_T")
@@ -77,8 +73,7 @@ def _find(known: dict[str, _T], name: str, what: str) -> _T:
 
 
 CATALOG = Catalog(
-    engine=lambda name: _find(_ENGINES, name, "engine"),
-    transform=lambda name: _find(_TRANSFORMS, name, "transform"),
+    engine=lambda name: _find(_ENGINES, name, "engine"), transform=lambda name: _find(_TRANSFORMS, name, "transform")
 )
 
 

@@ -228,11 +228,7 @@ def test_an_output_may_be_a_stored_file(tmp_path: Path) -> None:
     [
         ("video", "media_type: video/mp4", "outputs.film is a video without a frame rate; add `frame_rate: 24`"),
         ("video", "media_type: application/octet-stream, frame_rate: 2", "frame_rate is given for application/octet"),
-        (
-            "video",
-            "media_type: image/png",
-            "float32[frames, 3, height, width]) cannot be encoded as 'image/png'",
-        ),
+        ("video", "media_type: image/png", "float32[frames, 3, height, width]) cannot be encoded as 'image/png'"),
         ("poster", "media_type: image/png", "remove media_type, because the stage emits whole files"),
     ],
 )
@@ -261,8 +257,7 @@ def test_a_transform_may_change_the_type(tmp_path: Path) -> None:
 
 def test_two_edges_may_feed_one_stage(tmp_path: Path) -> None:
     text = GOOD.replace("function: sing", "function: mix").replace(
-        "outputs: {text: thinker, audio: singer}",
-        "  - {from: thinker, to: singer}\noutputs: {text: singer}",
+        "outputs: {text: thinker, audio: singer}", "  - {from: thinker, to: singer}\noutputs: {text: singer}"
     )
     assert len(load(tmp_path, text).incoming("singer")) == 2
 
