@@ -24,6 +24,7 @@ from tests.rpc.call_errors import error_of
 from tests.rpc.health_calls import Request as HealthRequest
 from tests.rpc.health_calls import Response as HealthResponse
 from tests.rpc.health_calls import watch
+from tests.system.pipelines import pipeline_file
 
 CHAIN = """
 pipeline: chain
@@ -119,9 +120,7 @@ def texts(events: list[orchestrator_pb2.GenerateResponse], name: str) -> str:
 
 def load(folder: Path, text: str = CHAIN) -> Pipeline:
     """Writes a pipeline file, and returns its pipeline."""
-    path = folder / "pipeline.yaml"
-    path.write_text(text)
-    return load_pipeline(str(path))
+    return load_pipeline(str(pipeline_file(folder, text)))
 
 
 @asynccontextmanager

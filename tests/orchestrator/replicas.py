@@ -55,11 +55,7 @@ def ready_replica(
             registry.update(replica)
 
     replica = Replica(
-        Member(stage, f"h:{name}", name),
-        cast("ReplicaClient", None),
-        on_change=changed,
-        cost=cost,
-        clock=clock,
+        Member(stage, f"h:{name}", name), cast("ReplicaClient", None), on_change=changed, cost=cost, clock=clock
     )
     if registry is not None:
         registry.add(replica)

@@ -28,6 +28,7 @@ from stagemesh.services.stage.servicer import StageServicer
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2_grpc, stage_pb2
 from tests.orchestrator.mesh import until_health
 from tests.stage.replicas import make_runtime
+from tests.system.pipelines import pipeline_file
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,7 @@ async def running_pipeline(
     - `sleepers` is the number of replicas of a stage that sleep when they are idle. They are the last ones.
     - `processes` are the names of the replicas that are processes.
     """
-    path = folder / "pipeline.yaml"
-    path.write_text(text)
+    path = pipeline_file(folder, text)
     pipeline, ports = load_pipeline(str(path)), PortPicker()
     async with AsyncExitStack() as stack:
         addresses = dict[str, tuple[ReplicaAddress, ...]]()

@@ -218,7 +218,6 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
                 self.idle.set()
 
     async def CancelStep(self, request: stage_pb2.CancelStepRequest, context: object) -> stage_pb2.CancelStepResponse:
-        del context
         self.cancels.append(request)
         if request.request_id in self.released:
             await self.released[request.request_id].wait()
@@ -244,23 +243,19 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
     async def WatchLoad(
         self, request: stage_pb2.WatchLoadRequest, context: object
     ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
-        del request, context
         if self.tells_load:
             yield stage_pb2.WatchLoadResponse(adapters=sorted(self.controls.adapters))
 
     async def PutChunk(  # type: ignore[override]
         self, request_iterator: AsyncIterator[bytes], context: object
     ) -> AsyncIterator[bytes]:
-        del context
         async for _ in request_iterator:
             yield b""
 
     async def GetChunk(
         self, request: stage_pb2.GetChunkRequest, context: object
     ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
-        del request, context
         yield stage_pb2.GetChunkResponse()
 
     async def Describe(self, request: stage_pb2.DescribeRequest, context: object) -> stage_pb2.DescribeResponse:
-        del request, context
         return self.description

@@ -198,10 +198,8 @@ async def test_the_command_line_prints_the_outcome_for_each_replica(adapted: Mes
     _fail(adapted, INVALID, "a-1")
     server = ("--server", adapted.admin_endpoint)
     loaded = await stagemesh("admin", "lora", "load", "a", "x", "/x", *server)
-    assert (loaded.exit_code, loaded.stdout) == (
-        1,
-        "loaded x\n  a-0: rank 8, 0 running  /x\n  a-1: failed: no such folder\n",
-    )
+    assert loaded.exit_code == 1
+    assert loaded.stdout == "loaded x\n  a-0: rank 8, 0 running  /x\n  a-1: failed: no such folder\n"
     listed = await stagemesh("admin", "lora", "list", "a", *server)
     assert (listed.exit_code, listed.stdout) == (0, "1 adapters\n  x\n  a-0: rank 8, 0 running  /x\n")
     unloaded = await stagemesh("admin", "lora", "unload", "a", "x", *server)

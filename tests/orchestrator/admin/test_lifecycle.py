@@ -36,14 +36,12 @@ class Controls:
         self._error = error
 
     async def control(self, request: Message, response: type[Message], *, timeout_s: float) -> Message:
-        del request, timeout_s
         self.on_asked()
         if self._error is not None:
             raise self._error
         return response()
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
-        del timeout_s
         return stage_pb2.DescribeResponse(state=stage_pb2.REPLICA_STATE_READY)
 
 
@@ -155,7 +153,6 @@ class SilentControls(control_pb2_grpc.StageControlServiceServicer):
         self.asked = asyncio.Event()
 
     async def ListSteps(self, request: object, context: object) -> control_pb2.ListStepsResponse:
-        del request, context
         self.asked.set()
         await asyncio.Event().wait()
         raise AssertionError("it never answers")

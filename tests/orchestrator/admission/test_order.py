@@ -113,9 +113,7 @@ def test_a_caller_at_its_own_limit_delays_no_other_caller() -> None:
         max_size=150,
     )
 )
-def test_at_most_eight_requests_overtake_for_each_earlier_one(
-    steps: list[tuple[str, int, float] | str],
-) -> None:
+def test_at_most_eight_requests_overtake_for_each_earlier_one(steps: list[tuple[str, int, float] | str]) -> None:
     driver = AdmissionDriver()
     running = driver.ask()
     waiting: list[tuple[RecordedRequest, int, int]] = []

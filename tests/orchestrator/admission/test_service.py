@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from stagemesh.common.errors import (
-    CancelledRequestError,
-    DeadlineError,
-    OverloadedError,
-    UnavailableError,
-)
+from stagemesh.common.errors import CancelledRequestError, DeadlineError, OverloadedError, UnavailableError
 from stagemesh.orchestrator.request import lifecycle
 from stagemesh.v1 import orchestrator_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh, texts

@@ -80,6 +80,11 @@ async def _probing(edge: Edge = _EDGE) -> AsyncGenerator[tuple[EdgeConnectors, N
         await asyncio.gather(task, return_exceptions=True)
 
 
+def _join(links: EdgeConnectors, *replicas: Replica) -> None:
+    for replica in replicas:
+        links.join(replica)
+
+
 async def _until(changed: Notifier, condition: Callable[[], bool]) -> None:
     while not condition():
         await changed.wait()
@@ -162,8 +167,7 @@ async def test_replica_that_was_unreachable_is_probed_again(chain: Mesh) -> None
 
 async def test_a_replica_that_joins_does_not_stop_the_others() -> None:
     async with _probing() as (links, changed):
-        for name in ("a-0", "b-0"):
-            links.join(_replica(name))
+        _join(links, _replica("a-0"), _replica("b-0"))
         assert not links.are_ready([_EDGE])
         await changed.wait()
         assert links.are_ready([_EDGE])
@@ -178,8 +182,7 @@ async def test_a_replica_that_joins_does_not_stop_the_others() -> None:
 async def test_a_replica_that_left_has_no_links() -> None:
     replicas = [_replica(name) for name in ("a-0", "a-1", "b-0", "b-1")]
     async with _probing() as (links, changed):
-        for replica in replicas:
-            links.join(replica)
+        _join(links, *replicas)
         await changed.wait()
         for replica in replicas:
             links.leave(replica)
@@ -207,8 +210,7 @@ async def test_links_grow_with_the_replicas_and_not_with_their_pairs() -> None:
     before = len(asyncio.all_tasks())
     async with _probing() as (links, _):
         for number in range(100):
-            links.join(_replica(f"a-{number}"))
-            links.join(_replica(f"b-{number}"))
+            _join(links, _replica(f"a-{number}"), _replica(f"b-{number}"))
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) - before < 20
     assert 100 <= len(links.links_of(_EDGE)) <= 200 * PARTNERS
@@ -217,8 +219,7 @@ async def test_links_grow_with_the_replicas_and_not_with_their_pairs() -> None:
 async def test_a_replica_whose_partners_all_left_gets_others() -> None:
     links = EdgeConnectors((_EDGE,), partners=1)
     one, *others = (_replica(name) for name in ("a-0", "b-0", "b-1"))
-    for replica in (*others, one):
-        links.join(replica)
+    _join(links, *others, one)
     links.leave(links.links_of(_EDGE)[0].consumer)
     assert [link.producer for link in links.links_of(_EDGE)] == [one]
 
@@ -229,8 +230,7 @@ async def test_a_joining_replica_whose_fixed_connector_cannot_work_gets_no_reque
     producer = _Answering("b-1")
     good, broken = _replica("b-0"), _replica("b-1")
     async with _probing() as (links, changed):
-        links.join(_replica("a-0", producer))
-        links.join(good)
+        _join(links, _replica("a-0", producer), good)
         await changed.wait()
         links.join(broken)
         assert broken.state is ReplicaState.LOADING
@@ -246,8 +246,7 @@ async def test_a_joining_replica_gets_requests_once_its_fixed_connector_is_known
     producer = _Answering()
     late = _replica("b-1")
     async with _probing() as (links, changed):
-        links.join(_replica("a-0", producer))
-        links.join(_replica("b-0"))
+        _join(links, _replica("a-0", producer), _replica("b-0"))
         await changed.wait()
         producer.gate.clear()
         links.join(late)
@@ -262,8 +261,7 @@ async def test_a_fixed_shm_edge_links_only_replicas_of_one_host() -> None:
     edge = Edge(name="a->b", producer="a", consumer="b", connector="shm")
     pods = [[_replica(f"{stage}-{number}", host=f"pod-{number}") for stage in "ab"] for number in range(2)]
     async with _probing(edge) as (links, changed):
-        for replica in (*pods[0], *pods[1]):
-            links.join(replica)
+        _join(links, *pods[0], *pods[1])
         await _until(changed, lambda: all(link.is_answered for link in links.links_of(edge)))
         assert [[link.producer, link.consumer] for link in links.links_of(edge)] == pods
         assert {replica.state for pod in pods for replica in pod} == {ReplicaState.READY}
@@ -273,8 +271,7 @@ async def test_a_replica_whose_shm_partner_left_gets_no_requests_until_another_i
     edge = Edge(name="a->b", producer="a", consumer="b", connector="shm")
     here, left, there, stays = (_replica(name, host=name[-1]) for name in ("a-0", "b-0", "a-1", "b-1"))
     async with _probing(edge) as (links, changed):
-        for replica in (here, left, there, stays):
-            links.join(replica)
+        _join(links, here, left, there, stays)
         await _until(changed, lambda: all(link.is_answered for link in links.links_of(edge)))
         links.leave(left)
         assert (here.state, there.state) == (ReplicaState.LOADING, ReplicaState.READY)
@@ -287,8 +284,7 @@ async def test_a_replica_whose_shm_partner_left_gets_no_requests_until_another_i
 async def test_the_working_replica_serves_even_if_the_broken_one_came_first() -> None:
     broken, working = _replica("a-0", _Answering("b-0")), _replica("a-1")
     async with _probing() as (links, changed):
-        links.join(broken)
-        links.join(_replica("b-0"))
+        _join(links, broken, _replica("b-0"))
         await changed.wait()
         assert not links.are_ready([_EDGE])
         with pytest.raises(NotReadyError, match="cannot be used"):
@@ -304,8 +300,7 @@ async def test_a_broken_replica_blames_no_replica_that_joins_later() -> None:
     broken = _replica("a-1", _Answering("b-0", "b-1"))
     late = _replica("b-1")
     async with _probing() as (links, changed):
-        for replica in (first, _replica("b-0")):
-            links.join(replica)
+        _join(links, first, _replica("b-0"))
         await _until(changed, lambda: links.are_ready([_EDGE]))
         links.join(broken)
         await _until(changed, lambda: broken.state is ReplicaState.FAILED)
@@ -319,8 +314,7 @@ async def test_the_pipeline_stops_serving_if_only_a_broken_replica_remains() -> 
     good = _replica("b-0")
     broken = _replica("b-1")
     async with _probing() as (links, changed):
-        for replica in (_replica("a-0", _Answering("b-1")), good, broken):
-            links.join(replica)
+        _join(links, _replica("a-0", _Answering("b-1")), good, broken)
         await _until(changed, lambda: broken.state is ReplicaState.FAILED)
         links.leave(good)
         assert not links.are_ready([_EDGE])

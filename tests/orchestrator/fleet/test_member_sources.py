@@ -251,34 +251,27 @@ async def test_a_name_in_use_is_rejected_until_its_holder_disconnects(pipeline: 
         assert listener.endpoints == ["h:2"]
 
 
+_NO_COMMON = "speaks .*, but this orchestrator speaks .*; upgrade"
+
+
 @pytest.mark.parametrize(
-    ("field", "value", "complaint"),
+    ("fields", "reason", "problem"),
     [
-        ("pipeline", "other", "its pipeline is other, expected chain"),
-        ("generation", "other", "its generation is other, expected"),
-        ("stage", "d", "pipeline 'chain' has no stage 'd'"),
+        ({"pipeline": "other"}, "REPLICA_REFUSED", "is refused: its pipeline is other, expected chain.*start it from"),
+        ({"generation": "other"}, "REPLICA_REFUSED", "is refused: its generation is other, expected.*start it from"),
+        ({"stage": "d"}, "REPLICA_REFUSED", "is refused: pipeline 'chain' has no stage 'd'.*start it from"),
+        ({"protocol": Protocol(lowest_version=2, highest_version=3)}, "NO_COMMON_VERSION", _NO_COMMON),
+        ({"protocol": Protocol()}, "NO_COMMON_VERSION", _NO_COMMON),
     ],
+    ids=["pipeline", "generation", "stage", "newer version", "no version"],
 )
-async def test_a_replica_of_another_pipeline_is_rejected(
-    pipeline: Pipeline, field: str, value: str, complaint: str
+async def test_a_replica_that_does_not_fit_the_pipeline_is_rejected(
+    pipeline: Pipeline, fields: dict[str, object], reason: str, problem: str
 ) -> None:
     async with _registering(pipeline) as (source, listener):
-        with raises(
-            NotReadyError, reason="REPLICA_REFUSED", match=f"b-0 at h:1 is refused: {complaint}.*start it from"
-        ):
-            source.register(_identity(pipeline, **{field: value}))
+        with raises(NotReadyError, reason=reason, match=f"b-0 at h:1 {problem}"):
+            source.register(_identity(pipeline, **fields))
         assert listener.members == []
-
-
-@pytest.mark.parametrize("protocol", [Protocol(lowest_version=2, highest_version=3), Protocol()], ids=["newer", "none"])
-async def test_a_replica_without_a_common_version_is_rejected(pipeline: Pipeline, protocol: Protocol) -> None:
-    async with _registering(pipeline) as (source, _):
-        with raises(
-            NotReadyError,
-            reason="NO_COMMON_VERSION",
-            match=r"b-0 at h:1 speaks .*, but this orchestrator speaks .*; upgrade",
-        ):
-            source.register(_identity(pipeline, protocol=protocol))
 
 
 async def test_another_generation_may_be_accepted(pipeline: Pipeline) -> None:

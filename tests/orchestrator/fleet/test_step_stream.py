@@ -78,7 +78,6 @@ async def _calling(
 
 
 async def _fail(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-    del stage
     yield ACCEPTED
     if request.request_id == "bad":
         raise InternalError("out of luck")
@@ -165,15 +164,12 @@ async def test_a_replica_that_terminates_loses_its_steps_and_is_called_over_a_ne
     assert "cannot be reached" in unreachable.message
 
 
-async def test_a_stream_whose_end_is_announced_is_closed_and_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_stream_whose_end_is_announced_is_closed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     # The replica must not end the stream first.
     monkeypatch.setattr(servicer, "_READ_S", 60.0)
     go_on = asyncio.Event()
 
     async def wait(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-        del stage, request
         yield ACCEPTED
         await go_on.wait()
         yield FINISHED
@@ -207,7 +203,6 @@ async def test_a_stream_with_a_long_step_stays_open(monkeypatch: pytest.MonkeyPa
     go_on = asyncio.Event()
 
     async def wait(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-        del stage
         yield ACCEPTED
         if request.request_id == "long":
             await go_on.wait()
@@ -281,7 +276,6 @@ async def test_a_step_that_an_error_of_take_ends_is_freed_at_once() -> None:
 
 
 async def _never_accept(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-    del stage, request
     await asyncio.Event().wait()
     yield ACCEPTED
 

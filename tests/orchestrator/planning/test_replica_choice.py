@@ -1,5 +1,6 @@
 """Which replica gets a request: the estimates of their work, locality, and even draws."""
 
+import math
 import random
 from collections import Counter
 
@@ -39,17 +40,11 @@ def test_the_busiest_replica_is_never_chosen(pipeline: Pipeline) -> None:
     assert _picks(_ready(*replicas)) == {f"b-{number}" for number in range(10)} - {"b-3"}
 
 
-def test_a_replica_on_the_same_host_is_found_among_many(pipeline: Pipeline) -> None:
+@pytest.mark.parametrize(("host", "far_zone"), [("here", "z"), ("there", "y")], ids=["same host", "same zone"])
+def test_a_near_replica_is_found_among_many(pipeline: Pipeline, host: str, far_zone: str) -> None:
     producer = ready_replica("a-0", pipeline, host="here", zone="z")
-    near = ready_replica("b-near", pipeline, host="here", zone="z")
-    far = [ready_replica(f"b-{number}", pipeline, host=f"h{number}", zone="z") for number in range(100)]
-    assert _picks(_ready(near, *far), producer) == {"b-near"}
-
-
-def test_a_replica_in_the_same_zone_is_preferred(pipeline: Pipeline) -> None:
-    producer = ready_replica("a-0", pipeline, host="here", zone="z")
-    near = ready_replica("b-near", pipeline, host="there", zone="z")
-    far = [ready_replica(f"b-{number}", pipeline, host=f"h{number}", zone="y") for number in range(100)]
+    near = ready_replica("b-near", pipeline, host=host, zone="z")
+    far = [ready_replica(f"b-{number}", pipeline, host=f"h{number}", zone=far_zone) for number in range(100)]
     assert _picks(_ready(near, *far), producer) == {"b-near"}
 
 
@@ -115,10 +110,29 @@ def test_work_decreases_with_time(load: LoadEstimate, clock: Clock) -> None:
     assert load.work_s == 0
 
 
-def test_requests_placed_since_the_report_count_as_one_step_each(load: LoadEstimate) -> None:
-    load.report(3.0, steps=2)
-    load.place()
-    assert load.work_s == pytest.approx(4.5)
+@pytest.mark.parametrize(
+    ("placed", "reports", "placed_later", "work_s"),
+    [
+        pytest.param(0, [(3.0, 2)], 1, 4.5, id="a request placed since the report counts as one step"),
+        pytest.param(3, [(3.0, 3)], 0, 3.0, id="requests in the report count once"),
+        pytest.param(3, [(1.0, 1)], 0, 3.0, id="requests that the report cannot contain still count"),
+        pytest.param(0, [(0.0, 4)], 0, 4.0, id="steps are counted if the engine does not estimate"),
+        pytest.param(0, [(0.0, 4), (0.0, 0)], 0, 0.0, id="an engine that does not estimate may have no steps"),
+        pytest.param(0, [(2.0, 1), (0.0, 4)], 0, 0.0, id="an engine that estimates may report no work"),
+        pytest.param(0, [(3.0, 2), (math.nan, 2)], 1, 1.5, id="an estimate that is not a number is ignored"),
+        pytest.param(0, [(3.0, 2), (math.inf, 2)], 1, 1.5, id="an infinite estimate is ignored"),
+    ],
+)
+def test_the_work_follows_from_reports_and_placed_requests(
+    load: LoadEstimate, placed: int, reports: list[tuple[float, int]], placed_later: int, work_s: float
+) -> None:
+    for _ in range(placed):
+        load.place()
+    for reported_s, steps in reports:
+        load.report(reported_s, steps=steps)
+    for _ in range(placed_later):
+        load.place()
+    assert load.work_s == pytest.approx(work_s)
 
 
 def test_released_requests_no_longer_count(load: LoadEstimate) -> None:
@@ -130,27 +144,6 @@ def test_released_requests_no_longer_count(load: LoadEstimate) -> None:
     assert load.running == 0
 
 
-def test_a_request_in_the_report_counts_once(load: LoadEstimate) -> None:
-    for _ in range(3):
-        load.place()
-    load.report(3.0, steps=3)
-    assert load.work_s == pytest.approx(3.0)
-
-
-def test_requests_that_the_report_cannot_contain_still_count(load: LoadEstimate) -> None:
-    for _ in range(3):
-        load.place()
-    load.report(1.0, steps=1)
-    assert load.work_s == pytest.approx(3.0)
-
-
-def test_steps_are_counted_if_the_engine_does_not_estimate(load: LoadEstimate) -> None:
-    load.report(0.0, steps=4)
-    assert load.work_s == pytest.approx(4.0)
-    load.report(0.0, steps=0)
-    assert load.work_s == 0
-
-
 def test_each_running_request_increases_the_backlog(load: LoadEstimate) -> None:
     load.report(3.0, steps=2)
     release = load.place()
@@ -159,20 +152,6 @@ def test_each_running_request_increases_the_backlog(load: LoadEstimate) -> None:
     assert load.backlog_s == pytest.approx(4.5)
     release()
     assert load.backlog_s == pytest.approx(3.0)
-
-
-@pytest.mark.parametrize("work_s", [float("nan"), float("inf")])
-def test_an_estimate_that_is_not_finite_is_ignored(load: LoadEstimate, work_s: float) -> None:
-    load.report(3.0, steps=2)
-    load.report(work_s, steps=2)
-    load.place()
-    assert load.work_s == pytest.approx(1.5)
-
-
-def test_an_engine_that_estimates_may_report_no_work(load: LoadEstimate) -> None:
-    load.report(2.0, steps=1)
-    load.report(0.0, steps=4)
-    assert load.work_s == 0
 
 
 def test_a_request_in_the_report_is_not_subtracted_at_its_release(load: LoadEstimate) -> None:

@@ -77,7 +77,6 @@ async def test_a_stage_that_reports_the_failure_of_its_peer_is_not_blamed(
 
 
 async def _slow_failure(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-    del stage, request
     yield ACCEPTED
     await asyncio.sleep(0.1)  # The echo must arrive first.
     raise InternalError("the real cause")
@@ -87,7 +86,6 @@ def _saying(*positions: int, finished_after: int | None = None) -> Script:
     """Returns a script that emits characters at these positions. It finishes early, after this number of them."""
 
     async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-        del stage
         yield ACCEPTED
         for number, position in enumerate(positions):
             if number == finished_after:
@@ -147,7 +145,6 @@ async def test_a_stream_that_ends_before_its_step_is_an_error(tmp_path: Path) ->
 
 
 async def _accept_only(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-    del stage, request
     yield ACCEPTED
 
 

@@ -137,7 +137,6 @@ async def test_every_stage_gets_the_clients_deadline(chain: Mesh) -> None:
 
 def _accepting_when(gate: asyncio.Event) -> Script:
     async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-        del request
         stage.started.set()
         await gate.wait()
         yield ACCEPTED

@@ -60,7 +60,6 @@ def _nothing_to_do(runs: int) -> list[Plan]:
 
 
 def _no_replica(runs: int) -> list[Plan]:
-    del runs
     raise UnavailableError("no replica")
 
 
@@ -117,7 +116,6 @@ async def test_a_cancelled_task_releases_its_admission(admitted: bool) -> None:
 
 class _FailingClient:
     async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
-        del timeout_s, take
         raise InternalError(f"{request.request_id} does not work")
 
 

@@ -10,14 +10,7 @@ import pytest
 from stagemesh.common.errors import CancelledRequestError, InternalError, StagemeshError, UnavailableError
 from stagemesh.common.wire.telemetry import Playout
 from stagemesh.orchestrator.request.output_record import RequestRecord
-from stagemesh.orchestrator.request.timeline import (
-    History,
-    RequestState,
-    StepNotes,
-    Timeline,
-    Totals,
-    describe_wait,
-)
+from stagemesh.orchestrator.request.timeline import History, RequestState, StepNotes, Timeline, Totals, describe_wait
 from stagemesh.v1 import chunk_pb2, control_pb2, orchestrator_pb2, request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, ask, mesh
 from tests.orchestrator.replicas import Clock
@@ -143,7 +136,6 @@ _PIECE = "x" * (256 << 10)
 
 async def _talk(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
     """Sends output without end."""
-    del stage
     yield ACCEPTED
     while True:
         yield text_output(request.streamed[0].tensor, _PIECE)
@@ -322,10 +314,7 @@ _WAITS = {
     ),
     "nothing to read": ({"inlets": [_flow(chunks=7)]}, "chunk 7 of edge a->b from b-0"),
     "all its inputs": ({"inlets": [_flow(chunks=7, waiting_chunks=1)], "outlets": [_flow()]}, ""),
-    "finished": (
-        {"outlets": [_flow(ended=True, waiting_chunks=3)]},
-        "b-0 to receive the last 3 chunks of edge a->b",
-    ),
+    "finished": ({"outlets": [_flow(ended=True, waiting_chunks=3)]}, "b-0 to receive the last 3 chunks of edge a->b"),
 }
 
 

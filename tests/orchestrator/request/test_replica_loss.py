@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.simulation import virtual_time
-from stagemesh.common.errors import (
-    CancelledRequestError,
-    InternalError,
-    NotReadyError,
-    UnavailableError,
-)
+from stagemesh.common.errors import CancelledRequestError, InternalError, NotReadyError, UnavailableError
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.membership import Member
 from stagemesh.orchestrator.orchestrator import Orchestrator

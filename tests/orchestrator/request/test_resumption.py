@@ -160,10 +160,7 @@ def lives(draw: st.DrawFn) -> list[Output]:
         ],
         "rows": [Output(name="rows", tensor=inline_tensor("r", ROWS[piece])) for piece in _cut(draw, len(ROWS))],
         "picture": [
-            Output(
-                name="picture",
-                image=Media(data=data[piece], offset=piece.start, last=piece.stop == len(data)),
-            )
+            Output(name="picture", image=Media(data=data[piece], offset=piece.start, last=piece.stop == len(data)))
             for data in PICTURES
             for piece in _parts(draw, len(data))
         ],

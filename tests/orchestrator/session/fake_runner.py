@@ -81,7 +81,6 @@ class FakeRunner(TurnRequests):
         return self._run(turn)
 
     def listen(self, turn: TurnRequest, detection: orchestrator_pb2.TurnDetection) -> SteeredRequest:
-        del detection
         return self._run(turn)
 
     def find(self, request_id: str) -> SteeredRequest | None:

@@ -211,21 +211,16 @@ def _audio(*, count: int = 160, declared: int | None = None, rate_hz: int = 16_0
     return {"append": {"part": {"audio": {"samples": samples, "sample_rate_hz": rate_hz}}}}
 
 
+def _media(kind: str, media_type: str) -> Mapping[str, Any]:
+    """Returns an event that appends a file."""
+    return {"append": {"part": {kind: {"media_type": media_type, "data": b"content"}}}}
+
+
 FIRST_EVENTS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any], str]] = {
     "interruption before the first turn": (ECHO, {}, {"interrupt": {}}, "TURN_NOT_STARTED"),
-    "image that no stage accepts": (
-        ECHO,
-        {},
-        {"append": {"part": {"image": {"media_type": "image/png", "data": b"png"}}}},
-        "UNSUPPORTED",
-    ),
+    "image that no stage accepts": (ECHO, {}, _media("image", "image/png"), "UNSUPPORTED"),
     "audio that no stage accepts": (ECHO, {}, _audio(), "UNSUPPORTED"),
-    "codec that cannot be streamed": (
-        SPEAK,
-        {"input_mode": STREAM},
-        {"append": {"part": {"audio_file": {"media_type": "audio/opus", "data": b"opus"}}}},
-        "UNSUPPORTED",
-    ),
+    "codec that cannot be streamed": (SPEAK, {"input_mode": STREAM}, _media("audio_file", "audio/opus"), "UNSUPPORTED"),
     "no sample rate": (LISTEN, {"turn_detection": {}}, _audio(rate_hz=0), "INVALID_MEDIA"),
     "sample rate that no stage takes": (LISTEN, {"turn_detection": {}}, _audio(rate_hz=1_000_000), "INVALID_MEDIA"),
     "shape that does not match": (LISTEN, {}, _audio(count=10, declared=20), "INVALID_CHUNK"),
@@ -260,6 +255,9 @@ async def test_turns_cannot_be_restored_to_a_known_session(chat: Chat) -> None:
     assert await chat.rejection() == "INVALID_RESTORE"
 
 
+INSTRUCTED = {"conversation": {"messages": [{"role": "ROLE_SYSTEM", "content": "x"}]}}
+ONLY_DETECTED = {"turn_detection": {"detects_only": True}}
+LOUD_DETECTED = {"turn_detection": {"options": {"loudness": {"number": 1}}}}
 OPENINGS: Mapping[str, tuple[str, Mapping[str, Any], type[StagemeshError], str]] = {
     "id": (ECHO, {"session_id": "a b"}, InvalidRequestError, "INVALID_ID"),
     "long id": (ECHO, {"session_id": "x" * 97}, InvalidRequestError, "INVALID_ID"),
@@ -275,25 +273,10 @@ OPENINGS: Mapping[str, tuple[str, Mapping[str, Any], type[StagemeshError], str]]
     "earlier calls": (ECHO, {"earlier_calls": 1_000_001}, InvalidRequestError, "INVALID_EARLIER_CALLS"),
     "mode": (ECHO, {"input_mode": 9}, UnsupportedError, "UNSUPPORTED"),
     "no input edge": (ECHO, {"input_mode": STREAM}, UnsupportedError, "UNSUPPORTED"),
-    "streamed conversation": (
-        SPEAK,
-        {"input_mode": STREAM, "conversation": {"messages": [{"role": "ROLE_SYSTEM", "content": "x"}]}},
-        UnsupportedError,
-        "UNSUPPORTED",
-    ),
-    "streamed detection": (
-        SPEAK,
-        {"input_mode": STREAM, "turn_detection": {"detects_only": True}},
-        UnsupportedError,
-        "UNSUPPORTED",
-    ),
+    "streamed conversation": (SPEAK, {"input_mode": STREAM, **INSTRUCTED}, UnsupportedError, "UNSUPPORTED"),
+    "streamed detection": (SPEAK, {"input_mode": STREAM, **ONLY_DETECTED}, UnsupportedError, "UNSUPPORTED"),
     "no detection": (ECHO, {"turn_detection": {}}, UnsupportedError, "UNSUPPORTED"),
-    "detection option": (
-        LISTEN,
-        {"turn_detection": {"options": {"loudness": {"number": 1}}}},
-        InvalidRequestError,
-        "UNKNOWN_OPTION",
-    ),
+    "detection option": (LISTEN, LOUD_DETECTED, InvalidRequestError, "UNKNOWN_OPTION"),
 }
 
 
