@@ -46,6 +46,7 @@ help: ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
 
 preflight: # Say what this machine lacks
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not installed; install Python 3.11, or run make with PYTHON=PROGRAM" >&2; exit 1; }
 	@$(PYTHON) tools/preflight.py
 
 venv: .venv/.stamp ## Install everything, locked, into .venv
