@@ -385,7 +385,7 @@ class TicketModel(RuleBasedStateMachine):
         self._deliver_the_rest()
         for plane in self.planes.values():
             for link in plane._links.values():
-                assert not link._leases, "a lease is left"
+                assert not link.leases, "a lease is left"
             for producer in plane.consumer._producers.values():
                 assert not producer.held_lease_ids
         self._check_released(except_names=self.abandoned)
@@ -423,7 +423,6 @@ class TicketModel(RuleBasedStateMachine):
         return self.wires[name].queues[direction] if name in self.wires else deque()
 
     def _stream(self, channel: str, user: StreamHandler, *, peer: str) -> WireEnd | NoWire:
-        del peer
         name = channel.partition(":")[0]
         if name in self.unreachable:
             return NoWire(user)
