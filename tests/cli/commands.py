@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest import mock
 
@@ -27,6 +28,10 @@ class Ran:
         """Standard error on one line, without the frame around usage errors."""
         return " ".join(self.stderr.replace("│", " ").split())
 
+    def check(self, code: int, *words: str) -> None:
+        """Asserts the exit status, and that standard error contains the words."""
+        assert (self.exit_code, [each for each in words if each not in self.error_text]) == (code, []), self.stderr
+
 
 def invoke(*arguments: str, stdin: str = "") -> Ran:
     """Runs a command in this process, and in this thread, in which no event loop may run.
@@ -50,15 +55,15 @@ async def stagemesh(*arguments: str, stdin: str = "") -> Ran:
     return await asyncio.to_thread(invoke, *arguments, stdin=stdin)
 
 
-async def start(*arguments: str) -> asyncio.subprocess.Process:
+async def start(*arguments: str, program: Sequence[str] = COMMAND) -> asyncio.subprocess.Process:
     """Starts a command in a process of its own, with pipes to its standard streams."""
     pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+    return await asyncio.create_subprocess_exec(*program, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
 
 
-async def run_process(*arguments: str, stdin: str = "") -> Ran:
-    """Runs a command in a process of its own, and waits until it ends."""
-    process = await start(*arguments)
+async def run_process(*arguments: str, stdin: str = "", program: Sequence[str] = COMMAND) -> Ran:
+    """Runs a command in a process of its own, and waits until it ends. `program` starts `stagemesh`."""
+    process = await start(*arguments, program=program)
     stdout, stderr = await process.communicate(stdin.encode())
     assert process.returncode is not None
     return Ran(process.returncode, stdout.decode(), stderr.decode())

@@ -15,11 +15,12 @@ import pytest
 
 from stagemesh.common.errors import ExitCode, InternalError, OverloadedError
 from stagemesh.common.process.settings import variables
-from tests.cli.commands import COMMAND, stagemesh
+from tests.cli.commands import COMMAND, stagemesh, start
 from tests.client.scripted import Pause, Script, ScriptedOrchestrator, admitted, audio, finished, text
 from tests.deployment import Deployment, deployed
 from tests.gateway.making import gateway, making
 from tests.gateway.sounds import wav
+from tests.system.pipelines import pipeline_file
 
 PIPELINE = """
 pipeline: spoken
@@ -38,9 +39,7 @@ CHAT = ["--model", "m", "--requests", "2"]
 @pytest.fixture(scope="module")
 def spoken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """A pipeline whose text takes 0.3 + 4 * 0.1 seconds, and in which each text is spoken for 10 ms."""
-    path = tmp_path_factory.mktemp("bench") / "spoken.yaml"
-    path.write_text(PIPELINE)
-    with deployed(path) as up:
+    with deployed(pipeline_file(tmp_path_factory.mktemp("bench"), PIPELINE)) as up:
         yield up
 
 
@@ -161,9 +160,7 @@ async def test_the_table_names_figures_and_errors(orchestrator: ScriptedOrchestr
 
 async def test_an_interrupted_run_prints_what_was_measured(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.extend([SCRIPT, SCRIPT, SCRIPT, [admitted(), Pause.FOREVER]])
-    pipe = asyncio.subprocess.PIPE
-    arguments = ["bench", "--server", orchestrator.endpoint, "--duration", "60", "--json", "-"]
-    process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdout=pipe, stderr=pipe)
+    process = await start("bench", "--server", orchestrator.endpoint, "--duration", "60", "--json", "-")
     async with asyncio.timeout(30):
         while len(orchestrator.requests) < 4:
             await asyncio.sleep(0.02)
@@ -179,11 +176,9 @@ async def test_a_wrong_server_is_one_error_at_the_start(spoken: Deployment, spok
     no_http = await stagemesh("bench", "--openai", "http://127.0.0.1:1", "--model", "spoken")
     assert (no_http.exit_code, no_http.stderr.count("error:")) == (ExitCode.UNAVAILABLE, 1)
     unknown = await stagemesh("bench", "--openai", spoken_url, "--model", "other")
-    assert unknown.exit_code == ExitCode.NOT_FOUND
-    assert "has no model 'other'; set --model to one of spoken" in unknown.stderr
+    unknown.check(ExitCode.NOT_FOUND, "has no model 'other'; set --model to one of spoken")
     output = await stagemesh("bench", "--server", spoken.endpoint, "--outputs", "image")
-    assert output.exit_code == ExitCode.USAGE
-    assert "unknown output 'image'" in output.stderr
+    output.check(ExitCode.USAGE, "unknown output 'image'")
 
 
 def sse(*documents: object) -> bytes:
@@ -271,8 +266,7 @@ async def test_wrong_answers_are_counted_by_reason(answer: bytes, status: int, r
 async def test_an_invalid_request_is_one_error_at_the_start() -> None:
     with http_server(b'{"error": {"message": "voice: it is unknown"}}', status=400) as (url, bodies):
         ran = await stagemesh("bench", "--openai", url, *CHAT)
-    assert ran.exit_code == ExitCode.USAGE
-    assert "the server rejects the request: voice: it is unknown (HTTP_400)" in ran.stderr
+    ran.check(ExitCode.USAGE, "the server rejects the request: voice: it is unknown (HTTP_400)")
     assert len(bodies) == 1
 
 

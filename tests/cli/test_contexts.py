@@ -78,7 +78,7 @@ def test_a_failed_write_keeps_the_file(folder: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "fsync", no_space)
     ran = invoke("context", "use", "here")
-    assert (ran.exit_code, f"{contexts_path()} cannot be written: No space" in ran.stderr) == (ExitCode.USAGE, True)
+    ran.check(ExitCode.USAGE, f"{contexts_path()} cannot be written: No space")
     assert load_contexts() == Contexts({"here": Context("a:1")})
     assert [path.name for path in folder.iterdir()] == ["contexts.json"]
 
@@ -101,7 +101,7 @@ def test_a_mistake_is_reported_and_changes_nothing(arguments: tuple[str, ...], c
     before = Contexts({"here": Context("a:1")})
     save_contexts(before)
     ran = invoke("context", *arguments)
-    assert (ran.exit_code, said in ran.stderr) == (code, True), ran.stderr
+    ran.check(code, said)
     assert load_contexts() == before
 
 
@@ -111,23 +111,16 @@ def test_a_mistake_is_reported_and_changes_nothing(arguments: tuple[str, ...], c
         ("{", "Expecting property name"),
         ("[]", "the file must be an object with these members: contexts (dict), current (str)"),
         ('{"contexts": {"a": 1}, "current": ""}', "context 'a' must be an object"),
-        (
-            '{"contexts": {"a": {"server": "h", "admin": ""}}, "current": ""}',
-            "context 'a': 'h' is not",
-        ),
+        ('{"contexts": {"a": {"server": "h", "admin": ""}}, "current": ""}', "context 'a': 'h' is not"),
         ('{"contexts": {"a": {"serve": "h:1", "admin": ""}}, "current": ""}', "context 'a' must be an object"),
-        (
-            '{"current": "b", "contexts": {"a": {"server": "h:1", "admin": ""}}}',
-            "'b' does not exist",
-        ),
+        ('{"current": "b", "contexts": {"a": {"server": "h:1", "admin": ""}}}', "'b' does not exist"),
     ],
 )
 def test_a_damaged_file_is_named(content: str, said: str, folder: Path) -> None:
     folder.mkdir()
     contexts_path().write_text(content)
     ran = _address(SERVER)
-    assert (ran.exit_code, f"{contexts_path()} is damaged" in ran.stderr) == (ExitCode.USAGE, True)
-    assert said in ran.stderr
+    ran.check(ExitCode.USAGE, f"{contexts_path()} is damaged", said)
     assert invoke("context", "add", "new", "--server", "n:1").exit_code == ExitCode.USAGE
     assert contexts_path().read_text() == content
     assert _address(SERVER, "--server", "n:1").stdout == "n:1"
@@ -168,7 +161,7 @@ def test_an_option_precedes_the_environment_the_current_context_and_the_default(
 def test_a_server_and_a_context_exclude_each_other() -> None:
     save_contexts(Contexts({"here": Context("a:1")}))
     ran = _address(SERVER, "--server", "a:1", "--context", "here")
-    assert (ran.exit_code, "give either --server or --context, not both" in ran.stderr) == (ExitCode.USAGE, True)
+    ran.check(ExitCode.USAGE, "give either --server or --context, not both")
 
 
 def test_an_empty_context_is_not_the_current_one() -> None:
@@ -183,14 +176,13 @@ def test_commands_for_operators_connect_to_one_address() -> None:
 def test_an_operator_never_gets_the_default_of_a_context_without_an_address() -> None:
     save_contexts(Contexts({"here": Context("a:1")}, current="here"))
     ran = _address(ADMIN_SERVER)
-    assert (ran.exit_code, "has no address for operators" in ran.stderr) == (ExitCode.NOT_FOUND, True)
-    assert "--admin HOST:PORT" in ran.stderr
+    ran.check(ExitCode.NOT_FOUND, "has no address for operators", "--admin HOST:PORT")
 
 
 def test_a_malformed_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGEMESH_SERVER", "nowhere")
     ran = _address(SERVER)
-    assert (ran.exit_code, "STAGEMESH_SERVER" in ran.stderr) == (ExitCode.USAGE, True)
+    ran.check(ExitCode.USAGE, "STAGEMESH_SERVER")
 
 
 async def test_commands_connect_to_the_context(orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator) -> None:

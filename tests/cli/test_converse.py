@@ -150,8 +150,7 @@ async def test_wrong_options_are_rejected(
     orchestrator: ScriptedOrchestrator, arguments: list[str], message: str
 ) -> None:
     ran = await run_process("converse", "--server", orchestrator.endpoint, *arguments)
-    assert ran.exit_code == ExitCode.USAGE
-    assert message in ran.error_text
+    ran.check(ExitCode.USAGE, message)
     assert orchestrator.events == []
 
 

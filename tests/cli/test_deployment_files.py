@@ -43,8 +43,7 @@ def test_listed_replicas_belong_to_the_stages_of_their_names(tmp_path: Path) -> 
         "frames": (ReplicaAddress("frames-a-1", "127.0.0.1:2"),),
     }
     ran = invoke("config", "orchestrator", str(relays(tmp_path)), "--replica", "talker-0=127.0.0.1:1")
-    assert ran.exit_code == ExitCode.USAGE
-    assert "does not begin with a stage's name" in ran.error_text
+    ran.check(ExitCode.USAGE, "does not begin with a stage's name")
 
 
 def test_the_config_of_a_replica_is_that_of_the_launcher(tmp_path: Path) -> None:
@@ -68,8 +67,7 @@ def test_the_config_of_a_replica_is_that_of_the_launcher(tmp_path: Path) -> None
 def test_a_wrong_command_is_explained(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     pipeline = str(relays(tmp_path))
     ran = invoke("config", *(pipeline if each == "PIPELINE" else each for each in arguments))
-    assert ran.exit_code == ExitCode.USAGE
-    assert message in ran.stderr
+    ran.check(ExitCode.USAGE, message)
 
 
 STAGE = """\
@@ -164,5 +162,5 @@ def test_a_damaged_file_of_tokens_is_named_and_kept(tmp_path: Path) -> None:
     file = tmp_path / "tokens.json"
     file.write_text('{"tokens": [{}]}')
     ran = invoke("token", "new", str(file), "--caller", "alice")
-    assert (ran.exit_code, f"{file} is damaged" in ran.stderr) == (ExitCode.USAGE, True)
+    ran.check(ExitCode.USAGE, f"{file} is damaged")
     assert file.read_text() == '{"tokens": [{}]}'

@@ -18,6 +18,8 @@ from tests.deployment import Deployment as Running
 
 _GIB = 1 << 30
 _NOW_S = 1_800_000_000.0
+_A, _B, _SELF = "a-0 on node-1", "b-0 on node-1", "@orchestrator, against this machine"
+_LATER_S = _NOW_S + 3 * 86_400
 
 
 def _process(name: str, stage: str, **report: Any) -> admin_pb2.ProcessReport:
@@ -115,35 +117,17 @@ PROBLEMS: dict[str, tuple[Callable[[Deployment], None], tuple[Severity, str, str
     "no answer": (_silence, (ERROR, "b-0", "it does not report: b-0 cannot be reached")),
     "external stage": (_replace, (WARNING, "b-0", "it does not report: unknown method")),
     "clock": (_put_clock_back, (WARNING, "a-0", "its clock is 3.0 s behind")),
-    "own clock": (
-        _set(0, time_s=_NOW_S + 90),
-        (WARNING, "@orchestrator, against this machine", "its clock is 90.0 s ahead"),
-    ),
+    "own clock": (_set(0, time_s=_NOW_S + 90), (WARNING, _SELF, "its clock is 90.0 s ahead")),
     "software": (_set(1, software="stagemesh 2"), (WARNING, "all processes", "they run different versions")),
-    "package": (
-        _mix_versions,
-        (WARNING, "a", "different versions of torch: 2.13.0 (a-0); 2.14.0 (a-1)"),
-    ),
-    "expired": (
-        _set(1, certificate_expires_at_s=_NOW_S - 1),
-        (ERROR, "a-0 on node-1", "its certificate has expired"),
-    ),
-    "soon expired": (
-        _set(1, certificate_expires_at_s=_NOW_S + 3 * 86400),
-        (WARNING, "a-0 on node-1", "its certificate expires in 3.0 d"),
-    ),
+    "package": (_mix_versions, (WARNING, "a", "different versions of torch: 2.13.0 (a-0); 2.14.0 (a-1)")),
+    "expired": (_set(1, certificate_expires_at_s=_NOW_S - 1), (ERROR, _A, "its certificate has expired")),
+    "soon expired": (_set(1, certificate_expires_at_s=_LATER_S), (WARNING, _A, "its certificate expires in 3.0 d")),
     "files": (_set(0, open_files=1024), (WARNING, "@orchestrator on node-1", "it may open only 1,024 files")),
-    "memory": (_set(3, available_bytes=100 << 20), (WARNING, "b-0 on node-1", "only 100 MiB of memory are left")),
-    "shared memory": (
-        _set(3, shm_free_bytes=10 << 20),
-        (WARNING, "b-0 on node-1", "only 10 of 1,024 MiB of /dev/shm are free"),
-    ),
-    "no device": (_remove_device, (WARNING, "a-0 on node-1", "it uses nixl without an RDMA device")),
-    "locked memory": (
-        _set(1, locked_bytes=8 << 20),
-        (WARNING, "a-0 on node-1", "it may lock only 8 MiB of memory"),
-    ),
-    "transports": (_set(1, ucx_tls="tcp"), (WARNING, "a-0 on node-1", "UCX_TLS is tcp")),
+    "memory": (_set(3, available_bytes=100 << 20), (WARNING, _B, "only 100 MiB of memory are left")),
+    "shared memory": (_set(3, shm_free_bytes=10 << 20), (WARNING, _B, "only 10 of 1,024 MiB of /dev/shm are free")),
+    "no device": (_remove_device, (WARNING, _A, "it uses nixl without an RDMA device")),
+    "locked memory": (_set(1, locked_bytes=8 << 20), (WARNING, _A, "it may lock only 8 MiB of memory")),
+    "transports": (_set(1, ucx_tls="tcp"), (WARNING, _A, "UCX_TLS is tcp")),
 }
 
 

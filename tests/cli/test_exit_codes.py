@@ -1,6 +1,5 @@
 """Runs commands as processes, and checks that scripts can tell their failures apart."""
 
-import asyncio
 import json
 import signal
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from tests.cli.commands import COMMAND, invoke, stagemesh
+from tests.cli.commands import invoke, stagemesh, start
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, text
 
 CLI = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -74,9 +73,7 @@ async def test_a_request_that_exceeds_its_time_limit_is_a_timeout(orchestrator: 
 
 async def test_ctrl_c_has_a_code_of_its_own(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), text("Hi"), Pause.FOREVER])
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND, "generate", "hello", "--server", orchestrator.endpoint, stdout=asyncio.subprocess.PIPE
-    )
+    process = await start("generate", "hello", "--server", orchestrator.endpoint)
     assert process.stdout is not None
     assert await process.stdout.readexactly(2) == b"Hi"
     process.send_signal(signal.SIGINT)

@@ -14,10 +14,17 @@ from tests.cli.commands import Ran, stagemesh
 from tests.client.scripted import Script, ScriptedOrchestrator, admitted, audio, ended, finished, queued, text
 
 
-async def _generate(orchestrator: ScriptedOrchestrator, *arguments: str, parts: Script = (), stdin: str = "") -> Ran:
-    """Runs `stagemesh generate` against an orchestrator that sends these parts between the first and last events."""
+async def _generate(
+    orchestrator: ScriptedOrchestrator, *arguments: str, parts: Script = (), stdin: str = "", code: int = 0
+) -> Ran:
+    """Runs `stagemesh generate` against an orchestrator that sends these parts between the first and last events.
+
+    Asserts that the command ends with the status `code`.
+    """
     orchestrator.scripts = deque([[admitted(), *parts, finished()]])
-    return await stagemesh("generate", *arguments, "--server", orchestrator.endpoint, stdin=stdin)
+    ran = await stagemesh("generate", *arguments, "--server", orchestrator.endpoint, stdin=stdin)
+    assert ran.exit_code == code, ran.stderr
+    return ran
 
 
 async def test_text_goes_to_stdout_and_the_rest_to_stderr(orchestrator: ScriptedOrchestrator) -> None:
@@ -28,8 +35,7 @@ async def test_text_goes_to_stdout_and_the_rest_to_stderr(orchestrator: Scripted
 
 async def test_audio_is_written_to_the_file(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
     path = str(tmp_path / "out" / "a.wav")
-    ran = await _generate(orchestrator, "hello", "--audio", path, parts=[audio([0.0] * 10), audio([0.5] * 5)])
-    assert ran.exit_code == 0
+    await _generate(orchestrator, "hello", "--audio", path, parts=[audio([0.0] * 10), audio([0.5] * 5)])
     with wave.open(str(tmp_path / "out" / "a.wav")) as file:
         assert (file.getnframes(), file.getframerate()) == (15, 24000)
 
@@ -42,8 +48,7 @@ async def test_encoded_media_are_written_as_they_are(orchestrator: ScriptedOrche
         for at, data in ((0, b"ab"), (2, b"c"))
     ]
     arguments = ["--output", str(tmp_path), "--audio", str(tmp_path / "a.ogg"), "--image", str(tmp_path / "new" / "v")]
-    ran = await _generate(orchestrator, "hello", *arguments, parts=parts)
-    assert ran.exit_code == 0
+    await _generate(orchestrator, "hello", *arguments, parts=parts)
     for name in ("a.ogg", "new/v", "clip.webm"):
         assert (tmp_path / name).read_bytes() == b"abc"
     assert not (tmp_path / "song.ogg").exists()
@@ -131,21 +136,13 @@ async def test_every_sampling_option_reaches_the_server(orchestrator: ScriptedOr
     arguments = [text for name, value in numbers.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     arguments += ["--stop", "end", "--stop", "fin", "--stop-token", "3", "--bad-word", "bad", "--ignore-eos"]
     arguments += ["--allowed-text", "yes", "--allowed-text", "no", "--adapter", "style"]
-    ran = await _generate(orchestrator, "hello", *arguments)
-    assert ran.exit_code == 0, ran.stderr
+    await _generate(orchestrator, "hello", *arguments)
     parameters = orchestrator.requests[0].parameters
     sampling = parameters.sampling
     assert {name: getattr(sampling, name) for name in numbers} == numbers
-    assert (list(sampling.stop), list(sampling.stop_token_ids), list(sampling.bad_words)) == (
-        ["end", "fin"],
-        [3],
-        ["bad"],
-    )
-    assert (sampling.ignore_eos, list(sampling.allowed_texts.texts), parameters.adapter) == (
-        True,
-        ["yes", "no"],
-        "style",
-    )
+    assert (list(sampling.stop), list(sampling.allowed_texts.texts)) == (["end", "fin"], ["yes", "no"])
+    assert (list(sampling.stop_token_ids), list(sampling.bad_words)) == ([3], ["bad"])
+    assert (sampling.ignore_eos, parameters.adapter) == (True, "style")
 
 
 async def test_options_and_parameters_of_a_stage_have_types(orchestrator: ScriptedOrchestrator) -> None:
@@ -153,8 +150,7 @@ async def test_options_and_parameters_of_a_stage_have_types(orchestrator: Script
     own = ["talker.max_tokens=200", "talker.stop=end", "talker.regex=1", "talker.voice=bass", "talker.adapter=7"]
     own += ["talker.chunk=8", "vocoder.chunk=whole"]
     arguments += [text for each in own for text in ("--stage-parameter", each)]
-    ran = await _generate(orchestrator, "hello", *arguments)
-    assert ran.exit_code == 0, ran.stderr
+    await _generate(orchestrator, "hello", *arguments)
     parameters = orchestrator.requests[0].parameters
     kinds = {name: value.WhichOneof("kind") for name, value in parameters.options.items()}
     assert kinds == {"voice": "text", "steps": "integer", "echo": "flag", "speed": "number"}
@@ -182,8 +178,7 @@ async def test_attached_files_go_before_the_prompt(orchestrator: ScriptedOrchest
     for name in ("cat.png", "purr.wav", "cat.mp4"):
         (tmp_path / name).write_bytes(name.encode())
     arguments = [text for name in ("cat.png", "purr.wav", "cat.mp4") for text in ("--attach", str(tmp_path / name))]
-    ran = await _generate(orchestrator, "what?", *arguments)
-    assert ran.exit_code == 0, ran.stderr
+    await _generate(orchestrator, "what?", *arguments)
     parts = orchestrator.requests[0].input.conversation.messages[0].parts
     assert [part.WhichOneof("content") for part in parts] == ["image", "audio_file", "video_file", "text"]
     assert (parts[1].audio_file.data, parts[3].text) == (b"purr.wav", "what?")
@@ -220,22 +215,20 @@ async def test_a_named_file_without_an_output_is_reported(orchestrator: Scripted
 
 async def test_an_error_is_one_line_with_its_remedy(orchestrator: ScriptedOrchestrator) -> None:
     full = OverloadedError("64 requests are in flight", retry_after_s=60)
-    ran = await _generate(orchestrator, "hello", parts=[full])
-    assert ran.exit_code == ExitCode.REFUSED
+    ran = await _generate(orchestrator, "hello", parts=[full], code=ExitCode.REFUSED)
     assert ran.stderr.splitlines() == ["error: 64 requests are in flight", "  try again in 60.0 s"]
 
 
 async def test_a_failure_after_some_text_ends_the_line(orchestrator: ScriptedOrchestrator) -> None:
-    ran = await _generate(orchestrator, "hello", parts=[text("Hi"), UnavailableError("stage thinker is gone")])
-    assert (ran.exit_code, ran.stdout) == (ExitCode.UNAVAILABLE, "Hi\n")
+    parts: Script = [text("Hi"), UnavailableError("stage thinker is gone")]
+    ran = await _generate(orchestrator, "hello", parts=parts, code=ExitCode.UNAVAILABLE)
+    assert ran.stdout == "Hi\n"
     assert "thinker" in ran.stderr
 
 
 async def test_an_unreachable_server_is_named_with_a_remedy() -> None:
     ran = await stagemesh("generate", "hello", "--server", "127.0.0.1:1")
-    assert ran.exit_code == ExitCode.UNAVAILABLE
-    assert "127.0.0.1:1" in ran.stderr
-    assert "stagemesh up" in ran.stderr
+    ran.check(ExitCode.UNAVAILABLE, "127.0.0.1:1", "stagemesh up")
 
 
 async def test_a_running_request_can_be_cancelled(orchestrator: ScriptedOrchestrator) -> None:
@@ -246,7 +239,7 @@ async def test_a_running_request_can_be_cancelled(orchestrator: ScriptedOrchestr
     assert json.loads(ran.stdout) == {"request_id": "r", "cancelled": True}
     assert [each.request_id for each in orchestrator.cancels] == ["r", "r"]
     ran = await stagemesh("cancel", "unknown", "--server", orchestrator.endpoint)
-    assert (ran.exit_code, "no request 'unknown' runs" in ran.stderr) == (ExitCode.NOT_FOUND, True)
+    ran.check(ExitCode.NOT_FOUND, "no request 'unknown' runs")
 
 
 async def test_stages_shows_the_replicas(orchestrator: ScriptedOrchestrator) -> None:
@@ -276,8 +269,7 @@ async def test_messages_and_tools_are_read_from_files(orchestrator: ScriptedOrch
     for name in ("cat.png", "cat.mp4"):
         (tmp_path / name).write_bytes(name.encode())
     files = ["--messages", str(tmp_path / "messages.json"), "--tools", str(tmp_path / "tools.json")]
-    ran = await _generate(orchestrator, *files, "--template-arguments", '{"thinking": false}')
-    assert ran.exit_code == 0, ran.stderr
+    await _generate(orchestrator, *files, "--template-arguments", '{"thinking": false}')
     sent = orchestrator.requests[0].input.conversation
     assert [request_pb2.Role.Name(each.role) for each in sent.messages] == [
         "ROLE_USER",
@@ -293,8 +285,7 @@ async def test_messages_and_tools_are_read_from_files(orchestrator: ScriptedOrch
 
 async def test_a_raw_prompt_keeps_its_media_apart(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
     (tmp_path / "cat.png").write_bytes(b"png")
-    ran = await _generate(orchestrator, "<image>?", "--raw", "--attach", str(tmp_path / "cat.png"))
-    assert ran.exit_code == 0, ran.stderr
+    await _generate(orchestrator, "<image>?", "--raw", "--attach", str(tmp_path / "cat.png"))
     sent = orchestrator.requests[0].input
     assert (sent.raw_text, sent.media[0].image.data) == ("<image>?", b"png")
 

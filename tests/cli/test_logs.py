@@ -1,4 +1,3 @@
-import asyncio
 import json
 from pathlib import Path
 
@@ -6,7 +5,7 @@ import pytest
 
 from stagemesh.cli.launcher.run_folder import RunFolder
 from stagemesh.common.errors import ExitCode
-from tests.cli.commands import COMMAND, Ran, invoke
+from tests.cli.commands import Ran, invoke, start
 
 
 @pytest.fixture
@@ -55,8 +54,7 @@ def test_the_last_lines_as_json(run: RunFolder) -> None:
 
 def test_an_unknown_stage_and_an_unknown_run(run: RunFolder) -> None:
     ran = invoke("logs", "talker")
-    assert ran.exit_code == ExitCode.NOT_FOUND
-    assert "no log of 'talker'; it has orchestrator, voice-0, voice-1" in ran.stderr
+    ran.check(ExitCode.NOT_FOUND, "no log of 'talker'; it has orchestrator, voice-0, voice-1")
     assert invoke("logs", "--run", "1999").exit_code == ExitCode.NOT_FOUND
 
 
@@ -76,9 +74,7 @@ def test_an_incomplete_line_is_shown_when_the_run_is_over(run: RunFolder) -> Non
 
 
 async def test_logs_are_followed_to_the_end_of_the_run(run: RunFolder) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND, "logs", "voice", "-f", "-n", "1", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
+    process = await start("logs", "voice", "-f", "-n", "1")
     assert process.stdout is not None
     assert b"03,000 INFO ready" in await process.stdout.readline()
     _add(run, "voice-2", "2026-01-01 00:00:05,000 INFO starts")

@@ -13,6 +13,7 @@ from stagemesh.common.errors import ExitCode
 from tests.cli.commands import Ran, invoke
 from tests.k8s.manifests import field
 from tests.system.added_transforms import add_function
+from tests.system.pipelines import pipeline_file
 
 
 def test_a_valid_pipeline_is_reported_as_valid(tiny: Path) -> None:
@@ -23,8 +24,7 @@ def test_a_valid_pipeline_is_reported_as_valid(tiny: Path) -> None:
 def test_a_mistake_is_shown_with_file_and_line(tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace("to: second", "to: third"))
     ran = invoke("pipeline", "validate", str(tiny))
-    assert ran.exit_code == ExitCode.USAGE
-    assert f"{tiny}:6: unknown stage" in ran.stderr
+    ran.check(ExitCode.USAGE, f"{tiny}:6: unknown stage")
     assert "Traceback" not in ran.stderr
 
 
@@ -36,11 +36,8 @@ def test_an_error_can_be_printed_as_json() -> None:
 
 def test_explain_shows_the_origin_of_values(tiny: Path) -> None:
     ran = invoke("pipeline", "explain", str(tiny), "--set", "stages.first.options.steps=9", "--json")
-    rows = {row["key"]: row for row in json.loads(ran.stdout)}
-    assert (rows["stages.first.options.steps"]["value"], rows["stages.first.options.steps"]["origin"]) == (
-        "9",
-        "override",
-    )
+    (row,) = (row for row in json.loads(ran.stdout) if row["key"] == "stages.first.options.steps")
+    assert (row["value"], row["origin"]) == ("9", "override")
 
 
 def test_replicas_are_set_by_stage(tiny: Path) -> None:
@@ -121,8 +118,7 @@ def _findings(file: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 def test_mistakes_of_all_kinds_are_reported_at_once(tmp_path: Path) -> None:
-    (tmp_path / "wrong.yaml").write_text(WRONG)
-    found = _findings(tmp_path / "wrong.yaml")
+    found = _findings(pipeline_file(tmp_path, WRONG, name="wrong"))
     assert [(each["line"], each["key"]) for each in found] == [
         (5, "stages.thinker.replicas"),
         (6, "stages.thinker.optins"),
@@ -139,8 +135,7 @@ def test_mistakes_of_all_kinds_are_reported_at_once(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_reported_as_text(tmp_path: Path) -> None:
-    (tmp_path / "wrong.yaml").write_text(WRONG)
-    ran = invoke("pipeline", "validate", str(tmp_path / "wrong.yaml"))
+    ran = invoke("pipeline", "validate", str(pipeline_file(tmp_path, WRONG)))
     assert (ran.exit_code, len(ran.stderr.splitlines())) == (ExitCode.USAGE, 9)
 
 
@@ -152,16 +147,14 @@ def test_mistakes_are_reported_as_text(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_cannot_be_parsed_is_a_finding(tmp_path: Path, text: str, line: int, message: str) -> None:
-    (tmp_path / "wrong.yaml").write_text(text)
-    (finding,) = _findings(tmp_path / "wrong.yaml")
+    (finding,) = _findings(pipeline_file(tmp_path, text, name="wrong"))
     assert (finding["line"], finding["place"]) == (line, f"{tmp_path / 'wrong.yaml'}:{line}")
     assert message in finding["message"]
 
 
 def test_code_is_imported_unless_the_option_forbids_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_function(tmp_path, monkeypatch, name="talks", source=FUNCTION)
-    file = tmp_path / "talks.yaml"
-    file.write_text(PIPELINE)
+    file = pipeline_file(tmp_path, PIPELINE)
     assert _findings(file, "--no-import") == []
     (finding,) = _findings(file)
     assert (finding["line"], finding["key"]) == (3, "stages.talks.function")
@@ -173,8 +166,8 @@ def test_an_unknown_class_of_a_model_is_reported(tmp_path: Path) -> None:
     model.mkdir()
     config = model / "config.json"
     config.write_text(json.dumps({"architectures": ["LamaForCausalLM"]}))
-    file = tmp_path / "talks.yaml"
-    file.write_text(f"pipeline: talks\nstages:\n  talks: {{engine: vllm, model: {model}}}\noutputs: {{text: talks}}\n")
+    text = f"pipeline: talks\nstages:\n  talks: {{engine: vllm, model: {model}}}\noutputs: {{text: talks}}\n"
+    file = pipeline_file(tmp_path, text)
     (finding,) = _findings(file)
     assert (finding["line"], finding["key"]) == (3, "stages.talks.model")
     assert "vLLM knows no model class 'LamaForCausalLM'" in finding["message"]
@@ -200,11 +193,8 @@ def test_a_pipeline_that_diffusion_does_not_support_is_reported(
 ) -> None:
     if index is not None:
         (tmp_path / "model_index.json").write_text(index)
-    file = tmp_path / "draws.yaml"
-    file.write_text(
-        f"pipeline: p\nstages: {{draw: {{engine: diffusion, model: {tmp_path}}}}}\noutputs: {{image: draw}}\n"
-    )
-    found = _findings(file)
+    text = f"pipeline: p\nstages: {{draw: {{engine: diffusion, model: {tmp_path}}}}}\noutputs: {{image: draw}}\n"
+    found = _findings(pipeline_file(tmp_path, text))
     assert [finding["key"] for finding in found] == (["stages.draw.model"] if message else [])
     assert all(message in finding["message"] for finding in found)
 
@@ -235,9 +225,7 @@ outputs: {text: thinker, audio: vocoder}
 
 @pytest.fixture
 def song(tmp_path: Path) -> Path:
-    path = tmp_path / "song.yaml"
-    path.write_text(MODELS)
-    return path
+    return pipeline_file(tmp_path, MODELS, name="song")
 
 
 def _render(*arguments: str) -> dict[str, Any]:
@@ -300,11 +288,8 @@ def test_a_key_that_looks_like_another_type_is_quoted(song: Path) -> None:
     ("options", "gpus"), [("{}", 1), ("{device: cpu}", 0), ("{parallel: {cfg: 2, ulysses: 4, hsdp: 2}}", 8)]
 )
 def test_the_number_of_gpus_of_a_diffusion_stage(options: str, gpus: int, tmp_path: Path) -> None:
-    path = tmp_path / "image.yaml"
-    path.write_text(
-        f"pipeline: image\nstages: {{all: {{engine: diffusion, model: m, options: {options}}}}}\n"
-        "outputs: {image: all}\n"
-    )
+    all_stage = f"all: {{engine: diffusion, model: m, options: {options}}}"
+    path = pipeline_file(tmp_path, f"pipeline: image\nstages: {{{all_stage}}}\noutputs: {{image: all}}\n")
     stage = _render(str(path))["stages"]["all"]
     assert (stage.get("gpus", 0), "image" in stage) == (gpus, gpus > 0)
 

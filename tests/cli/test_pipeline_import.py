@@ -75,12 +75,12 @@ def test_settings_of_another_step_cache_are_reported(tmp_path: Path) -> None:
 
 def test_a_stage_config_has_no_topology() -> None:
     ran = _import(CONFIGS / "qwen_image.yaml", "--topology", "qwen3_tts")
-    assert (ran.exit_code, "--topology is for deploy configs" in ran.stderr) == (ExitCode.USAGE, True)
+    ran.check(ExitCode.USAGE, "--topology is for deploy configs")
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     ran = _import(CONFIGS / "qwen_image.yaml", "--output", str(tmp_path / "no" / "x.yaml"))
-    assert (ran.exit_code, "set --output to another file" in ran.stderr) == (ExitCode.USAGE, True)
+    ran.check(ExitCode.USAGE, "set --output to another file")
 
 
 def test_an_unknown_language_model_needs_a_name() -> None:

@@ -12,7 +12,7 @@ from stagemesh.bench.transport.peer import make_plane
 from stagemesh.common.errors import ExitCode, NotReadyError
 from stagemesh.connectors.arena import memory
 from stagemesh.rpc.server import Server
-from tests.cli.commands import COMMAND, Ran, invoke, stagemesh
+from tests.cli.commands import COMMAND, Ran, invoke, run_process, stagemesh
 from tests.connectors.namespaces import ENVIRONMENT, namespaces
 from tests.stage.replicas import served_stage
 
@@ -65,7 +65,8 @@ async def test_shm_is_not_used_between_hosts() -> None:
         environment = ("env", *(f"{name}={value}" for name, value in ENVIRONMENT.items()))
         there, here = (tuple(net.within(number)) for number in (1, 0))
         async with _serving(f"{net.address(1)}:0", within=there, environment=environment) as endpoint:
-            ran = await _ran(*here, *environment, *COMMAND, "probe-transport", endpoint, "--json")
+            program = (*here, *environment, *COMMAND)
+            ran = await run_process("probe-transport", endpoint, "--json", program=program)
     _check(ran, choice="nixl", usable=["nixl", "grpc"])
     report = json.loads(ran.stdout)
     assert not report["same_host"]
@@ -83,9 +84,11 @@ async def test_a_second_process_ends_with_its_body() -> None:
 
 async def test_an_unreachable_peer_is_named_with_a_remedy() -> None:
     ran = await stagemesh("probe-transport", "127.0.0.1:1")
-    assert ran.exit_code == ExitCode.UNAVAILABLE
-    assert "nothing answers at 127.0.0.1:1" in ran.stderr
-    assert "run `stagemesh probe-transport --serve 127.0.0.1:1` there" in ran.stderr
+    ran.check(
+        ExitCode.UNAVAILABLE,
+        "nothing answers at 127.0.0.1:1",
+        "run `stagemesh probe-transport --serve 127.0.0.1:1` there",
+    )
 
 
 async def test_a_malformed_address_is_rejected() -> None:
@@ -117,11 +120,3 @@ async def test_too_little_shared_memory_is_reported_with_a_remedy(monkeypatch: p
 
 def test_measuring_and_serving_exclude_each_other() -> None:
     assert invoke("probe-transport", "127.0.0.1:1", "--serve", "127.0.0.1:0").exit_code == 2
-
-
-async def _ran(*command: str) -> Ran:
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
-    stdout, stderr = await process.communicate()
-    assert process.returncode is not None
-    return Ran(process.returncode, stdout.decode(), stderr.decode())

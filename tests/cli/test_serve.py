@@ -26,6 +26,7 @@ from tests.children import commands_of_children
 from tests.cli.commands import COMMAND
 from tests.credentials import issue
 from tests.stage.replicas import stage_config
+from tests.system.pipelines import pipeline_file
 
 LIMIT_S = 40
 IN_CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -184,11 +185,11 @@ def test_a_stage_that_sleeps_when_it_is_idle_begins_asleep(tiny: Path, endpoint:
 
 
 def test_only_the_model_of_the_served_stage_must_exist(tmp_path: Path, endpoint: str) -> None:
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(
+    path = pipeline_file(
+        tmp_path,
         "pipeline: two\nstages:\n  first: {engine: fake, function: source}\n"
         "  second: {engine: fake, function: relay, model: ${WEIGHTS}}\nedges: [{from: first, to: second}]\n"
-        "outputs: {out: second}\n"
+        "outputs: {out: second}\n",
     )
     environment = {**os.environ, "WEIGHTS": "/nowhere"}
     missing = _run([*COMMAND, "serve", "stage", *_options(path, endpoint)], environment)
@@ -201,11 +202,8 @@ def test_only_the_model_of_the_served_stage_must_exist(tmp_path: Path, endpoint:
 def test_a_media_service_is_served_as_the_pipeline_file_describes_it(
     tmp_path: Path, endpoint: str, health_endpoint: str
 ) -> None:
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(
-        "pipeline: one\nstages:\n  first: {engine: fake, function: source}\noutputs: {out: first}\n"
-        f"media: {{store: {tmp_path / 'store'}}}\n"
-    )
+    text = "pipeline: one\nstages:\n  first: {engine: fake, function: source}\noutputs: {out: first}\n"
+    path = pipeline_file(tmp_path, f"{text}media: {{store: {tmp_path / 'store'}}}\n")
     options = ["--pipeline", str(path), "--listen", endpoint, "--name", "media-pod"]
     with _serving("media", *options, "--health-listen", health_endpoint):
         _await_health(endpoint, "")

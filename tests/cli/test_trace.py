@@ -50,5 +50,4 @@ def test_an_unknown_request_and_an_unwritable_file(relays_up: Deployment, tmp_pa
     with relays_up.client() as client:
         client.generate("hello", request_id="known").result()
     ran = _trace(relays_up, "known", "-o", str(tmp_path / "missing" / "trace.json"))
-    assert ran.exit_code == ExitCode.USAGE
-    assert "cannot be written" in ran.stderr
+    ran.check(ExitCode.USAGE, "cannot be written")
