@@ -1,6 +1,7 @@
 """A pipeline with a function that makes text, audio and images of a prompt, and a gateway in a process of its own."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ import httpx
 import httpx2
 import openai
 import pytest
+import websockets
+from websockets.http11 import Response
 
 from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.common.process.config import TokenConfig
@@ -20,12 +23,13 @@ from stagemesh.gateway.config import GatewayConfig
 from stagemesh.gateway.service import create_app, serve
 from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
 from stagemesh.rpc.credentials import CA
-from stagemesh.v1 import signature_pb2
-from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription
+from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription, StageDescription
+from stagemesh.v1.signature_pb2 import Signature, TensorKind
 from tests.client.scripted import ScriptedOrchestrator
 from tests.credentials import issue, process_credentials
 from tests.deployment import Deployment, deployed
 from tests.system.added_transforms import add_function
+from tests.system.pipelines import pipeline_file
 
 RATE_HZ = 16_000
 MAKER = f"""\
@@ -97,9 +101,7 @@ def making(folder: Path, *arguments: str) -> Iterator[Deployment]:
     """Runs the pipeline. Registers its function for the processes that start within the block."""
     with pytest.MonkeyPatch.context() as patch:
         add_function(folder, patch, name="maker", source=MAKER)
-        path = folder / "maker.yaml"
-        path.write_text(PIPELINE)
-        with deployed(path, *arguments) as up:
+        with deployed(pipeline_file(folder, PIPELINE), *arguments) as up:
             yield up
 
 
@@ -160,6 +162,31 @@ def known_callers(folder: Path, callers: Mapping[str, str]) -> Iterator[tuple[To
         yield TokenChecker(TokenConfig(file=str(tokens))), str(clients)
 
 
+def describe(
+    orchestrator: ScriptedOrchestrator,
+    *outputs: str,
+    pipeline: str = "p",
+    signature: Signature | None = None,
+    **fields: Any,
+) -> None:
+    """Gives the orchestrator a pipeline with these outputs, named by their kinds.
+
+    The pipeline has one stage if it has a `signature`. `fields` are further fields of the description.
+    """
+    stage = StageDescription(name="stage", engine="scripted", signature=signature)
+    orchestrator.description = DescribePipelineResponse(
+        pipeline=pipeline,
+        stages=[] if signature is None else [stage],
+        outputs=[OutputDescription(name=name, stage="stage", kind=_kind_of(name)) for name in outputs],
+        protocol=orchestrator.description.protocol,
+        **fields,
+    )
+
+
+def _kind_of(output: str) -> "TensorKind.ValueType":
+    return TensorKind.Value(f"TENSOR_KIND_{output.upper()}")
+
+
 @asynccontextmanager
 async def asking(
     orchestrator: ScriptedOrchestrator, *, key: str = "none", **settings: Any
@@ -168,9 +195,7 @@ async def asking(
 
     `settings` are those of the gateway's config.
     """
-    output = OutputDescription(name="text", stage="thinker", kind=signature_pb2.TENSOR_KIND_TEXT)
-    protocol = orchestrator.description.protocol
-    orchestrator.description = DescribePipelineResponse(pipeline="p", outputs=[output], protocol=protocol)
+    describe(orchestrator, "text")
     app = create_app(GatewayConfig("127.0.0.1:0", [[orchestrator.endpoint]], **settings))
     transport = httpx2.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx2.AsyncClient(transport=transport) as http:
@@ -192,6 +217,13 @@ async def serving(*servers: str, **settings: Any) -> AsyncGenerator[str]:
     finally:
         stopping.set()
         await task
+
+
+async def rejection(address: str, **settings: Any) -> tuple[Response, str]:
+    """Opens a WebSocket that must be rejected. Returns the response and the message of its error."""
+    with pytest.raises(websockets.InvalidStatus) as caught:
+        await websockets.connect(address, **settings)
+    return caught.value.response, json.loads(caught.value.response.body or b"")["error"]["message"]
 
 
 async def _is_healthy(http: httpx.AsyncClient, listen: str) -> bool:

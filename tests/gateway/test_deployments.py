@@ -14,6 +14,7 @@ from tests.client.scripted import admitted, ended, finished, served, text
 from tests.credentials import process_credentials
 from tests.deployment import Deployment, deployed, eventually
 from tests.gateway.making import asking, client, configured_gateway, gateway, known_callers
+from tests.system.pipelines import pipeline_file
 
 SLOW = """
 pipeline: slow
@@ -25,9 +26,7 @@ limits: {max_in_flight: 2, max_queued: 0}
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    path = tmp_path_factory.mktemp("slow") / "slow.yaml"
-    path.write_text(SLOW)
-    with deployed(path) as up:
+    with deployed(pipeline_file(tmp_path_factory.mktemp("slow"), SLOW)) as up:
         yield up
 
 

@@ -11,33 +11,22 @@ from websockets.asyncio.client import ClientConnection
 
 from stagemesh.common.errors import InternalError, NotReadyError
 from stagemesh.v1 import signature_pb2, tensor_pb2
-from stagemesh.v1.orchestrator_pb2 import (
-    ConverseResponse,
-    DescribePipelineResponse,
-    EdgeDescription,
-    OutputDescription,
-    StageDescription,
-)
+from stagemesh.v1.orchestrator_pb2 import ConverseResponse, EdgeDescription
 from tests.client import scripted_sessions
 from tests.client.scripted import Pause, ScriptedOrchestrator, Talk, audio, served
 from tests.client.scripted_sessions import committed, granted, interrupted, opened, rejected, texts, turn_ended
-from tests.gateway.making import serving
+from tests.gateway.making import describe, rejection, serving
 
 URL = "/v1/audio/speech/stream?model=p"
 
 
 @asynccontextmanager
 async def serving_speech(talk: Talk) -> AsyncGenerator[tuple[ScriptedOrchestrator, str]]:
-    """Yields an orchestrator whose stage `speaker` speaks the text that clients append, and the gateway's address."""
+    """Yields an orchestrator whose stage speaks the text that clients append, and the gateway's address."""
     text = signature_pb2.Signature(accepts=[signature_pb2.AcceptedTensor(spec=tensor_pb2.TensorSpec(name="text"))])
+    edge = EdgeDescription(from_stage="@input", to_stage="stage")
     async with served() as orchestrator:
-        orchestrator.description = DescribePipelineResponse(
-            pipeline="p",
-            stages=[StageDescription(name="speaker", signature=text)],
-            edges=[EdgeDescription(from_stage="@input", to_stage="speaker")],
-            outputs=[OutputDescription(name="audio", stage="speaker", kind=signature_pb2.TENSOR_KIND_AUDIO)],
-            protocol=orchestrator.description.protocol,
-        )
+        describe(orchestrator, "audio", signature=text, edges=[edge])
         orchestrator.talks.append(talk)
         async with serving(orchestrator.endpoint) as url:
             yield orchestrator, f"ws://{url}"
@@ -126,8 +115,6 @@ async def test_a_rejected_event_is_reported_with_its_id() -> None:
 )
 async def test_wrong_parameters_are_rejected_with_a_status(query: str, status: int, words: str) -> None:
     async with serving_speech([opened()]) as (_, url):
-        with pytest.raises(websockets.InvalidStatus) as caught:
-            async with websockets.connect(f"{url}/v1/audio/speech/stream{query}"):
-                pass
-        assert caught.value.response.status_code == status
-        assert words in json.loads(caught.value.response.body or b"")["error"]["message"]
+        response, message = await rejection(f"{url}/v1/audio/speech/stream{query}")
+        assert response.status_code == status
+        assert words in message

@@ -10,13 +10,11 @@ import openai
 import pytest
 
 from stagemesh.common.errors import OverloadedError
-from stagemesh.v1 import signature_pb2
-from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription, StageDescription
 from stagemesh.v1.request_pb2 import ROLE_USER
 from stagemesh.v1.signature_pb2 import OptionSpec, Signature
 from stagemesh.v1.tensor_pb2 import TypedValue
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, ended, finished, served, text
-from tests.gateway.making import asking, serving
+from tests.gateway.making import asking, describe, serving
 from tests.gateway.sounds import encode, tone, wav
 
 SPEECH = wav(tone(1.5))
@@ -25,24 +23,13 @@ FUNCTION = Signature(media=True, options=[OptionSpec(name="language", default_va
 ANSWER = [admitted(), text("The sea "), text("is calm."), ended(), finished()]
 
 
-def describe(orchestrator: ScriptedOrchestrator, signature: Signature, *, output: str = "TEXT") -> None:
-    """Gives the orchestrator the pipeline "p" with one stage."""
-    kind = signature_pb2.TensorKind.Value(f"TENSOR_KIND_{output}")
-    orchestrator.description = DescribePipelineResponse(
-        pipeline="p",
-        stages=[StageDescription(name="ears", signature=signature)],
-        outputs=[OutputDescription(name="text", stage="thinker", kind=kind)],
-        protocol=orchestrator.description.protocol,
-    )
-
-
 @asynccontextmanager
 async def hearing(
-    signature: Signature = LANGUAGE_MODEL, *, output: str = "TEXT"
+    signature: Signature = LANGUAGE_MODEL, *, output: str = "text"
 ) -> AsyncGenerator[tuple[ScriptedOrchestrator, Any]]:
     """Yields an orchestrator whose pipeline has one stage with this signature, and a client of its gateway."""
     async with served() as orchestrator, asking(orchestrator) as ai:
-        describe(orchestrator, signature, output=output)
+        describe(orchestrator, output, signature=signature)
         orchestrator.scripts.append(ANSWER)
         yield orchestrator, ai
 
@@ -74,7 +61,7 @@ async def test_a_language_model_receives_the_audio_and_an_instruction() -> None:
 
 async def test_parameters_reach_the_language_model() -> None:
     async with hearing() as (orchestrator, ai):
-        stages = json.dumps({"ears": {"max_tokens": 9}})
+        stages = json.dumps({"stage": {"max_tokens": 9}})
         body = {"seed": 4, "max_completion_tokens": 7, "stages": stages, "user": "ada"}
         await transcribe(ai, language="en", prompt="About the Baltic.", temperature=0.5, extra_body=body)
         instruction = instruction_to(orchestrator)
@@ -83,7 +70,7 @@ async def test_parameters_reach_the_language_model() -> None:
         request = orchestrator.requests[0]
         parameters = request.parameters
         assert (parameters.sampling.temperature, parameters.sampling.max_tokens, parameters.seed) == (0.5, 7, 4)
-        assert parameters.stages["ears"].sampling.max_tokens == 9
+        assert parameters.stages["stage"].sampling.max_tokens == 9
         assert request.caller == "ada"
 
 
@@ -164,8 +151,8 @@ async def test_a_missing_file_is_named(files: Any) -> None:
 @pytest.mark.parametrize(
     ("signature", "output", "message"),
     [
-        (Signature(sampling=True), "TEXT", "the model 'p' reads no audio; use a model that reads audio"),
-        (LANGUAGE_MODEL, "AUDIO", "the model 'p' has no text output; use another model"),
+        (Signature(sampling=True), "text", "the model 'p' reads no audio; use a model that reads audio"),
+        (LANGUAGE_MODEL, "audio", "the model 'p' has no text output; use another model"),
     ],
     ids=["deaf", "mute"],
 )
@@ -194,7 +181,7 @@ async def test_an_error_after_the_first_text_ends_the_stream() -> None:
 @pytest.mark.parametrize("stream", ["true", "false"])
 async def test_a_caller_that_leaves_cancels_its_request(stream: str) -> None:
     async with served() as orchestrator:
-        describe(orchestrator, LANGUAGE_MODEL)
+        describe(orchestrator, "text", signature=LANGUAGE_MODEL)
         orchestrator.scripts.append([admitted(), text("The"), Pause.FOREVER])
         async with serving(orchestrator.endpoint) as address, httpx.AsyncClient(timeout=1) as http:
             with pytest.raises(httpx.ReadTimeout):

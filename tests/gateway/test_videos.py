@@ -8,6 +8,7 @@ from PIL import Image
 
 from tests.deployment import Deployment, deployed, eventually
 from tests.gateway.making import client
+from tests.system.pipelines import pipeline_file
 
 # The client warns that OpenAI ends its own service.
 pytestmark = [
@@ -31,8 +32,7 @@ media: {{store: {store}}}
 @pytest.fixture(scope="module", params=["", ", stored: true"], ids=["sent", "stored"])
 def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("film")
-    path = folder / "film.yaml"
-    path.write_text(PIPELINE.format(stored=request.param, store=folder / "store"))
+    path = pipeline_file(folder, PIPELINE.format(stored=request.param, store=folder / "store"))
     (folder / "store").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STAGEMESH_HOME", str(folder / "home"))

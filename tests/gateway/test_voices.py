@@ -1,7 +1,6 @@
 """Voices that callers create, at a gateway in this process, whose orchestrator follows a script."""
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import AsyncGenerator
@@ -12,48 +11,44 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-import websockets
 
 from stagemesh.gateway import voices as stored_voices
-from stagemesh.v1 import signature_pb2, tensor_pb2
-from stagemesh.v1.orchestrator_pb2 import (
-    DescribePipelineResponse,
-    EdgeDescription,
-    OutputDescription,
-    StageDescription,
-)
+from stagemesh.v1 import tensor_pb2
+from stagemesh.v1.orchestrator_pb2 import EdgeDescription
 from stagemesh.v1.signature_pb2 import OptionSpec, Signature
 from stagemesh.v1.tensor_pb2 import TypedValue
 from tests.client.scripted import ScriptedOrchestrator, admitted, audio, ended, finished, served
 from tests.credentials import process_credentials
-from tests.gateway.making import asking, known_callers, serving
+from tests.gateway.making import asking, describe, known_callers, rejection, serving
 from tests.gateway.sounds import encode, tone, wav
 from tests.limits import files_of_at_most
 
 SAMPLE = wav(tone(2.0))
+WRONG_NAMES = ("", ".", "..", "../ada", "/etc/passwd", "a/b", "a\\b", ".ada", "ada.", " ada", "a\0b", "ä", "a" * 65)
 
 
-def describe(orchestrator: ScriptedOrchestrator, *, clones: bool = True, voices: tuple[str, ...] = ("alto",)) -> None:
+def describe_speech(
+    orchestrator: ScriptedOrchestrator, *, clones: bool = True, voices: tuple[str, ...] = ("alto",)
+) -> None:
     """Gives the orchestrator the pipeline "p", which speaks, and has these voices."""
     text = TypedValue(text="")
     options = [OptionSpec(name="speaker", default_value=text, allowed_texts=voices)]
     if clones:
         options.append(OptionSpec(name="reference_text", default_value=text))
-    orchestrator.description = DescribePipelineResponse(
-        pipeline="p",
-        stages=[StageDescription(name="prompt", signature=Signature(media=clones, options=options))],
-        outputs=[OutputDescription(name="audio", stage="prompt", kind=signature_pb2.TENSOR_KIND_AUDIO)],
-        protocol=orchestrator.description.protocol,
-    )
+    describe(orchestrator, "audio", signature=Signature(media=clones, options=options))
 
 
 @asynccontextmanager
 async def voicing(folder: Path | None, **description: Any) -> AsyncGenerator[tuple[ScriptedOrchestrator, Any]]:
     """Yields an orchestrator that speaks, and a client of its gateway, which stores voices in the folder."""
     async with served() as orchestrator, asking(orchestrator, voices=None if folder is None else str(folder)) as ai:
-        describe(orchestrator, **description)
+        describe_speech(orchestrator, **description)
         orchestrator.scripts.append([admitted(), audio([0.25] * 2_400), ended("audio"), finished()])
         yield orchestrator, ai
+
+
+async def speak(ai: Any, voice: object = "ada", **fields: Any) -> Any:
+    return await ai.audio.speech.create(model="p", voice=voice, input="Hello.", response_format="pcm", **fields)
 
 
 async def create(ai: Any, name: str = "ada", sample: bytes = SAMPLE, **fields: str) -> Any:
@@ -78,7 +73,7 @@ async def test_a_created_voice_is_spoken_with(tmp_path: Path, voice: object) -> 
     async with voicing(tmp_path) as (orchestrator, ai):
         created = await create(ai, ref_text="Good morning.")
         assert (created.id, created.name, created.object, created.type) == ("ada", "ada", "audio.voice", "audio_sample")
-        await ai.audio.speech.create(model="p", voice=voice, input="Hello.", response_format="pcm")
+        await speak(ai, voice)
         request = orchestrator.requests[0]
         sound, text = request.input.conversation.messages[0].parts
         assert (sound.audio_file.data, sound.audio_file.media_type) == (SAMPLE, "audio/wav")
@@ -123,15 +118,8 @@ def _float_wav(samples: list[float]) -> bytes:
     """Returns a WAV file of 32-bit floating-point samples at 16 kHz."""
     data = np.array(samples, "<f4").tobytes()
     header = b"fmt \x10\x00\x00\x00\x03\x00\x01\x00\x80\x3e\x00\x00\x00\xfa\x00\x00\x04\x00\x20\x00"
-    return (
-        b"RIFF"
-        + (len(data) + 36).to_bytes(4, "little")
-        + b"WAVE"
-        + header
-        + b"data"
-        + len(data).to_bytes(4, "little")
-        + data
-    )
+    size, whole_size = (count.to_bytes(4, "little") for count in (len(data), len(data) + 36))
+    return b"".join((b"RIFF", whole_size, b"WAVE", header, b"data", size, data))
 
 
 @pytest.mark.parametrize(
@@ -167,24 +155,7 @@ async def test_a_sample_that_cannot_be_used_is_rejected(tmp_path: Path, sample: 
         ({"name": "ada", "prompt": "a deep voice"}, {"audio_sample": SAMPLE}, "prompt"),
         ({"name": "ada", "type": "prompt"}, {"audio_sample": SAMPLE}, "type"),
         ({"name": "ada", "ref_text": "x" * 2001}, {"audio_sample": SAMPLE}, "ref_text"),
-        *(
-            ({"name": name}, {"audio_sample": SAMPLE}, "name")
-            for name in (
-                "",
-                ".",
-                "..",
-                "../ada",
-                "/etc/passwd",
-                "a/b",
-                "a\\b",
-                ".ada",
-                "ada.",
-                " ada",
-                "a\0b",
-                "ä",
-                "a" * 65,
-            )
-        ),
+        *(({"name": name}, {"audio_sample": SAMPLE}, "name") for name in WRONG_NAMES),
     ],
 )
 async def test_wrong_fields_are_named(tmp_path: Path, fields: Any, files: Any, param: str) -> None:
@@ -241,18 +212,15 @@ async def test_callers_do_not_see_the_voices_of_others(tmp_path: Path) -> None:
             settings = {"tls": clients, "voices": str(folder)}
             with process_credentials(None):
                 async with asking(orchestrator, key="of-ada", **settings) as ai:
-                    describe(orchestrator)
+                    describe_speech(orchestrator)
                     ada, bob, eve = ai, ai.with_options(api_key="of-bob"), ai.with_options(api_key="of-eve")
                     await create(ada, "secret")
                     assert await listed(bob) == {"alto": "built_in"}
-                    for refused in (
-                        bob.get("/audio/voices/secret", cast_to=object),
-                        bob.audio.voices.delete("secret"),
-                    ):
+                    for refused in (bob.get("/audio/voices/secret", cast_to=object), bob.audio.voices.delete("secret")):
                         with pytest.raises(openai.NotFoundError):
                             await refused
                     with pytest.raises(openai.BadRequestError, match="'secret'"):
-                        await bob.audio.speech.create(model="p", voice="secret", input="Hello.")
+                        await speak(bob, "secret")
                     await create(bob, "secret", ref_text="Mine.")
                     await bob.audio.voices.delete("secret")
                     assert set(await listed(ada.with_options(api_key="next-of-ada"))) == {"secret", "alto"}
@@ -325,15 +293,15 @@ async def test_a_damaged_voice_can_be_deleted(tmp_path: Path) -> None:
 async def test_a_voice_that_does_not_exist_is_named(tmp_path: Path) -> None:
     async with voicing(tmp_path) as (orchestrator, ai):
         with pytest.raises(openai.BadRequestError, match=r"no voice 'eve'.*use one of alto") as caught:
-            await ai.audio.speech.create(model="p", voice="eve", input="Hello.")
+            await speak(ai, "eve")
         assert caught.value.param == "voice"
-        await ai.audio.speech.create(model="p", voice="alto", input="Hello.", response_format="pcm")
+        await speak(ai, "alto")
         assert [each.parameters.options["speaker"].text for each in orchestrator.requests] == ["alto"]
 
 
 async def test_a_stage_whose_voices_are_not_known_checks_them(tmp_path: Path) -> None:
     async with voicing(tmp_path, voices=()) as (orchestrator, ai):
-        await ai.audio.speech.create(model="p", voice="eve", input="Hello.", response_format="pcm")
+        await speak(ai, "eve")
         assert orchestrator.requests[0].parameters.options["speaker"].text == "eve"
 
 
@@ -341,7 +309,7 @@ async def test_a_created_voice_needs_a_model_that_clones(tmp_path: Path) -> None
     async with voicing(tmp_path, clones=False) as (_, ai):
         await create(ai)
         with pytest.raises(openai.BadRequestError, match="cannot speak with the created voice 'ada'"):
-            await ai.audio.speech.create(model="p", voice="ada", input="Hello.")
+            await speak(ai)
 
 
 @pytest.mark.parametrize("other", [{"ref_text": "Hi."}, {"ref_audio": "data:audio/wav;base64,YQ=="}])
@@ -349,18 +317,16 @@ async def test_a_created_voice_contradicts_another_one(tmp_path: Path, other: di
     async with voicing(tmp_path) as (_, ai):
         await create(ai)
         with pytest.raises(openai.BadRequestError, match="contradicts the created voice 'ada'"):
-            await ai.audio.speech.create(model="p", voice="ada", input="Hello.", extra_body=other)
+            await speak(ai, extra_body=other)
 
 
 async def test_a_stream_of_text_is_not_spoken_with_a_created_voice(tmp_path: Path) -> None:
     async with served() as orchestrator:
-        describe(orchestrator)
+        describe_speech(orchestrator)
         orchestrator.description.stages[0].signature.accepts.add(spec=tensor_pb2.TensorSpec(name="text"))
-        orchestrator.description.edges.append(EdgeDescription(from_stage="@input", to_stage="prompt"))
+        orchestrator.description.edges.append(EdgeDescription(from_stage="@input", to_stage="stage"))
         async with serving(orchestrator.endpoint, voices=str(tmp_path)) as address:
             async with openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none") as ai:
                 await create(ai)
-            with pytest.raises(websockets.InvalidStatus) as caught:
-                await websockets.connect(f"ws://{address}/v1/audio/speech/stream?model=p&voice=ada")
-    message = json.loads(caught.value.response.body or b"")["error"]["message"]
+            _, message = await rejection(f"ws://{address}/v1/audio/speech/stream?model=p&voice=ada")
     assert "the created voice 'ada' speaks only whole texts" in message

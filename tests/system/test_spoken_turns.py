@@ -25,7 +25,7 @@ from stagemesh.client import (
 from tests.deployment import Deployment
 from tests.gateway.making import serving
 from tests.gateway.sounds import wav
-from tests.gateway.test_realtime import TOOL, Talker
+from tests.gateway.test_realtime import TOOL, Talker, connected
 from tests.models.spoken import speak
 
 pytestmark = pytest.mark.timeout(90)
@@ -115,26 +115,22 @@ async def test_the_gateway_hears_and_is_interrupted(omni_up: Deployment, speech:
             data = base64.b64encode(pcm[start : start + 2_400].tobytes()).decode()
             await talker.send("input_audio_buffer.append", audio=data)
 
-    async with serving(omni_up.endpoint) as url:
-        ai = openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none")
-        async with ai, ai.realtime.connect(model="qwen3-omni") as connection:
-            talker = Talker(connection)
-            detection = {"type": "server_vad", "silence_duration_ms": 300}
-            stages = {"thinker": {"max_tokens": 1500, "ignore_eos": True}}
-            changes = {"output_modalities": ["text"], "audio": {"input": {"turn_detection": detection}}}
-            await talker.send("session.update", session={"type": "realtime", "stages": stages, **changes})
-            await talker.until("session.updated")
-            await say(talker)
-            started = await talker.until("input_audio_buffer.speech_started")
-            stopped = await talker.until("input_audio_buffer.speech_stopped")
-            await talker.until("response.output_text.delta")
-            await say(talker)
-            response = (await talker.until("response.done"))["response"]
-            assert response["status_details"] == {"type": "cancelled", "reason": "turn_detected"}
-            second = await talker.until("input_audio_buffer.committed")
-            await talker.until("response.output_text.delta")
-            await talker.send("conversation.item.retrieve", item_id=second["item_id"])
-            heard = (await talker.until("conversation.item.retrieved"))["item"]["content"][0]["audio"]
+    async with serving(omni_up.endpoint) as url, connected(url, model="qwen3-omni") as talker:
+        detection = {"type": "server_vad", "silence_duration_ms": 300}
+        stages = {"thinker": {"max_tokens": 1500, "ignore_eos": True}}
+        audio = {"input": {"turn_detection": detection}}
+        await talker.update(stages=stages, output_modalities=["text"], audio=audio)
+        await say(talker)
+        started = await talker.until("input_audio_buffer.speech_started")
+        stopped = await talker.until("input_audio_buffer.speech_stopped")
+        await talker.until("response.output_text.delta")
+        await say(talker)
+        response = (await talker.until("response.done"))["response"]
+        assert response["status_details"] == {"type": "cancelled", "reason": "turn_detected"}
+        second = await talker.until("input_audio_buffer.committed")
+        await talker.until("response.output_text.delta")
+        await talker.send("conversation.item.retrieve", item_id=second["item_id"])
+        heard = (await talker.until("conversation.item.retrieved"))["item"]["content"][0]["audio"]
     spoken_ms = stopped["audio_end_ms"] - started["audio_start_ms"]
     assert 0.7 <= started["audio_start_ms"] / 1000 <= 1.1
     assert len(base64.b64decode(heard)) / 48 == pytest.approx(spoken_ms, abs=100)
@@ -167,24 +163,12 @@ async def test_the_gateway_transcribes_speech(omni_up: Deployment, speech: npt.N
 
 
 async def test_a_realtime_conversation_has_a_tool_call_and_an_interruption(omni_up: Deployment) -> None:
-    zone = {"enum": ["Asia/Tokyo"]}
-    schema = {
-        "type": "object",
-        "properties": {"zone": zone},
-        "required": ["zone"],
-        "additionalProperties": False,
-    }
-    async with (
-        serving(omni_up.endpoint) as url,
-        openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none") as ai,
-        ai.realtime.connect(model="qwen3-omni") as connection,
-    ):
-        talker = Talker(connection)
-        await talker.until("session.created")
+    properties = {"zone": {"enum": ["Asia/Tokyo"]}}
+    schema = {"type": "object", "properties": properties, "required": ["zone"], "additionalProperties": False}
+    async with serving(omni_up.endpoint) as url, connected(url, model="qwen3-omni") as talker:
 
         async def answer(words: str | None = None, **changes: object) -> dict[str, Any]:
-            await talker.send("session.update", session={"type": "realtime", **changes})
-            await talker.until("session.updated")
+            await talker.update(**changes)
             if words is not None:
                 await talker.say(words)
             response = await talker.respond()
@@ -209,9 +193,7 @@ async def test_a_realtime_conversation_has_a_tool_call_and_an_interruption(omni_
         assert (await answer(stages={"thinker": GREEDY}, tool_choice="none"))["content"][0]["transcript"]
         # Interrupted while it speaks, and truncated to a part of what was sent.
         endless = {"thinker": {"max_tokens": 400, "ignore_eos": True}, "talker": {"min_tokens": 300}}
-        await talker.send(
-            "session.update", session={"type": "realtime", "tools": [], "tool_choice": "auto", "stages": endless}
-        )
+        await talker.update(tools=[], tool_choice="auto", stages=endless)
         await talker.say("Tell me more.")
         await talker.send("response.create")
         sent_ms = 0.0

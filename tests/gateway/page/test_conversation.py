@@ -11,10 +11,11 @@ from playwright.async_api import Page, expect
 from stagemesh.common.errors import InternalError, OverloadedError
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from stagemesh.v1.request_pb2 import Media, Output
+from stagemesh.v1.signature_pb2 import Signature
 from tests.client import scripted_sessions
 from tests.client.scripted import Pause, Script, Talk, admitted, ended, finished, served
-from tests.gateway.making import known_callers, serving
-from tests.gateway.page.visiting import answer, describe, samples, send, until, visiting
+from tests.gateway.making import describe, known_callers, serving
+from tests.gateway.page.visiting import answer, samples, send, until, visiting
 from tests.gateway.test_realtime import RATE_HZ, messages, said, spoken, wav_samples
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -108,18 +109,13 @@ async def test_a_spoken_prompt_reaches_the_pipeline(page: Page) -> None:
 
 
 async def test_detected_speech_interrupts_and_is_answered(page: Page) -> None:
-    def speech(turn: int, begin_s: float) -> Talk:
-        return [
-            scripted_sessions.speech(turn, begins=True, at_s=begin_s),
-            scripted_sessions.speech(turn, begins=False, at_s=begin_s + 0.05),
-            scripted_sessions.committed(turn, audio_end_s=begin_s + 0.05),
-            scripted_sessions.turn_ended(turn),
-        ]
-
-    appends = ["append"] * 30
     talk: Talk = [
         scripted_sessions.opened(limit=64 << 20),
-        *("append", *speech(1, 0.0), *appends, *speech(2, 0.2), Pause.FOREVER),
+        "append",
+        *scripted_sessions.detected(1, 0.0, 0.05),
+        *["append"] * 30,
+        *scripted_sessions.detected(2, 0.2, 0.25),
+        Pause.FOREVER,
     ]
     async with visiting(page, [admitted(), *said(*WORDS), Pause.FOREVER], spoken("Yes."), talks=[talk]):
         await page.get_by_role("button", name="Speak").click()
@@ -167,7 +163,7 @@ async def test_a_conversation_continues_after_an_image(page: Page) -> None:
 async def test_another_model_begins_another_conversation(page: Page) -> None:
     async with served() as first, served() as second:
         for orchestrator, name in ((first, "p"), (second, "q")):
-            describe(orchestrator, name, ["text"])
+            describe(orchestrator, "text", pipeline=name, signature=Signature(media=True))
             orchestrator.scripts.append(spoken(f"I am {name}."))
         async with serving(first.endpoint, second.endpoint) as address:
             await page.goto(f"http://{address}/")

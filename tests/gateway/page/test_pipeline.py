@@ -10,6 +10,7 @@ from playwright.async_api import Locator, Page, expect
 from tests.deployment import Deployment, deployed
 from tests.gateway.making import gateway
 from tests.gateway.page.visiting import answer, send, visiting
+from tests.system.pipelines import pipeline_file
 
 PIPELINE = """
 pipeline: rehearsal
@@ -26,9 +27,7 @@ outputs: {text: thinker, audio: vocoder}
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    path = tmp_path_factory.mktemp("rehearsal") / "rehearsal.yaml"
-    path.write_text(PIPELINE)
-    with deployed(path) as up:
+    with deployed(pipeline_file(tmp_path_factory.mktemp("rehearsal"), PIPELINE)) as up:
         yield up
 
 

@@ -8,17 +8,9 @@ from typing import Any
 from playwright.async_api import Locator, Page
 
 from stagemesh.rpc.authentication import TokenChecker
-from stagemesh.v1 import signature_pb2
-from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription, StageDescription
 from stagemesh.v1.signature_pb2 import Signature
 from tests.client.scripted import Script, ScriptedOrchestrator, Talk, served
-from tests.gateway.making import serving
-
-KINDS = {
-    "text": signature_pb2.TENSOR_KIND_TEXT,
-    "audio": signature_pb2.TENSOR_KIND_AUDIO,
-    "image": signature_pb2.TENSOR_KIND_IMAGE,
-}
+from tests.gateway.making import describe, serving
 
 
 @asynccontextmanager
@@ -35,24 +27,13 @@ async def visiting(
     `settings` are those of the gateway's config.
     """
     async with served(tokens=tokens) as orchestrator:
-        describe(orchestrator, "p", outputs)
-        orchestrator.description.detects_turns = bool(talks)
+        describe(orchestrator, *outputs, signature=Signature(media=True), detects_turns=bool(talks))
         orchestrator.scripts.extend(scripts)
         orchestrator.talks.extend(talks)
         async with serving(orchestrator.endpoint, **settings) as address:
             await page.goto(f"http://{address}/")
             yield orchestrator
             await page.close()
-
-
-def describe(orchestrator: ScriptedOrchestrator, pipeline: str, outputs: Sequence[str]) -> None:
-    """Gives the orchestrator a pipeline with one stage, which makes these outputs."""
-    orchestrator.description = DescribePipelineResponse(
-        pipeline=pipeline,
-        stages=[StageDescription(name="thinker", engine="scripted", signature=Signature(media=True))],
-        outputs=[OutputDescription(name=name, stage="thinker", kind=KINDS[name]) for name in outputs],
-        protocol=orchestrator.description.protocol,
-    )
 
 
 async def send(page: Page, prompt: str) -> None:
