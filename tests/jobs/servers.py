@@ -18,6 +18,7 @@ from stagemesh.common.process.media_config import MediaConfig
 from stagemesh.jobs.config import JobServerConfig
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import jobs_pb2, jobs_pb2_grpc, orchestrator_pb2, request_pb2
+from tests.system.pipelines import pipeline_file
 
 PIPELINE = """\
 pipeline: spoken
@@ -36,10 +37,8 @@ ENDED = (SUCCEEDED, FAILED, CANCELLED)
 
 def write_pipeline(folder: Path, *, song: str = "singer") -> Path:
     """Writes a pipeline whose store is a folder next to the file. Returns the file's path."""
-    path = folder / "spoken.yaml"
-    path.write_text(PIPELINE.format(song=song, store=folder / "store"))
     (folder / "store").mkdir(exist_ok=True)
-    return path
+    return pipeline_file(folder, PIPELINE.format(song=song, store=folder / "store"))
 
 
 class JobServer:

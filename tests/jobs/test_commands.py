@@ -43,8 +43,7 @@ async def test_jobs_are_listed_by_state(jobs_up: Deployment) -> None:
     assert "listed" in (await job(jobs_up, "list", "--state", "succeeded")).stdout
     assert "listed" not in (await job(jobs_up, "list", "--state", "failed")).stdout
     wrong = await job(jobs_up, "list", "--state", "done")
-    assert wrong.exit_code == ExitCode.USAGE
-    assert "queued, running, succeeded, failed, cancelled" in wrong.stderr
+    wrong.check(ExitCode.USAGE, "queued, running, succeeded, failed, cancelled")
 
 
 async def test_a_cancelled_job_has_no_files_and_can_be_deleted(jobs_up: Deployment) -> None:
@@ -52,8 +51,7 @@ async def test_a_cancelled_job_has_no_files_and_can_be_deleted(jobs_up: Deployme
     assert (await document(jobs_up, "cancel", "long"))["cancel_requested"]
     assert (await job(jobs_up, "watch", "long")).exit_code == ExitCode.FAILED
     downloaded = await job(jobs_up, "download", "long")
-    assert downloaded.exit_code == ExitCode.REFUSED
-    assert "has no files" in downloaded.stderr
+    downloaded.check(ExitCode.REFUSED, "has no files")
     assert await document(jobs_up, "delete", "long") == {"job_id": "long", "deleted": True}
     assert (await job(jobs_up, "get", "long")).exit_code == ExitCode.NOT_FOUND
 
@@ -61,5 +59,4 @@ async def test_a_cancelled_job_has_no_files_and_can_be_deleted(jobs_up: Deployme
 async def test_the_error_of_a_job_ends_the_command(jobs_up: Deployment) -> None:
     await job(jobs_up, "submit", "hello", "--id", "wrong", "--outputs", "nothing")
     watched = await job(jobs_up, "watch", "wrong")
-    assert watched.exit_code == ExitCode.USAGE
-    assert "nothing" in watched.stderr
+    watched.check(ExitCode.USAGE, "nothing")

@@ -50,8 +50,7 @@ def columns_of(url: str) -> set[str]:
 
 
 def assert_unavailable(error: StagemeshError) -> None:
-    assert isinstance(error, UnavailableError)
-    assert error.reason == "DATABASE_UNAVAILABLE"
+    assert (type(error), error.reason) == (UnavailableError, "DATABASE_UNAVAILABLE")
     assert error.retry_after_s
 
 

@@ -80,8 +80,7 @@ def test_a_repeated_submission_returns_the_same_job(jobs: JobServer) -> None:
     again = jobs.submit(job_id="once")
     assert (again.created_s, again.seed, again.state) == (first.created_s, first.seed, SUCCEEDED)
     error = error_of(lambda: jobs.submit("other", job_id="once"))
-    assert isinstance(error, ExistsError)
-    assert error.reason == "JOB_EXISTS"
+    assert (type(error), error.reason) == (ExistsError, "JOB_EXISTS")
 
 
 def test_a_caller_sees_only_its_own_jobs(jobs: JobServer) -> None:
@@ -93,8 +92,7 @@ def test_a_caller_sees_only_its_own_jobs(jobs: JobServer) -> None:
         lambda: list(jobs.stub.WatchJob(jobs_pb2.WatchJobRequest(job_id="mine", caller="bob"), timeout=10)),
     ]
     for error in map(error_of, calls):
-        assert isinstance(error, NotFoundError)
-        assert error.reason == "UNKNOWN_JOB"
+        assert (type(error), error.reason) == (NotFoundError, "UNKNOWN_JOB")
     assert jobs.list(caller="bob") == []
     assert jobs.submit("other", job_id="mine", caller="bob").caller == "bob"
     assert [job.job_id for job in jobs.list(caller="alice")] == ["mine"]

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.rpc.credentials import PROCESS
+from tests.system.pipelines import pipeline_file
 
 TINY = """\
 pipeline: tiny
@@ -29,6 +30,4 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns a pipeline file without models. Sets STAGEMESH_HOME to an empty folder."""
     monkeypatch.setenv("STAGEMESH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "200")
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY)
-    return path
+    return pipeline_file(tmp_path, TINY, name="tiny")

@@ -48,7 +48,6 @@ class Supervised:
 
     async def _probe(self, channel: grpc.aio.Channel) -> Observation | None:
         """Reports a process as ready after it has written its first line."""
-        del channel
         written = self.log.exists() and self.log.read_text().endswith("\n")
         return Observation(ProcessState.READY, "") if written else None
 

@@ -16,6 +16,7 @@ from stagemesh.cli.launcher.certificates import Authority
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.pipeline import load_pipeline
 from tests.launcher.test_launcher import LISTEN, Events
+from tests.rpc.call_errors import raises
 
 
 def _launcher(
@@ -82,16 +83,14 @@ async def test_the_port_of_a_gateway_in_use_is_reported_before_any_process_start
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         launcher = _launcher(tiny, f"127.0.0.1:{port}")
-        with pytest.raises(NotReadyError, match=f"{port}.*--gateway") as caught:
+        with raises(NotReadyError, reason="PORT_IN_USE", match=f"{port}.*--gateway"):
             async with launcher.running():
                 pass
-    assert caught.value.reason == "PORT_IN_USE"
     assert not launcher.processes
 
 
 async def test_an_address_of_a_gateway_without_a_host_is_rejected(tiny: Path) -> None:
     launcher = _launcher(tiny, "8000")
-    with pytest.raises(InvalidRequestError, match="write an address such as") as caught:
+    with raises(InvalidRequestError, reason="INVALID_ADDRESS", match="write an address such as"):
         async with asyncio.timeout(30), launcher.running():
             pass
-    assert caught.value.reason == "INVALID_ADDRESS"

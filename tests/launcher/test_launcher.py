@@ -11,6 +11,7 @@ from stagemesh.cli.launcher import ORCHESTRATOR, Launcher, ProcessState, Process
 from stagemesh.client import AsyncClient
 from stagemesh.common.errors import NotReadyError
 from stagemesh.pipeline import load_pipeline
+from tests.rpc.call_errors import raises
 
 LISTEN = "127.0.0.1:0"
 
@@ -106,10 +107,9 @@ async def test_a_port_in_use_is_reported_before_any_process_starts(tiny: Path) -
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         launcher = _launcher(tiny, listen=f"127.0.0.1:{port}")
-        with pytest.raises(NotReadyError, match=f"{port}.*--port") as caught:
+        with raises(NotReadyError, reason="PORT_IN_USE", match=f"{port}.*--port"):
             async with launcher.running():
                 pass
-    assert caught.value.reason == "PORT_IN_USE"
     assert _left_over(tiny, "*") == 0
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from stagemesh.cli.launcher.ports import CANDIDATES, PortPicker, check_listen
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
+from tests.rpc.call_errors import raises
 
 
 def test_picked_ports_are_free_and_distinct() -> None:
@@ -27,9 +28,8 @@ def test_the_port_after_another_is_used_if_it_is_free() -> None:
 def test_a_port_in_use_is_reported_with_its_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        with pytest.raises(NotReadyError, match=f"{port}.*--port") as caught:
+        with raises(NotReadyError, reason="PORT_IN_USE", match=f"{port}.*--port"):
             check_listen(f"127.0.0.1:{port}")
-    assert caught.value.reason == "PORT_IN_USE"
 
 
 def test_a_free_port_is_accepted() -> None:

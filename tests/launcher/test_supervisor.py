@@ -13,6 +13,7 @@ from stagemesh.cli.launcher.probes import ProcessState, ProcessStatus
 from stagemesh.cli.launcher.supervisor import Child, RestartPolicy, RestartSchedule
 from stagemesh.common.errors import ExitCode, NotReadyError
 from tests.launcher.processes import SLEEPER, STUBBORN, Supervised, ended
+from tests.rpc.call_errors import raises
 
 
 def _kill(status: ProcessStatus, number: signal.Signals) -> None:
@@ -47,9 +48,8 @@ async def test_a_process_that_ended_on_request_is_restarted_at_once(tmp_path: Pa
 
 async def test_a_process_that_is_never_ready_is_abandoned_with_the_end_of_its_log(tmp_path: Path) -> None:
     supervised = Supervised(tmp_path, "import sys; sys.stderr.write('no such weights'); sys.exit(1)")
-    with pytest.raises(NotReadyError, match=r"(?s)p-0 .*3 times.*exit status 1.*no such weights") as caught:
+    with raises(NotReadyError, reason="START_FAILED", match=r"(?s)p-0 .*3 times.*exit status 1.*no such weights"):
         await supervised.supervisor.run()
-    assert caught.value.reason == "START_FAILED"
 
 
 def _live(
@@ -61,44 +61,42 @@ def _live(
     return schedule.ended(end_s, status=status)
 
 
-def test_pauses_double_up_to_five_seconds() -> None:
-    schedule = RestartSchedule(RestartPolicy())
+@pytest.fixture
+def schedule() -> RestartSchedule:
+    return RestartSchedule(RestartPolicy())
+
+
+def test_pauses_double_up_to_five_seconds(schedule: RestartSchedule) -> None:
     pauses = [_live(schedule, start_s=t, ready_s=t, end_s=t + 1) for t in range(8)]
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
 
-def test_ten_seconds_of_health_reset_the_pause() -> None:
-    schedule = RestartSchedule(RestartPolicy())
+def test_ten_seconds_of_health_reset_the_pause(schedule: RestartSchedule) -> None:
     _live(schedule, start_s=0, ready_s=0, end_s=1)
     _live(schedule, start_s=1, ready_s=1, end_s=2)
     assert _live(schedule, start_s=2, ready_s=3, end_s=13) == 0.1
 
 
-def test_a_process_that_was_never_ready_is_abandoned() -> None:
-    schedule = RestartSchedule(RestartPolicy())
+def test_a_process_that_was_never_ready_is_abandoned(schedule: RestartSchedule) -> None:
     pauses = [_live(schedule, start_s=t, end_s=t + 1) for t in range(5)]
     assert [pause is None for pause in pauses] == [False, False, False, False, True]
 
 
 @pytest.mark.parametrize("status", [ExitCode.USAGE, ExitCode.NOT_FOUND])
-def test_a_process_that_cannot_start_is_not_restarted(status: int) -> None:
-    schedule = RestartSchedule(RestartPolicy())
+def test_a_process_that_cannot_start_is_not_restarted(schedule: RestartSchedule, status: int) -> None:
     assert _live(schedule, start_s=0, end_s=1, status=status) is None
 
 
-def test_a_process_that_was_ready_is_always_restarted() -> None:
-    schedule = RestartSchedule(RestartPolicy())
+def test_a_process_that_was_ready_is_always_restarted(schedule: RestartSchedule) -> None:
     assert _live(schedule, start_s=0, ready_s=0, end_s=1, status=ExitCode.USAGE) is not None
 
 
-def test_slow_failures_are_abandoned_after_fewer_restarts() -> None:
-    schedule = RestartSchedule(RestartPolicy())
+def test_slow_failures_are_abandoned_after_fewer_restarts(schedule: RestartSchedule) -> None:
     pauses = [_live(schedule, start_s=t, end_s=t + 20) for t in (0, 30, 60)]
     assert [pause is None for pause in pauses] == [False, False, True]
 
 
-def test_a_process_that_was_ready_once_is_never_abandoned() -> None:
-    schedule = RestartSchedule(RestartPolicy())
+def test_a_process_that_was_ready_once_is_never_abandoned(schedule: RestartSchedule) -> None:
     _live(schedule, start_s=0, ready_s=0, end_s=1)
     assert all(_live(schedule, start_s=t, end_s=t + 1) is not None for t in range(20))
 

@@ -30,6 +30,11 @@ def placed(folder: Path, name: str = "a.png", content: bytes = b"content") -> st
     return f"file://{path}"
 
 
+def files_in(folder: Path) -> list[Path]:
+    """Returns all files below a folder."""
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
 def join_store_threads() -> None:
     """Waits until the threads of calls that were cancelled have ended."""
     for thread in threading.enumerate():

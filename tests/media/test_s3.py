@@ -13,6 +13,8 @@ from stagemesh.common.media.stored_file import StoredFileWriter
 from stagemesh.v1 import request_pb2
 from tests.deployment import deployed
 from tests.media.locations import Bucket, s3_server
+from tests.rpc.call_errors import raises
+from tests.system.pipelines import pipeline_file
 
 CONTENT = os.urandom(18_000_000)
 PART_BYTES = 1 << 20
@@ -99,17 +101,15 @@ async def test_a_store_that_has_gone_is_reported(tmp_path: Path) -> None:
         writer = await store.create(store.config.uri_of("b.bin"), "")
         await writer.write(b"content")
     assert await failure(store, file.uri) == "STORE_UNREACHABLE"
-    with pytest.raises(StagemeshError) as caught:
+    with raises(StagemeshError, reason="STORE_UNREACHABLE"):
         await writer.commit()
-    assert caught.value.reason == "STORE_UNREACHABLE"
     await writer.discard()
 
 
 def test_a_pipeline_reads_and_writes_objects(bucket: Bucket, tmp_path: Path) -> None:
-    (tmp_path / "eye.yaml").write_text(PIPELINE.format(bucket=bucket))
     source = tmp_path / "talk.mp4"
     source.write_bytes(CONTENT)
-    with deployed(tmp_path / "eye.yaml") as up, up.client() as client:
+    with deployed(pipeline_file(tmp_path, PIPELINE.format(bucket=bucket))) as up, up.client() as client:
         file = client.upload(source)
         result = client.generate([file, "what is it?"]).result()
         (text,) = result.files["text"]

@@ -25,7 +25,8 @@ from stagemesh.rpc.server import Server
 from stagemesh.services.media.service import MediaServicer
 from stagemesh.v1 import media_pb2, media_pb2_grpc, request_pb2
 from tests.limits import files_of_at_most
-from tests.media.locations import make_store, placed, web_server
+from tests.media.locations import files_in, make_store, placed, web_server
+from tests.system.pipelines import pipeline_file
 
 CONTENT = os.urandom(2_500_000)
 
@@ -73,10 +74,6 @@ async def downloaded(endpoint: str, uri: str) -> bytes:
     async with open_channel(endpoint) as channel:
         parts = media_pb2_grpc.MediaServiceStub(channel).DownloadMedia(request, timeout=20)
         return b"".join([part.media.data async for part in parts])
-
-
-def files_in(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 async def test_an_uploaded_file_is_downloaded_unchanged(tmp_path: Path) -> None:
@@ -203,9 +200,7 @@ async def test_an_empty_file_is_downloaded_as_one_empty_part(tmp_path: Path) -> 
 async def test_clients_connect_with_the_name_in_the_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_name: str
 ) -> None:
-    (tmp_path / "eye.yaml").write_text(
-        "pipeline: eye\nstages: {eye: {engine: fake, function: look}}\noutputs: {text: eye}"
-    )
+    text = "pipeline: eye\nstages: {eye: {engine: fake, function: look}}\noutputs: {text: eye}"
     (tmp_path / "a.mp4").write_bytes(CONTENT)
     names = list[tuple[str, object]]()
 
@@ -220,7 +215,7 @@ async def test_clients_connect_with_the_name_in_the_certificate(
         monkeypatch.setattr(module, "insecure_channel", noted(module.insecure_channel))
     async with serving(make_store(tmp_path)) as media_endpoint:
         config = OrchestratorConfig(
-            str(tmp_path / "eye.yaml"),
+            str(pipeline_file(tmp_path, text)),
             {"eye": (ReplicaAddress("eye-0", "127.0.0.1:1"),)},
             "127.0.0.1:0",
             drain_s=0,

@@ -13,7 +13,8 @@ from stagemesh.common.media import store as store_module
 from stagemesh.common.media.store import MediaStore
 from stagemesh.common.media.stored_file import call_store
 from stagemesh.v1 import request_pb2
-from tests.media.locations import join_store_threads, make_store, placed, web_server
+from tests.media.locations import files_in, join_store_threads, make_store, placed, web_server
+from tests.rpc.call_errors import raises
 
 
 def reference(uri: str, **fields: object) -> request_pb2.MediaFile:
@@ -31,10 +32,6 @@ async def failure(store: MediaStore, file: request_pb2.MediaFile) -> str:
     with pytest.raises(StagemeshError) as caught:
         await store.fetch(file)
     return caught.value.reason
-
-
-def files_in(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 async def test_a_committed_file_is_found_with_its_size_and_digest(tmp_path: Path) -> None:
@@ -147,10 +144,7 @@ async def test_a_remote_file_is_copied_to_the_spool_folder_without_a_name(tmp_pa
     content = os.urandom(3 << 20)
     with web_server(content) as url:
         store = make_store(tmp_path, allowed=(url,))
-        file = await store.fetch(reference(f"{url}/a.png", sha256=hashlib.sha256(content).digest()))
-        with file.open() as opened:
-            assert opened.read() == content
-        file.close()
+        assert await fetched(store, reference(f"{url}/a.png", sha256=hashlib.sha256(content).digest())) == content
     assert files_in(tmp_path) == []
 
 
@@ -210,9 +204,8 @@ async def test_reading_yields_blocks_of_one_mebibyte(tmp_path: Path) -> None:
 
 async def test_nothing_is_written_outside_the_store(tmp_path: Path) -> None:
     store = make_store(tmp_path, allowed=(str(tmp_path / "other"),))
-    with pytest.raises(StagemeshError) as caught:
+    with raises(StagemeshError, reason="REFERENCE_NOT_ALLOWED"):
         await store.create(f"file://{tmp_path}/other/a.bin", "")
-    assert caught.value.reason == "REFERENCE_NOT_ALLOWED"
 
 
 async def test_a_store_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
@@ -267,9 +260,8 @@ async def test_a_call_without_an_answer_ends_in_time_and_its_late_result_is_rele
     def release(_: object) -> None:
         loop.call_soon_threadsafe(released.set)
 
-    with pytest.raises(StagemeshError) as caught:
+    with raises(StagemeshError, reason="STORE_UNREACHABLE"):
         await call_store(answer.wait, what="a.png", timeout_s=0.05, release=release)
-    assert caught.value.reason == "STORE_UNREACHABLE"
     answer.set()
     async with asyncio.timeout(5):
         await released.wait()
