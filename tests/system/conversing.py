@@ -9,6 +9,7 @@ import numpy.typing as npt
 from stagemesh.fake_engine.outputs import compute_output, source_text
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, Role
+from tests.system.pipelines import pipeline_file
 
 TALK = """\
 pipeline: talk
@@ -31,9 +32,7 @@ sessions: {{park_s: {park_s}}}
 
 def talking(folder: Path, *, steps: int = 20, step_s: float = 0.02, replicas: int = 1, park_s: float = 60) -> Path:
     """Writes a pipeline file whose answers are text and audio. Returns its path."""
-    path = folder / "talk.yaml"
-    path.write_text(TALK.format(steps=steps, step_s=step_s, replicas=replicas, park_s=park_s))
-    return path
+    return pipeline_file(folder, TALK.format(steps=steps, step_s=step_s, replicas=replicas, park_s=park_s))
 
 
 class ExpectedConversation:

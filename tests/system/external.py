@@ -13,6 +13,7 @@ from stagemesh.cli.launcher.process_configs import stage_config
 from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.stage_process import OrchestratorAddress
 from stagemesh.pipeline import load_pipeline
+from tests.system.pipelines import pipeline_file
 from tests.system.stub_stage import ReplicaFault, serving_stub
 
 SONG = """\
@@ -46,10 +47,9 @@ def song(
 
     `addresses` is the YAML of a list of addresses, and `edge` the YAML of further keys of the edge to `upper`.
     """
-    path = folder / "song.yaml"
     listed = f"addresses: {addresses}" if addresses else ""
-    path.write_text(SONG.format(addresses=listed, edge=edge, steps=steps, step_s=step_s, writers=writers))
-    return path
+    text = SONG.format(addresses=listed, edge=edge, steps=steps, step_s=step_s, writers=writers)
+    return pipeline_file(folder, text, name="song")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import control_pb2, control_pb2_grpc
 from tests.deployment import Deployment, eventually
 from tests.engines.vllm.tiny_model import write_real_model
+from tests.system.pipelines import pipeline_file
 
 POSITIONS = 2048
 KILLED_TOKENS = 300
@@ -37,9 +38,7 @@ outputs:
 
 def write_pipeline(folder: Path, *, prefill: int = 1, decode: int = 1, wait_s: float = 20.0) -> Path:
     model = write_real_model(folder / "model", positions=POSITIONS, deviation=0.2)
-    file = folder / "pair.yaml"
-    file.write_text(PIPELINE.format(model=model, prefill=prefill, decode=decode, wait_s=wait_s))
-    return file
+    return pipeline_file(folder, PIPELINE.format(model=model, prefill=prefill, decode=decode, wait_s=wait_s))
 
 
 def prompt(seed: int, length: int) -> list[int]:

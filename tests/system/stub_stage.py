@@ -99,7 +99,6 @@ class StubStage:
         self.consumer = FaultyConsumer(identity)
 
     async def describe(self, request: stage_pb2.DescribeRequest, context: Any) -> stage_pb2.DescribeResponse:
-        del request, context
         if self._fault is ReplicaFault.NO_DESCRIPTION:
             await asyncio.Event().wait()
         identity = self._identity

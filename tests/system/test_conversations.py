@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -39,12 +40,19 @@ def _say(session: Session, line: str, at: "dict[int, Callable[[], None]] | None"
     return "".join(heard)
 
 
+def _check_turn(
+    session: Session, line: str, expected: ExpectedConversation, at: "dict[int, Callable[[], None]] | None" = None
+) -> None:
+    """Says a line as `_say` does. Checks the answer, and adds both to the expected conversation."""
+    answer = _say(session, line, at)
+    assert answer == expected.answer(line)
+    expected.add(line, heard=answer)
+
+
 def test_each_turn_continues_the_conversation(up: Deployment, expected: ExpectedConversation) -> None:
     with up.client() as client, client.converse(seed=7, outputs=["text"]) as session:
         for line in ("one", "two", "three"):
-            answer = _say(session, line)
-            assert answer == expected.answer(line)
-            expected.add(line, heard=answer)
+            _check_turn(session, line, expected)
 
 
 def test_an_opening_conversation_precedes_the_first_turn(up: Deployment, expected: ExpectedConversation) -> None:
@@ -78,9 +86,7 @@ async def test_an_interrupted_answer_is_shortened_to_what_was_heard(
 def test_a_broken_connection_changes_nothing(up: Deployment, expected: ExpectedConversation) -> None:
     with breakable_relay(up.endpoint) as way, Client(way.endpoint) as client, client.converse(seed=7) as session:
         for line, cuts in (("one", (3, 4, 15)), ("two", (1, 20)), ("three", ())):
-            answer = _say(session, line, dict.fromkeys(cuts, way.cut))
-            assert answer == expected.answer(line)
-            expected.add(line, heard=answer)
+            _check_turn(session, line, expected, dict.fromkeys(cuts, way.cut))
             way.cut()
     eventually(up.idle, timeout_s=10)
 
@@ -88,18 +94,14 @@ def test_a_broken_connection_changes_nothing(up: Deployment, expected: ExpectedC
 def test_a_killed_stage_changes_nothing(up: Deployment, expected: ExpectedConversation) -> None:
     with up.client() as client, client.converse(seed=7) as session:
         for line, stage in (("one", "source-0"), ("two", "frames-0"), ("three", "sound-0")):
-            answer = _say(session, line, {10: lambda stage=stage: up.kill(stage)})  # type: ignore[misc]
-            assert answer == expected.answer(line)
-            expected.add(line, heard=answer)
+            _check_turn(session, line, expected, {10: partial(up.kill, stage)})
     up.wait(Deployment.all_ready)
 
 
 def test_a_restarted_orchestrator_continues_from_the_transcript(up: Deployment, expected: ExpectedConversation) -> None:
     with up.client() as client, client.converse(seed=7) as session:
         expected.add("one", heard=_say(session, "one"))
-        answer = _say(session, "two", {10: lambda: up.kill("orchestrator")})
-        assert answer == expected.answer("two")
-        expected.add("two", heard=answer)
+        _check_turn(session, "two", expected, {10: lambda: up.kill("orchestrator")})
         up.kill("orchestrator")
         assert _say(session, "three") == expected.answer("three")
     eventually(up.idle, timeout_s=10)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.local_mesh import LocalMesh, local_mesh
 from tests.repository.code_blocks import read_blocks
+from tests.system.pipelines import pipeline_file
 
 PIPELINE = """\
 pipeline: documented
@@ -31,9 +32,7 @@ client = Client("127.0.0.1:7780")
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMesh]:
-    path = tmp_path_factory.mktemp("documented") / "pipeline.yaml"
-    path.write_text(PIPELINE)
-    with local_mesh(path) as running:
+    with local_mesh(pipeline_file(tmp_path_factory.mktemp("documented"), PIPELINE)) as running:
         yield running
 
 

@@ -127,9 +127,7 @@ CASES: Mapping[RequestFault, Case] = {
     RequestFault.NO_END: Case(DeadlineError, "stage 'frames' waits for chunk 0 of edge upper->frames from upper-0"),
     RequestFault.REJECTED_DIGEST: Case(InvalidRequestError, "edge writer->upper ended with", "DIGEST_MISMATCH"),
     RequestFault.WRONG_DIGEST: Case(
-        InvalidRequestError,
-        "edge upper->frames ended after 10 chunks, but",
-        "DIGEST_MISMATCH",
+        InvalidRequestError, "edge upper->frames ended after 10 chunks, but", "DIGEST_MISMATCH"
     ),
 }
 

@@ -9,8 +9,18 @@ import pytest
 from stagemesh.client import Result
 from stagemesh.common.errors import InternalError, StagemeshError
 from tests.deployment import Deployment, deployed
+from tests.rpc.call_errors import raises
 from tests.system.added_transforms import add_function, add_transform
+from tests.system.pipelines import pipeline_file
 
+STATELESS = """\
+class Stateless:
+    def __init__(self, model, options):
+        pass
+
+    def open(self, *, seed, options):
+        return None
+"""
 FLAWS = """\
 import os
 import sys
@@ -61,13 +71,9 @@ _AUDIO = Emitted(TensorSpec.parse("float32[samples]"), kind="audio", sample_rate
 DESCRIPTOR = FunctionDescriptor(Signature(emits={{"text": _TEXT, "audio": _AUDIO}}), "added_speak:Speak")
 
 
-class Speak:
-    def __init__(self, model, options):
-        pass
+{STATELESS}
 
-    def open(self, *, seed, options):
-        return None
-
+class Speak(Stateless):
     def __call__(self, batch):
         results = []
         for call in batch:
@@ -105,24 +111,20 @@ class Pass:
     def finish(self):
         return []
 """
-PLAYER = """\
+PLAYER = f"""\
 from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, Signature
 from stagemesh.common.wire.tensors import TensorSpec
 
 _AUDIO = TensorSpec.parse("float32[samples]")
 DESCRIPTOR = FunctionDescriptor(
-    Signature(accepts={"audio": _AUDIO}, emits={"audio": Emitted(_AUDIO, kind="audio", sample_rate_hz=16_000)}),
+    Signature(accepts={{"audio": _AUDIO}}, emits={{"audio": Emitted(_AUDIO, kind="audio", sample_rate_hz=16_000)}}),
     "added_play:Play",
 )
 
 
-class Play:
-    def __init__(self, model, options):
-        pass
+{STATELESS}
 
-    def open(self, *, seed, options):
-        return None
-
+class Play(Stateless):
     def __call__(self, batch):
         return [[call.packet] if call.packet else [] for call in batch]
 """
@@ -141,12 +143,11 @@ WHERE = {"function": "function speak of stage speak", "transform": "transform pa
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("flawed")
-    (folder / "flawed.yaml").write_text(PIPELINE)
     with pytest.MonkeyPatch.context() as monkeypatch:
         add_function(folder, monkeypatch, name="speak", source=FUNCTION)
         add_function(folder, monkeypatch, name="play", source=PLAYER)
         add_transform(folder, monkeypatch, name="pass", source=TRANSFORM)
-        with deployed(folder / "flawed.yaml") as deployment:
+        with deployed(pipeline_file(folder, PIPELINE)) as deployment:
             yield deployment
 
 
@@ -228,7 +229,6 @@ def test_non_finite_audio_is_an_error_on_request(up: Deployment) -> None:
 
 @pytest.mark.parametrize("where", ["function", "transform"])
 def test_code_that_ends_its_process_is_poison(up: Deployment, where: str) -> None:
-    with pytest.raises(StagemeshError) as caught:
+    with raises(StagemeshError, reason="POISON_REQUEST"):
         _generate(up, f"{where} die", "strict")
-    assert caught.value.reason == "POISON_REQUEST"
     up.wait(Deployment.all_ready)

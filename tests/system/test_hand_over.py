@@ -12,6 +12,7 @@ from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.fake_engine.state_store import StateCounts, read_counts
 from tests.deployment import Deployment, deployed, eventually
 from tests.local_mesh import LocalMesh, local_mesh
+from tests.system.pipelines import pipeline_file
 
 PIPELINE = """\
 pipeline: split
@@ -33,9 +34,7 @@ outputs: {{text: decode, computed: computing}}
 
 def split(folder: Path, *, limit_s: float = 30.0, state_s: float = 0.2, connector: str = "auto") -> Path:
     """Writes the pipeline prefill → decode, and prefill → computing, which may compute the state itself."""
-    path = folder / "split.yaml"
-    path.write_text(PIPELINE.format(limit_s=limit_s, state_s=state_s, connector=connector))
-    return path
+    return pipeline_file(folder, PIPELINE.format(limit_s=limit_s, state_s=state_s, connector=connector))
 
 
 def counts(up: Deployment | LocalMesh) -> StateCounts:

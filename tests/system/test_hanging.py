@@ -10,6 +10,7 @@ import pytest
 from stagemesh.client import Admitted, Text
 from stagemesh.client.responses import ResultBuilder
 from tests.deployment import Deployment, deployed
+from tests.system.pipelines import pipeline_file
 from tests.system.reading import steps_of
 
 STEPS = 40
@@ -36,9 +37,7 @@ outputs: {{text: source, echo: relay, alone: alone}}
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    path = tmp_path_factory.mktemp("hanging") / "pipeline.yaml"
-    path.write_text(PIPELINE)
-    with deployed(path) as up:
+    with deployed(pipeline_file(tmp_path_factory.mktemp("hanging"), PIPELINE)) as up:
         yield up
 
 

@@ -15,6 +15,7 @@ from stagemesh.common.errors import CancelledRequestError
 from tests.deployment import Deployment, deployed, eventually
 from tests.engines.vllm.emitted_states import PROMPTS, STEPS, TOLERANCE, Floats, Reference, load_reference, reference
 from tests.engines.vllm.tiny_model import write_real_model
+from tests.system.pipelines import pipeline_file
 from tests.system.state_consumers import add_functions
 
 pytestmark = pytest.mark.timeout(300)
@@ -74,10 +75,9 @@ def taking(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ta
     folder = tmp_path_factory.mktemp("taking")
     gate = folder / "gate"
     os.mkfifo(gate)
-    (folder / "taking.yaml").write_text(PIPELINE.format(model=model, gate=gate))
     patch = add_functions(folder)
     try:
-        with deployed(folder / "taking.yaml") as up:
+        with deployed(pipeline_file(folder, PIPELINE.format(model=model, gate=gate))) as up:
             yield Taking(up, gate)
     finally:
         patch.undo()

@@ -15,6 +15,8 @@ from stagemesh.client import AsyncClient, Client, MediaFile, read_media
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, PermissionDeniedError, UnsupportedError
 from tests.deployment import Deployment, deployed
 from tests.local_mesh import local_mesh
+from tests.rpc.call_errors import raises
+from tests.system.pipelines import pipeline_file
 
 EYE = """
 pipeline: eye
@@ -38,10 +40,9 @@ class Eye(NamedTuple):
 @pytest.fixture(scope="module")
 def eye(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eye]:
     folder = tmp_path_factory.mktemp("eye")
-    (folder / "eye.yaml").write_text(EYE.format(folder=folder))
     (folder / "data").mkdir()
     (folder / "data" / "large.mp4").write_bytes(CONTENT)
-    with deployed(folder / "eye.yaml") as up:
+    with deployed(pipeline_file(folder, EYE.format(folder=folder), name="eye")) as up:
         yield Eye(up, folder)
 
 
@@ -54,11 +55,8 @@ def client(eye: Eye) -> Iterator[Client]:
 def test_an_uploaded_file_reaches_the_engine_and_returns_unchanged(eye: Eye, client: Client, tmp_path: Path) -> None:
     sent = list[int]()
     file = client.upload(eye.folder / "data" / "large.mp4", on_bytes=sent.append)
-    assert (file.media_type, file.size_bytes, file.sha256) == (
-        "video/mp4",
-        len(CONTENT),
-        hashlib.sha256(CONTENT).digest(),
-    )
+    assert (file.media_type, file.size_bytes) == ("video/mp4", len(CONTENT))
+    assert file.sha256 == hashlib.sha256(CONTENT).digest()
     assert sent == sorted(sent)
     assert sent[-1] == len(CONTENT)
     assert client.generate([file, "what is it?"]).result().texts["text"] == "video " + SEEN
@@ -78,24 +76,26 @@ async def test_the_async_client_uploads_and_downloads(eye: Eye, tmp_path: Path) 
     assert received[-1] == len(CONTENT)
 
 
-def test_an_upload_that_is_too_large_fails_early_and_leaves_nothing(eye: Eye, client: Client, tmp_path: Path) -> None:
+@pytest.fixture
+def huge(tmp_path: Path) -> Path:
+    """A file larger than the pipeline allows."""
     path = tmp_path / "huge.mp4"
     with path.open("wb") as file:
         file.truncate(20_000_001)
+    return path
+
+
+def test_an_upload_that_is_too_large_fails_early_and_leaves_nothing(eye: Eye, client: Client, huge: Path) -> None:
     before = sorted((eye.folder / "store").rglob("*"))
-    with pytest.raises(InvalidRequestError, match="20000000") as caught:
-        client.upload(path)
-    assert caught.value.reason == "FILE_TOO_LARGE"
+    with raises(InvalidRequestError, reason="FILE_TOO_LARGE", match="20000000"):
+        client.upload(huge)
     assert sorted((eye.folder / "store").rglob("*")) == before
 
 
-async def test_an_async_upload_that_is_too_large_fails_early(eye: Eye, tmp_path: Path) -> None:
-    path = tmp_path / "huge.mp4"
-    with path.open("wb") as file:
-        file.truncate(20_000_001)
+async def test_an_async_upload_that_is_too_large_fails_early(eye: Eye, huge: Path) -> None:
     async with AsyncClient(eye.up.endpoint) as client:
         with pytest.raises(InvalidRequestError, match="20000000"):
-            await client.upload(path)
+            await client.upload(huge)
 
 
 def test_a_reference_to_an_allowed_location_needs_no_upload(eye: Eye, client: Client) -> None:
@@ -112,9 +112,8 @@ def test_a_reference_outside_is_rejected_by_the_orchestrator(eye: Eye, client: C
 def test_a_deleted_object_is_reported(eye: Eye, client: Client, tmp_path: Path) -> None:
     missing = MediaFile(f"file://{eye.folder}/data/none.png", "image/png")
     for call in (client.generate([missing]).result, lambda: client.download(missing, tmp_path / "x")):
-        with pytest.raises(NotFoundError) as caught:
+        with raises(NotFoundError, reason="UNKNOWN_MEDIA"):
             call()
-        assert caught.value.reason == "UNKNOWN_MEDIA"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -144,10 +143,9 @@ def test_the_command_line_uploads_what_is_too_large_for_a_request(eye: Eye) -> N
 
 
 def test_a_pipeline_without_a_store_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "blind.yaml"
-    path.write_text("pipeline: p\nstages: {eye: {engine: fake, function: look}}\noutputs: {text: eye}\n")
+    text = "pipeline: p\nstages: {eye: {engine: fake, function: look}}\noutputs: {text: eye}\n"
     (tmp_path / "a.png").write_bytes(b"x")
-    with local_mesh(path) as up, up.client() as client:
+    with local_mesh(pipeline_file(tmp_path, text)) as up, up.client() as client:
         with pytest.raises(UnsupportedError, match="add `media:`"):
             client.upload(tmp_path / "a.png")
         with pytest.raises(UnsupportedError, match="add `media:`"):

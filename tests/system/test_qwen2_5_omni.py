@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from stagemesh.client import Client, Message, Result, StageArguments
@@ -13,7 +12,8 @@ from tests.deployment import Deployment, deployed
 from tests.models.qwen2_5_omni.reference import SEED
 from tests.models.qwen3_omni import reference
 from tests.models.qwen3_omni.reference import TORCHVISION
-from tests.system.test_qwen3_omni import Case, cases
+from tests.system.pipelines import pipeline_file
+from tests.system.test_qwen3_omni import Case, cases, check_begin
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -66,8 +66,7 @@ def expected(tiny_qwen2_5_omni: Path) -> Sequence[reference.Result]:
 
 @pytest.fixture(scope="module")
 def omni(tiny_qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    file = tmp_path_factory.mktemp("omni") / "omni.yaml"
-    file.write_text(PIPELINE.format(model=tiny_qwen2_5_omni))
+    file = pipeline_file(tmp_path_factory.mktemp("omni"), PIPELINE.format(model=tiny_qwen2_5_omni))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(TORCHVISION), os.environ.get("PYTHONPATH")])))
         with deployed(file) as deployment:
@@ -86,13 +85,8 @@ def generate(client: Client, each: Case) -> Result:
 
 
 def check(result: Result, expected: reference.Result) -> None:
-    assert list(result.tokens["tokens"]) == expected.text_ids.tolist()
-    codes = np.concatenate([part.tensor for part in result.tensors["codes"]])
-    assert codes[: len(expected.codes)].tolist() == expected.codes.tolist()
-    samples = result.audio
-    assert samples is not None
-    assert samples.shape == expected.waveform.shape
-    assert np.abs(samples - expected.waveform).max() < 1e-4
+    check_begin(result, expected)
+    assert result.audio.shape == expected.waveform.shape
 
 
 @pytest.mark.parametrize("number", range(len(cases())), ids=[each.name for each in cases()])

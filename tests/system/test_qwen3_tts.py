@@ -21,6 +21,7 @@ from tests.gateway.making import gateway
 from tests.models.qwen3_tts.golden import STRIDE
 from tests.models.qwen3_tts.prompts import Request, requests
 from tests.models.qwen3_tts.voice import synthesize_voice
+from tests.rpc.call_errors import raises
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -74,10 +75,9 @@ def test_a_rejected_voice_leaves_others_undisturbed(tts: Deployment) -> None:
     short = AudioSamples(synthesize_voice(0.5), SAMPLE_RATE_HZ)
     with tts.client() as client, ThreadPoolExecutor(1) as pool:
         other = pool.submit(generate, client, CLONES[0])
-        with pytest.raises(InvalidRequestError, match=r"has 0\.50 s; send an audio of 1 to 60 s") as caught:
+        with raises(InvalidRequestError, reason="INVALID_MEDIA", match=r"has 0\.50 s; send an audio of 1 to 60 s"):
             client.generate(["Hello", short]).result()
         check(other.result(), CLONES[0])
-    assert caught.value.reason == "INVALID_MEDIA"
 
 
 def test_the_gateway_clones_a_voice_that_is_sent_or_created(tts: Deployment, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from stagemesh.client import Client, Event, Finished, OutputFinished, StageArgum
 from stagemesh.common.errors import CancelledRequestError, DeadlineError, InternalError, InvalidRequestError
 from tests.deployment import eventually
 from tests.local_mesh import LocalMesh, local_mesh
-from tests.system.pipelines import relays
+from tests.rpc.call_errors import raises
+from tests.system.pipelines import pipeline_file, relays
 from tests.system.reading import contents, letters
 
 SERVICE = "stagemesh.v1.OrchestratorService"
@@ -41,9 +42,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMesh]:
 
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMesh]:
-    path = tmp_path_factory.mktemp("writer") / "writer.yaml"
-    path.write_text(WRITER)
-    with local_mesh(path) as up:
+    with local_mesh(pipeline_file(tmp_path_factory.mktemp("writer"), WRITER)) as up:
         yield up
         eventually(up.idle, timeout_s=10)
 
@@ -195,9 +194,7 @@ outputs: {text: thinker, speech: talker, frames: frames}
 
 @pytest.fixture(scope="module")
 def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMesh]:
-    path = tmp_path_factory.mktemp("omni") / "omni.yaml"
-    path.write_text(OMNI)
-    with local_mesh(path) as up:
+    with local_mesh(pipeline_file(tmp_path_factory.mktemp("omni"), OMNI)) as up:
         yield up
 
 
@@ -239,8 +236,7 @@ def test_a_request_sets_its_first_chunk(client: Client) -> None:
         (chunks,) = (edge.chunks for edge in result.finished.edges if edge.edge == "talker->frames")
         assert chunks == (len(ramp) + math.ceil((rows - sum(ramp)) / 25) if ramp else 1)
     assert len(set(frames.values())) == 1
-    with pytest.raises(InvalidRequestError, match="use 5 to 25") as caught:
+    with raises(InvalidRequestError, reason="INVALID_INITIAL_FRAMES", match="use 5 to 25"):
         client.generate("hello", stages={"frames": {"chunk": 26}}).result()
-    assert caught.value.reason == "INVALID_INITIAL_FRAMES"
     with pytest.raises(InvalidRequestError, match="chunk is 'most'; give the number of frames of the first chunk"):
         client.generate("hello", stages={"frames": {"chunk": "most"}})  # type: ignore[typeddict-item]

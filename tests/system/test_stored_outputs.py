@@ -11,6 +11,7 @@ from stagemesh.client import MediaChunk, Text
 from stagemesh.client.responses import Result, ResultBuilder
 from tests.cli.commands import stagemesh
 from tests.deployment import Deployment, deployed
+from tests.system.pipelines import pipeline_file
 
 STEPS = 30
 PIPELINE = """\
@@ -36,9 +37,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def up(store: Path) -> Iterator[Deployment]:
-    path = store.parent / "film.yaml"
-    path.write_text(PIPELINE.format(steps=STEPS, store=store))
-    with deployed(path) as up:
+    with deployed(pipeline_file(store.parent, PIPELINE.format(steps=STEPS, store=store), name="film")) as up:
         yield up
 
 

@@ -9,6 +9,7 @@ from stagemesh.orchestrator.request.streamed_input import packets_of
 from stagemesh.v1 import request_pb2, tensor_pb2
 from tests.deployment import deployed
 from tests.system.added_transforms import add_function
+from tests.system.pipelines import pipeline_file
 from tests.system.streaming import Turn, orchestrating
 
 CHECKPOINT_SAMPLES, PIECE_SAMPLES, RATE_HZ = 1_000, 400, 16_000
@@ -74,8 +75,7 @@ def _append(turn: Turn, numbers: range) -> None:
 
 async def test_a_killed_function_resumes_within_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_function(tmp_path, monkeypatch, name="meter", source=METER)
-    file = tmp_path / "meter.yaml"
-    file.write_text(PIPELINE)
+    file = pipeline_file(tmp_path, PIPELINE)
     with deployed(file) as up:
         async with orchestrating(file, up) as orchestrator:
             turn = Turn(orchestrator, "measured")

@@ -11,6 +11,7 @@ from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
 from tests.cli.commands import stagemesh
 from tests.deployment import Deployment, deployed, metric_value
+from tests.system.pipelines import pipeline_file
 from tests.system.streaming import Turn, orchestrating
 
 ECHO = """
@@ -31,9 +32,7 @@ outputs: {written: writer, said: echo, loud: loud, slow: slow}
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("echo") / "echo.yaml"
-    path.write_text(ECHO)
-    return path
+    return pipeline_file(tmp_path_factory.mktemp("echo"), ECHO)
 
 
 @pytest.fixture(scope="module")

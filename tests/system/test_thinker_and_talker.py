@@ -14,6 +14,7 @@ from stagemesh.client import Result, StageArguments
 from tests.deployment import deployed, eventually
 from tests.engines.vllm.tiny_model import write_real_model
 from tests.system.added_transforms import RENAMED, add_transform
+from tests.system.pipelines import pipeline_file
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,8 +43,8 @@ def test_the_talker_outputs_what_transformers_computes_from_the_hidden_states(
 ) -> None:
     add_transform(tmp_path, monkeypatch, name="renamed", source=RENAMED)
     model = write_real_model(tmp_path / "model")
-    (tmp_path / "pair.yaml").write_text(PIPELINE.format(model=model))
-    with deployed(tmp_path / "pair.yaml") as up, up.client() as client, ThreadPoolExecutor(4) as pool:
+    file = pipeline_file(tmp_path, PIPELINE.format(model=model))
+    with deployed(file) as up, up.client() as client, ThreadPoolExecutor(4) as pool:
 
         def generate(prompt: Sequence[int]) -> Result:
             greedy: StageArguments = {"temperature": 0.0, "max_tokens": STEPS, "logprobs": 1}

@@ -10,7 +10,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from stagemesh.client import Client, Finished, Text
 from tests.deployment import Deployment, deployed
 from tests.local_mesh import local_mesh
-from tests.system.pipelines import relays
+from tests.system.pipelines import pipeline_file, relays
 from tests.traces import TraceReceiver, check_whole, chunks_of, last_trace, receiving_traces
 
 HEARD = """
@@ -78,8 +78,7 @@ def test_a_killed_stage_is_a_part_of_the_trace(client: Client, receiver: TraceRe
 
 
 def test_streamed_input_is_a_part_of_the_trace(receiver: TraceReceiver, tmp_path: Path) -> None:
-    (tmp_path / "heard.yaml").write_text(HEARD)
-    with local_mesh(tmp_path / "heard.yaml") as running, running.client() as client:
+    with local_mesh(pipeline_file(tmp_path, HEARD)) as running, running.client() as client:
         with client.converse(input_mode="stream") as session:
             session.append("one ", "two")
             session.commit()

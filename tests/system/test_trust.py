@@ -22,14 +22,13 @@ from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from stagemesh.v1.stage_pb2_grpc import StageServiceStub
 from tests.credentials import issue, process_credentials
 from tests.deployment import Deployment, deployed
+from tests.rpc.call_errors import raises
 from tests.soak.load import Load
 from tests.system.cluster import cluster, load, until_ready
 from tests.system.pipelines import relays
 
-PROCESSES = {
-    "orchestrator": "orchestrator/main",
-    **{f"{stage}-0": f"stage/{stage}-*" for stage in ("source", "frames", "sound")},
-}
+REPLICAS = {f"{stage}-0": f"stage/{stage}-*" for stage in ("source", "frames", "sound")}
+PROCESSES = {"orchestrator": "orchestrator/main", **REPLICAS}
 _STEP_S = 0.05
 
 
@@ -114,10 +113,13 @@ def test_a_user_may_not_call_a_stage(up: Deployment, authority: Path, role: str)
 
 def test_a_session_can_be_continued_by_its_own_caller_alone(up: Deployment, authority: Path) -> None:
     other = issue(authority.parent, "client/other", authority=authority.name)
-    with Client(up.endpoint, tls=authority / "client") as owner, Client(up.endpoint, tls=other) as thief:
-        with owner.converse(session_id="mine"), pytest.raises(ExistsError) as caught:
-            thief.converse(session_id="mine").__enter__()
-        assert caught.value.reason == "SESSION_EXISTS"
+    with (
+        Client(up.endpoint, tls=authority / "client") as owner,
+        Client(up.endpoint, tls=other) as thief,
+        owner.converse(session_id="mine"),
+        raises(ExistsError, reason="SESSION_EXISTS"),
+    ):
+        thief.converse(session_id="mine").__enter__()
 
 
 @pytest.mark.parametrize(
@@ -147,12 +149,10 @@ def test_a_client_cannot_cancel_or_read_the_request_of_another(up: Deployment, a
     with Client(up.endpoint, tls=authority / "client") as owner, Client(up.endpoint, tls=other) as thief:
         events = iter(owner.generate("hello", request_id="mine"))
         next(events)
-        with pytest.raises(NotFoundError) as caught:
+        with raises(NotFoundError, reason="UNKNOWN_REQUEST"):
             thief.cancel("mine")
-        assert caught.value.reason == "UNKNOWN_REQUEST"
-        with pytest.raises(ExistsError) as exists:
+        with raises(ExistsError, reason="REQUEST_EXISTS"):
             thief.generate("hello", request_id="mine").result()
-        assert exists.value.reason == "REQUEST_EXISTS"
         owner.cancel("mine")
         events.close()
 
@@ -163,9 +163,8 @@ async def test_certificates_and_their_authority_are_replaced_under_load(tmp_path
         issue(tmp_path, identity, authority="old").rename(tmp_path / name)
     client = issue(tmp_path, "client/a", authority="old")
     with process_credentials(client), cluster(tmp_path, step_s=_STEP_S, tls=tmp_path) as replicas:
-        for name in PROCESSES:
-            if name != "orchestrator":
-                replicas.start(name)
+        for name in REPLICAS:
+            replicas.start(name)
         async with AsyncClient(replicas.endpoint) as asking:
             await until_ready(asking, replicas=1)
             new = issue(tmp_path, "client/a", authority="new")
@@ -181,10 +180,9 @@ async def test_certificates_and_their_authority_are_replaced_under_load(tmp_path
                 for folder in (client, *(tmp_path / name for name in PROCESSES)):
                     _copy(new, folder, "ca.crt")
                 # The replicas connect again, with the new certificates, to an orchestrator that has not restarted.
-                for name in PROCESSES:
-                    if name != "orchestrator":
-                        await replicas.restart(name)
-                        await until_ready(asking, replicas=1)
+                for name in REPLICAS:
+                    await replicas.restart(name)
+                    await until_ready(asking, replicas=1)
                 await _until_ended(running, len(running.ended) + 8)
         # The former authority has lost its power.
         former = issue(tmp_path, "client/b", authority="old")
@@ -202,9 +200,8 @@ async def test_a_replica_with_the_certificate_of_another_does_not_register(
         issue(tmp_path, identity).rename(tmp_path / name)
     shown = ""
     with process_credentials(issue(tmp_path, "client/a")), cluster(tmp_path, step_s=_STEP_S, tls=tmp_path) as replicas:
-        for name in PROCESSES:
-            if name != "orchestrator":
-                replicas.start(name)
+        for name in REPLICAS:
+            replicas.start(name)
         async with AsyncClient(replicas.endpoint) as client, asyncio.timeout(60):
             while "does not name replica 'frames-0'" not in shown:
                 await asyncio.sleep(0.1)

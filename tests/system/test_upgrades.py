@@ -13,6 +13,7 @@ import pytest
 
 from stagemesh.client import Result
 from tests.system.breakable_relay import BreakableRelay, breakable_relay
+from tests.system.pipelines import pipeline_file
 from tests.system.upgrades import (
     ORCHESTRATOR_HEALTH,
     Processes,
@@ -63,9 +64,7 @@ def _bytes_per_step(result: Result) -> int:
 
 
 def _write(folder: Path, name: str, text: str, *, generation: str) -> Version:
-    path = folder / f"{name}.yaml"
-    path.write_text(text)
-    return Version(path, generation, f"{generation.partition('-')[0]}-*")
+    return Version(pipeline_file(folder, text, name=name), generation, f"{generation.partition('-')[0]}-*")
 
 
 @asynccontextmanager

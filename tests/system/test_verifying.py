@@ -14,6 +14,7 @@ from tests.cli.commands import Ran, invoke, run_process
 from tests.deployment import deployed
 from tests.diffusion.tiny.pipelines import write_qwen_image
 from tests.models.qwen3_omni.deployment import PIPELINE, with_torchvision
+from tests.system.pipelines import pipeline_file
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,8 +44,8 @@ def changed(model: Path, folder: Path) -> Path:
 
 
 def test_a_stage_with_another_weight_is_named(tiny_qwen3_omni: Path, tmp_path: Path) -> None:
-    file, other = tmp_path / "omni.yaml", changed(tiny_qwen3_omni, tmp_path / "changed")
-    file.write_text(PIPELINE.format(model=tiny_qwen3_omni))
+    file = pipeline_file(tmp_path, PIPELINE.format(model=tiny_qwen3_omni))
+    other = changed(tiny_qwen3_omni, tmp_path / "changed")
     with with_torchvision(), deployed(file, "--set", f"stages.talker.model={other}") as up:
 
         def verify(*arguments: str) -> Ran:
@@ -65,8 +66,7 @@ def test_a_stage_with_another_weight_is_named(tiny_qwen3_omni: Path, tmp_path: P
 
 
 async def test_a_diffusion_pipeline_is_started_and_verified(tmp_path: Path) -> None:
-    file = tmp_path / "image.yaml"
-    file.write_text(IMAGE.format(model=write_qwen_image(tmp_path / "model")))
+    file = pipeline_file(tmp_path, IMAGE.format(model=write_qwen_image(tmp_path / "model")))
     ran = await run_process("verify", str(file), "--prompt", "a red cube")
     assert ran.exit_code == 0, ran.stderr
     assert "1 equal" in ran.stdout.splitlines()[-1]
@@ -74,16 +74,14 @@ async def test_a_diffusion_pipeline_is_started_and_verified(tmp_path: Path) -> N
 
 
 def test_a_pipeline_without_a_reference_is_refused_with_those_that_can_be_verified(tmp_path: Path) -> None:
-    file = tmp_path / "fake.yaml"
-    file.write_text("pipeline: fake\nstages: {text: {engine: fake}}\noutputs: {text: text.text}\n")
-    error = refusal(file)
+    text = "pipeline: fake\nstages: {text: {engine: fake}}\noutputs: {text: text.text}\n"
+    error = refusal(pipeline_file(tmp_path, text))
     assert error["reason"] == "NO_REFERENCE"
     assert "Qwen3-Omni" in error["message"]
 
 
 def test_media_that_no_reference_accepts_are_refused(tmp_path: Path, tiny_qwen3_omni: Path) -> None:
-    file, video = tmp_path / "omni.yaml", tmp_path / "a.mp4"
-    file.write_text(PIPELINE.format(model=tiny_qwen3_omni))
+    file, video = pipeline_file(tmp_path, PIPELINE.format(model=tiny_qwen3_omni)), tmp_path / "a.mp4"
     video.write_bytes(b"")
     assert "is a video" in refusal(file, "--media", str(video))["message"]
 
