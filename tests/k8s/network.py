@@ -51,9 +51,8 @@ def _selects(peer: Manifest, pod: Endpoint) -> bool:
         block = field(peer, "ipBlock.cidr")
         return bool(block and pod.address) and ip_address(pod.address) in ip_network(block)
     namespaces = peer.get("namespaceSelector")
-    in_namespace = (
-        not pod.namespace if namespaces is None else matches(namespaces, {"kubernetes.io/metadata.name": pod.namespace})
-    )
+    own = {"kubernetes.io/metadata.name": pod.namespace}
+    in_namespace = not pod.namespace if namespaces is None else matches(namespaces, own)
     return in_namespace and matches(field(peer, "podSelector", {}), pod.labels)
 
 

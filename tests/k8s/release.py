@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from tests.k8s.helm import render
-from tests.k8s.manifests import Manifest, Pod, Render, field, pods_of, select, strings_of
+from tests.k8s.manifests import Manifest, Pod, Render, all_pods, field, pods_of, select, strings_of
 
 # A stage alone, and two stages that share a pod. Each value is valid for every test that changes another one.
 SPEECH: dict[str, Any] = {
@@ -68,25 +68,22 @@ FOLDER = {
     "volumes": [{"name": "media", "persistentVolumeClaim": {"claimName": "media"}}],
     "volumeMounts": [{"name": "media", "mountPath": "/media"}],
 }
-KEDA = {
-    "enabled": True,
-    "minReplicas": 1,
-    "maxReplicas": 5,
-    "prometheus": {"address": "http://prometheus.monitoring:9090"},
-}
+ISSUER = at("tls", {"enabled": True, "issuer": {"name": "ca"}})
+TOKENS = at("tls.tokens.secret", "callers")
+GATEWAY = at("gateway.enabled", True)
+MEDIA = at("pipeline.media.store", "s3://bucket/media")
+JOBS = {**MEDIA, **at("jobs.enabled", True)}
+PROMETHEUS = {"address": "http://prometheus.monitoring:9090"}
+KEDA = {"enabled": True, "minReplicas": 1, "maxReplicas": 5, "prometheus": PROMETHEUS}
 SHARED: dict[str, dict[str, Any]] = {
     "external": EXTERNAL,
     "folder": {**at("pipeline.media.store", "/media"), **dict.fromkeys(("media", "stageDefaults", "jobs"), FOLDER)},
-    "fronts": {
-        **at("pipeline.media.store", "s3://bucket/media"),
-        **at("gateway.enabled", True),
-        **at("jobs", {"enabled": True, "databaseSecret": "database"}),
-    },
-    "gateway": at("gateway.enabled", True),
-    "issuer": at("tls", {"enabled": True, "issuer": {"name": "ca"}}),
-    "jobs": {**at("pipeline.media.store", "s3://bucket/media"), **at("jobs.enabled", True)},
+    "fronts": {**MEDIA, **GATEWAY, **at("jobs", {"enabled": True, "databaseSecret": "database"})},
+    "gateway": GATEWAY,
+    "issuer": ISSUER,
+    "jobs": JOBS,
     "keda": at("stages.thinker.autoscaling", KEDA),
-    "media": at("pipeline.media.store", "s3://bucket/media"),
+    "media": MEDIA,
     "nixl": at("pipeline.edges", NIXL_EDGE),
 }
 """Changes that the cases in files of this folder name."""
@@ -118,15 +115,15 @@ class Release(Render):
 
     def container(self, name: str) -> Manifest:
         """Returns the container of a stage's serving pods, or of the orchestrator or the media service."""
-        found = [
-            container
-            for item in self.of_kind("Deployment")
-            for pod in pods_of(item)
-            for container in pod.containers
-            if container["name"] == name and not item["metadata"]["name"].endswith("-warm")
-        ]
-        assert len(found) == 1
-        return found[0]
+        serving = [item for item in self.of_kind("Deployment") if not item["metadata"]["name"].endswith("-warm")]
+        containers = [container for pod in all_pods(serving) for container in pod.containers]
+        (found,) = [container for container in containers if container["name"] == name]
+        return found
+
+    def probe_ports(self, name: str) -> set[int]:
+        """Returns the ports that the probes of a container ask for the health of gRPC."""
+        container = self.container(name)
+        return {container[f"{kind}Probe"]["grpc"]["port"] for kind in ("startup", "liveness", "readiness")}
 
     def env(self, name: str) -> dict[str, str]:
         """Returns the literal environment of a container."""

@@ -6,7 +6,7 @@ import pytest
 
 from tests.k8s.helm import read_values
 from tests.k8s.manifests import all_pods
-from tests.k8s.release import Release, at, release_of
+from tests.k8s.release import SHARED, Release, at, release_of
 
 LABEL = "stagemesh.dev/generation"
 CHANGES = read_values(Path(__file__).with_name("generations.yaml"))
@@ -31,9 +31,7 @@ def halves(release: Release) -> tuple[str, str]:
 
 def test_probes_of_a_stage_ask_its_own_port(speech: Release) -> None:
     for name in STAGES:
-        container = speech.container(name)
-        ports = {container[f"{kind}Probe"]["grpc"]["port"] for kind in ("startup", "liveness", "readiness")}
-        assert ports == {container["ports"][0]["containerPort"]}
+        assert speech.probe_ports(name) == {speech.container(name)["ports"][0]["containerPort"]}
 
 
 @pytest.mark.parametrize("seconds", [60, 601, 1800])
@@ -84,6 +82,13 @@ def test_a_change_restarts_only_the_pods_that_it_concerns(speech: Release, name:
     changed, names = changed_by("restarts", name), ("orchestrator", "thinker", "voice")
     restarted = [name for name in names if changed.pod(name)[2:] != speech.pod(name)[2:]]
     assert restarted == CHANGES["restarts"][name]["pods"]
+
+
+@pytest.mark.parametrize("front", ["gateway", "jobs"])
+def test_a_new_model_restarts_neither_gateways_nor_job_servers(front: str) -> None:
+    before, after = (Release(SHARED[front], at("pipeline.stages.thinker.model", name)) for name in ("smollm2", "qwen3"))
+    assert before.generation() != after.generation()
+    assert before[f"Deployment/release-{front}"] == after[f"Deployment/release-{front}"]
 
 
 def test_certificates_from_another_issuer_restart_the_pods() -> None:

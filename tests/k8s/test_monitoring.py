@@ -19,7 +19,7 @@ from stagemesh.services.engines.calls import EngineCalls
 from stagemesh.services.stage.metrics import ReplicaMetrics
 from tests.k8s.helm import CHART, HELMS, NAMESPACE, RELEASE, Values, load_objects, render_text
 from tests.k8s.manifests import field
-from tests.k8s.release import EXTERNAL, SPEECH, Release, at, merged
+from tests.k8s.release import EXTERNAL, GATEWAY, ISSUER, JOBS, SPEECH, TOKENS, Release, at, merged
 from tests.stage.replicas import ready_runtime
 
 ON = {
@@ -59,17 +59,14 @@ def test_prometheus_scrapes_the_orchestrators_and_learns_the_release(monitored: 
 def test_prometheus_scrapes_each_replica(kind: str) -> None:
     release = Release(at("monitoring", {kind[0].lower() + kind[1:]: {"enabled": True}}))
     monitor = release[f"{kind}/release-stages"]
-    scraped = {
-        each["port"] for each in monitor["spec"]["endpoints" if kind == "ServiceMonitor" else "podMetricsEndpoints"]
-    }
-    selector = monitor["spec"]["selector"]["matchLabels"]
+    endpoints = "endpoints" if kind == "ServiceMonitor" else "podMetricsEndpoints"
+    scraped = {each["port"] for each in monitor["spec"][endpoints]}
+    selector = monitor["spec"]["selector"]["matchLabels"].items()
     if kind == "ServiceMonitor":
-        services = [
-            each for each in release.of_kind("Service") if selector.items() <= each["metadata"]["labels"].items()
-        ]
+        services = [each for each in release.of_kind("Service") if selector <= each["metadata"]["labels"].items()]
         assert {port["name"] for each in services for port in each["spec"]["ports"]} >= scraped == {"metrics"}
     pods = [each["spec"]["template"] for each in release.of_kind("Deployment", "StatefulSet")]
-    stages = [pod for pod in pods if selector.items() <= pod["metadata"]["labels"].items()]
+    stages = [pod for pod in pods if selector <= pod["metadata"]["labels"].items()]
     assert stages
     for pod in stages:
         for container in pod["spec"]["containers"]:
@@ -89,10 +86,8 @@ def test_alerts_concern_this_release_alone(monitored: Release) -> None:
 
 
 def test_an_alert_fires_above_the_given_backlog(monitored: Release) -> None:
-    found = [
-        text for text in expressions(monitored["PrometheusRule/release"]) if "queued_seconds" in text and ">" in text
-    ]
-    assert [text.rpartition("> ")[2] for text in found] == ["44"]
+    texts = expressions(monitored["PrometheusRule/release"])
+    assert [text.rpartition("> ")[2] for text in texts if "queued_seconds" in text and ">" in text] == ["44"]
 
 
 def test_alerts_use_metrics_that_exist(monitored: Release) -> None:
@@ -177,9 +172,8 @@ def test_the_notes_name_the_url_of_the_gateways(tmp_path: Path) -> None:
 
 
 def test_the_notes_name_the_address_of_the_job_servers(tmp_path: Path) -> None:
-    assert f"Jobs are submitted to release-jobs.{NAMESPACE}.svc.cluster.local:7795" in read_notes(
-        tmp_path, "helm4", JOBS
-    )
+    address = f"release-jobs.{NAMESPACE}.svc.cluster.local:7795"
+    assert f"Jobs are submitted to {address}" in read_notes(tmp_path, "helm4", JOBS)
 
 
 @pytest.mark.parametrize("helm", HELMS)
@@ -190,27 +184,20 @@ def test_the_notes_say_that_connections_are_not_encrypted(helm: str, tmp_path: P
 INIT = {"modelCache": {"init": {"image": "fetch:1"}}}
 REFERENCE = at("pipeline.stages.vocoder.addresses", ["${VOCODER:-127.0.0.1:50051}"])
 RULE = {"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}], "ports": [{"protocol": "TCP", "port": 443}]}
-GATEWAY = at("gateway.enabled", True)
-JOBS = {**at("pipeline.media.store", "s3://bucket/media"), **at("jobs.enabled", True)}
 DATABASE = at("jobs.databaseSecret", "database")
-ISSUER = at("tls", {"enabled": True, "issuer": {"name": "ca"}})
-FORWARDING = [at("gateway.forwardTokens", True), at("tls.tokens.secret", "callers")]
+FORWARDING = [at("gateway.forwardTokens", True), TOKENS]
 NO_EVICTION = "the PodDisruptionBudget of {} permits no eviction of its {} pods"
+THINKER_STAYS, ORCHESTRATORS_STAY = NO_EVICTION.format("thinker", 1), NO_EVICTION.format("orchestrator", 2)
 
 
 WARNINGS: dict[str, tuple[list[Values], str]] = {
     "download": ([at("stages.thinker", INIT)], "networkPolicy.stageEgress is empty. The init container of thinker"),
     "variable": ([EXTERNAL, REFERENCE], "the chart cannot read the variables in pipeline.stages.vocoder.addresses"),
-    "one pod": ([at("stages.thinker.podDisruptionBudget.minAvailable", 1)], NO_EVICTION.format("thinker", 1)),
-    "percentage of one pod": (
-        [at("stages.thinker.podDisruptionBudget.minAvailable", "50%")],
-        NO_EVICTION.format("thinker", 1),
-    ),
-    "no pod": ([at("orchestrator.podDisruptionBudget.maxUnavailable", 0)], NO_EVICTION.format("orchestrator", 2)),
-    "percentage of two pods": (
-        [at("orchestrator.podDisruptionBudget.minAvailable", "51%")],
-        NO_EVICTION.format("orchestrator", 2),
-    ),
+    "one pod": ([at("stages.thinker.podDisruptionBudget.minAvailable", 1)], THINKER_STAYS),
+    "percentage of one pod": ([at("stages.thinker.podDisruptionBudget.minAvailable", "50%")], THINKER_STAYS),
+    "no pod": ([at("orchestrator.podDisruptionBudget.maxUnavailable", 0)], ORCHESTRATORS_STAY),
+    "percentage of two pods": ([at("orchestrator.podDisruptionBudget.minAvailable", "51%")], ORCHESTRATORS_STAY),
+    "host": ([at("stageDefaults.modelCache", {"existingClaim": None, "hostPath": "/srv/models"})], "hostPath"),
     "no gateway": ([GATEWAY, at("gateway.podDisruptionBudget.maxUnavailable", 0)], NO_EVICTION.format("gateway", 2)),
     "certificate": ([GATEWAY, ISSUER], "everyone who can reach the gateways has the rights of their certificate"),
     "plain tokens": (
@@ -254,8 +241,3 @@ WITHOUT_WARNING: dict[str, list[Values]] = {
 def test_the_notes_do_not_warn_of_values_that_work(changes: list[Values], tmp_path: Path) -> None:
     notes = read_notes(tmp_path, "helm4", *changes)
     assert [part for part in ("stageEgress", "jobsEgress", "PodDisruptionBudget") if part in notes] == []
-
-
-def test_the_notes_warn_of_a_volume_of_the_host(tmp_path: Path) -> None:
-    cache = {"existingClaim": None, "hostPath": "/srv/models"}
-    assert "hostPath" in read_notes(tmp_path, "helm4", at("stageDefaults.modelCache", cache))

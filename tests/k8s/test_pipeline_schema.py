@@ -77,18 +77,14 @@ def test_the_pipeline_has_the_keys_of_pipeline_files() -> None:
 
 
 def test_every_word_of_a_pipeline_file_is_accepted() -> None:
-    words: dict[str, Any] = {
-        "join": schema.Join,
-        "chunk": schema.Chunk,
-        "tokens": schema.EdgeEntry.model_fields["tokens"].annotation,
-    }
-    allowed: dict[str, list[str]] = {
-        "join": DEFINITIONS["pipelineJoin"]["anyOf"][0]["enum"],
-        "chunk": DEFINITIONS["pipelineEdge"]["properties"]["chunk"]["anyOf"][0]["enum"],
-        "tokens": DEFINITIONS["pipelineEdge"]["properties"]["tokens"]["anyOf"][0]["enum"],
-    }
-    for name, kind in words.items():
-        assert set(_enums(TypeAdapter[Any](kind).json_schema())) == set(allowed[name])
+    edge = DEFINITIONS["pipelineEdge"]["properties"]
+    words: list[tuple[Any, Any]] = [
+        (schema.Join, DEFINITIONS["pipelineJoin"]),
+        (schema.Chunk, edge["chunk"]),
+        (schema.EdgeEntry.model_fields["tokens"].annotation, edge["tokens"]),
+    ]
+    for kind, allowed in words:
+        assert set(_enums(TypeAdapter[Any](kind).json_schema())) == set(allowed["anyOf"][0]["enum"])
 
 
 def _enums(found: Any) -> list[str]:
@@ -98,11 +94,8 @@ def _enums(found: Any) -> list[str]:
 
 def errors_of(pipeline: Any) -> list[str]:
     """Returns the errors of the value `pipeline`. Other values are not checked."""
-    return [
-        f"{error.json_path}: {error.message}"
-        for error in jsonschema.Draft7Validator(CHART_SCHEMA).iter_errors({"pipeline": pipeline})
-        if error.absolute_path
-    ]
+    errors = jsonschema.Draft7Validator(CHART_SCHEMA).iter_errors({"pipeline": pipeline})
+    return [f"{error.json_path}: {error.message}" for error in errors if error.absolute_path]
 
 
 def test_every_form_of_a_value_is_accepted() -> None:

@@ -67,14 +67,10 @@ def test_helm_3_and_helm_4_render_the_same(name: str) -> None:
     assert helm3 == helm4
 
 
+@pytest.mark.parametrize("version", ["1.33", "1.37"], ids=["same version", "newest version"])
 @ALL_FILES
-def test_a_second_rendering_is_equal(name: str) -> None:
-    assert render_text(read_values(FILES[name]), "--kube-version", "1.33") == rendered(name)
-
-
-@ALL_FILES
-def test_the_newest_kubernetes_gets_the_same_objects(name: str) -> None:
-    assert render_text(read_values(FILES[name]), "--kube-version", "1.37") == rendered(name)
+def test_a_second_rendering_is_equal(name: str, version: str) -> None:
+    assert render_text(read_values(FILES[name]), "--kube-version", version) == rendered(name)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -107,10 +103,8 @@ def test_no_mapping_is_empty_by_accident(name: str) -> None:
 
 @ALL_FILES
 def test_every_object_is_in_the_namespace_of_the_release(name: str) -> None:
-    outside = [
-        reference(item) for item in load_objects(rendered(name)) if item["metadata"].get("namespace") != "models"
-    ]
-    assert outside == []
+    namespaces = {reference(item): item["metadata"].get("namespace") for item in load_objects(rendered(name))}
+    assert namespaces == dict.fromkeys(namespaces, "models")
 
 
 @ALL_HELMS

@@ -7,18 +7,10 @@ import pytest
 from stagemesh.orchestrator.metrics.scaling import Metric
 from tests.k8s.helm import NAMESPACE, RELEASE
 from tests.k8s.manifests import field, matches
-from tests.k8s.release import Release, at
+from tests.k8s.release import KEDA, PROMETHEUS, Release, at
 
-PROMETHEUS = {"address": "http://prometheus.monitoring:9090"}
-KEDA = {
-    "enabled": True,
-    "minReplicas": 1,
-    "maxReplicas": 5,
-    "queuedSeconds": 3,
-    "playoutAtRisk": 2,
-    "prometheus": PROMETHEUS,
-}
-HPA = {**KEDA, "kind": "hpa"}
+SCALING = {**KEDA, "queuedSeconds": 3, "playoutAtRisk": 2}
+HPA = {**SCALING, "kind": "hpa"}
 
 
 def _targets(release: Release, name: str) -> dict[str, str]:
@@ -33,7 +25,7 @@ def _targets(release: Release, name: str) -> dict[str, str]:
 
 
 def test_keda_queries_the_sums_of_the_signals_with_a_target() -> None:
-    release = Release(at("stages.thinker.autoscaling", KEDA))
+    release = Release(at("stages.thinker.autoscaling", SCALING))
     assert _targets(release, "thinker") == {'queued_seconds{"thinker"}': "3", 'playout_at_risk{"thinker"}': "2"}
     for trigger in field(release["ScaledObject/release-thinker"], "spec.triggers"):
         assert trigger["type"] == "prometheus"
@@ -43,13 +35,13 @@ def test_keda_queries_the_sums_of_the_signals_with_a_target() -> None:
 
 @pytest.mark.parametrize("kind", ["keda", "hpa"])
 def test_autoscalers_read_metrics_that_orchestrators_serve(kind: str) -> None:
-    scaling = {**KEDA, "kind": kind, "inFlight": 8}
+    scaling = {**SCALING, "kind": kind, "inFlight": 8}
     text = str(Release(at("stages.thinker.autoscaling", scaling)).of_kind("ScaledObject", "HorizontalPodAutoscaler"))
     assert set(re.findall(r"stagemesh_stage_\w+", text)) == {metric.value for metric in Metric}
 
 
 def test_small_and_large_targets_are_written_out() -> None:
-    scaling = {**KEDA, "queuedSeconds": 0.5, "playoutAtRisk": 1e-7, "inFlight": 1e7}
+    scaling = {**SCALING, "queuedSeconds": 0.5, "playoutAtRisk": 1e-7, "inFlight": 1e7}
     targets = _targets(Release(at("stages.thinker.autoscaling", scaling)), "thinker")
     assert [float(value) for value in targets.values()] == [1e7, 1e-7, 0.5]
 
@@ -58,7 +50,7 @@ def test_keda_authenticates_itself_if_the_values_say_how() -> None:
     prometheus = {**PROMETHEUS, "authModes": "bearer", "authenticationRef": {"name": "prometheus"}}
     triggers = {
         name: field(Release(at("stages.thinker.autoscaling", scaling))["ScaledObject/release-thinker"], "spec.triggers")
-        for name, scaling in {"open": KEDA, "protected": {**KEDA, "prometheus": prometheus}}.items()
+        for name, scaling in {"open": SCALING, "protected": {**SCALING, "prometheus": prometheus}}.items()
     }
     for trigger in triggers["protected"]:
         assert (trigger["metadata"]["authModes"], trigger["authenticationRef"]) == ("bearer", {"name": "prometheus"})
@@ -66,7 +58,7 @@ def test_keda_authenticates_itself_if_the_values_say_how() -> None:
 
 
 def test_a_stage_with_a_running_step_is_not_scaled_to_nothing() -> None:
-    scaling = {**KEDA, "minReplicas": 0}
+    scaling = {**SCALING, "minReplicas": 0}
     release = Release(at("stages.thinker", {"autoscaling": scaling, "warm": {"replicas": 1}}))
     assert _targets(release, "thinker")['in_flight{"thinker"}'] == "1000000"
     busy = Release(at("stages.thinker", {"autoscaling": {**scaling, "inFlight": 8}, "warm": {"replicas": 1}}))
@@ -74,7 +66,7 @@ def test_a_stage_with_a_running_step_is_not_scaled_to_nothing() -> None:
 
 
 def test_each_stage_of_a_group_can_ask_for_replicas() -> None:
-    release = Release(at("groups.voice.autoscaling", {**KEDA, "playoutAtRisk": 0}))
+    release = Release(at("groups.voice.autoscaling", {**SCALING, "playoutAtRisk": 0}))
     assert _targets(release, "voice") == {'queued_seconds{"acoustic"}': "3", 'queued_seconds{"vocoder"}': "3"}
 
 

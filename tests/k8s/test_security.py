@@ -7,7 +7,7 @@ import pytest
 from tests.k8s.helm import read_values
 from tests.k8s.manifests import all_pods, pods_of
 from tests.k8s.network import Endpoint, is_allowed
-from tests.k8s.release import EXTERNAL, Release, at, release_of
+from tests.k8s.release import EXTERNAL, ISSUER, MEDIA, Release, at, release_of
 
 CONNECTIONS = read_values(Path(__file__).with_name("connections.yaml"))
 
@@ -111,7 +111,7 @@ def test_an_empty_list_of_peers_permits_none() -> None:
     release = Release(
         EXTERNAL,
         at("stages.vocoder.external", {"service": "sampler", "port": 6000}),
-        at("pipeline.media.store", "s3://bucket/media"),
+        MEDIA,
         at("networkPolicy", {"clients": [], "dns": [], "externalStages": [], "operators": []}),
     )
     network = Network(release)
@@ -127,12 +127,11 @@ def test_policies_can_be_turned_off() -> None:
 
 
 def test_no_role_is_created() -> None:
-    release = Release()
-    assert not release.of_kind("Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Secret")
+    assert not Release().of_kind("Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Secret")
 
 
 def test_every_pod_runs_as_the_same_user_who_is_not_root() -> None:
-    for pod in all_pods(Release(at("pipeline.media.store", "s3://bucket/media")).objects):
+    for pod in all_pods(Release(MEDIA).objects):
         context = pod.spec["securityContext"]
         assert {context[key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {10001}
 
@@ -162,22 +161,19 @@ def test_cert_manager_makes_a_certificate_for_each_service() -> None:
 
 
 def test_probes_have_a_port_without_tls() -> None:
-    release = Release(at("tls", {"enabled": True, "issuer": {"name": "ca"}}))
+    release = Release(ISSUER)
     config = release.config()
     assert (config["tls"], config["health_listen"]) == ("/etc/stagemesh/tls", "0.0.0.0:7782")
     for name in ("thinker", "acoustic", "vocoder"):
         container = release.container(name)
-        ports = {
-            probe: container[probe]["grpc"]["port"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")
-        }
-        (port,) = set(ports.values())
+        (port,) = release.probe_ports(name)
         assert f"--health-listen=0.0.0.0:{port}" in container["args"]
         assert "--tls=/etc/stagemesh/tls" in container["args"]
         assert f"--listen=0.0.0.0:{port}" not in container["args"]
 
 
 def test_a_release_with_tls_has_another_topology() -> None:
-    with_tls = Release(at("tls", {"enabled": True, "issuer": {"name": "ca"}}))
+    with_tls = Release(ISSUER)
     topologies = {release.generation().partition("-")[0] for release in (Release(), with_tls)}
     assert len(topologies) == 2
 

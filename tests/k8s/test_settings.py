@@ -141,15 +141,9 @@ def test_image_pull_secrets_reach_every_pod() -> None:
 def test_caches_are_below_a_writable_volume() -> None:
     release = Release()
     home = next(item["mountPath"] for item in release.container("thinker")["volumeMounts"] if item["name"] == "home")
-    folders = (
-        "HOME",
-        "STAGEMESH_HOME",
-        "XDG_CACHE_HOME",
-        "VLLM_CACHE_ROOT",
-        "TRITON_CACHE_DIR",
-        "TORCHINDUCTOR_CACHE_DIR",
-    )
-    assert all(release.env("thinker")[name].startswith(home) for name in folders)
+    of_libraries = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    for name in ("HOME", "STAGEMESH_HOME", "XDG_CACHE_HOME", *of_libraries):
+        assert release.env("thinker")[name].startswith(home), name
 
 
 def test_the_zone_of_a_process_is_its_node() -> None:

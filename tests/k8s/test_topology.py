@@ -25,13 +25,8 @@ def test_there_is_a_deployment_for_each_group_and_the_orchestrator(speech: Relea
 
 
 def test_containers_of_a_group_share_dev_shm(speech: Release) -> None:
-    mounts = [
-        mount["name"]
-        for container in speech.pod("voice").containers
-        for mount in container["volumeMounts"]
-        if mount["mountPath"] == "/dev/shm"
-    ]
-    assert mounts == ["shm", "shm"]
+    mounts = [mount for container in speech.pod("voice").containers for mount in container["volumeMounts"]]
+    assert [mount["name"] for mount in mounts if mount["mountPath"] == "/dev/shm"] == ["shm", "shm"]
     assert field(speech.volume("voice", "shm"), "emptyDir.medium") == "Memory"
 
 
@@ -48,11 +43,9 @@ def test_no_pod_shares_its_process_namespace(speech: Release) -> None:
 
 def test_a_pod_reads_its_pipeline_from_its_own_annotation(speech: Release) -> None:
     for name in ("orchestrator", "thinker", "voice"):
-        items = {
-            item["path"]: item["fieldRef"]["fieldPath"]
-            for item in field(speech.volume(name, "config"), "downwardAPI.items")
-        }
-        assert items["pipeline.yaml"] == "metadata.annotations['stagemesh.dev/pipeline']"
+        items = field(speech.volume(name, "config"), "downwardAPI.items")
+        paths = {item["path"]: item["fieldRef"]["fieldPath"] for item in items}
+        assert paths["pipeline.yaml"] == "metadata.annotations['stagemesh.dev/pipeline']"
 
 
 def test_the_pipeline_of_the_pods_is_that_of_the_values(speech: Release) -> None:
@@ -85,12 +78,8 @@ def test_a_reference_to_a_variable_stays_unquoted_so_that_its_value_may_be_a_num
 
 
 def test_replicas_of_one_pod_have_different_names(speech: Release) -> None:
-    names = [
-        argument
-        for container in speech.pod("voice").containers
-        for argument in container["args"]
-        if argument.startswith("--replica=")
-    ]
+    arguments = [argument for container in speech.pod("voice").containers for argument in container["args"]]
+    names = [argument for argument in arguments if argument.startswith("--replica=")]
     assert len(names) == len(set(names)) == 2
     assert all("$(POD_NAME)" in name for name in names)
 

@@ -96,12 +96,8 @@ def test_every_value_of_the_schema_is_documented_by_name() -> None:
 def test_every_default_is_in_the_schema() -> None:
     known = own_properties()
     free = ("resources.", "labels.", "annotations.", "pipeline.")
-    unknown = [
-        path
-        for path in mappings(read_values(VALUES))
-        if path not in known and not any(part in f"{path}." for part in free)
-    ]
-    assert unknown == []
+    unknown = [path for path in mappings(read_values(VALUES)) if path not in known]
+    assert [path for path in unknown if not any(part in f"{path}." for part in free)] == []
 
 
 def lines(node: yaml.MappingNode, path: str = "") -> Iterator[tuple[str, int]]:
@@ -143,12 +139,8 @@ def test_every_value_is_explained_by_a_comment() -> None:
 
 
 def test_every_value_is_used_by_a_template() -> None:
-    unused = []
-    for path in own_properties():
-        name = path.rpartition(".")[2]
-        if not re.search(rf"\.{name}\b|\"{name}\"", TEMPLATES):
-            unused.append(path)
-    assert unused == []
+    names = {path: path.rpartition(".")[2] for path in own_properties()}
+    assert [path for path, name in names.items() if not re.search(rf"\.{name}\b|\"{name}\"", TEMPLATES)] == []
 
 
 def test_comments_name_no_value_that_does_not_exist() -> None:

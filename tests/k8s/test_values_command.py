@@ -75,10 +75,7 @@ def test_containers_have_the_images_that_were_rendered() -> None:
     values = yaml.safe_load(invoke("k8s", "render", "speech").stdout)
     images = {name: f"{each['repository']}:{each['tag']}" for name, each in values["images"].items()}
     thinker = f"{values['stages']['thinker']['image']['repository']}:{values['images']['stage']['tag']}"
-    found = {
-        container["name"]: container["image"]
-        for pod in all_pods(_render(yaml.dump(values)))
-        for container in pod.containers
-    }
+    containers = [container for pod in all_pods(_render(yaml.dump(values))) for container in pod.containers]
+    found = {container["name"]: container["image"] for container in containers}
     expected = {"orchestrator": images["orchestrator"], "thinker": thinker, "acoustic": images["stage"]}
     assert found.items() >= expected.items()

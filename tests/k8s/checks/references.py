@@ -61,14 +61,11 @@ def _check_service(item: Manifest, pods: list[Pod]) -> Iterator[str]:
 
 
 def _check_ingress(item: Manifest, render: Render) -> Iterator[str]:
-    services = {
-        other["metadata"]["name"]: {port.get("name") for port in other["spec"]["ports"]}
-        for other in render.of_kind("Service")
-    }
+    services = {other["metadata"]["name"]: other["spec"]["ports"] for other in render.of_kind("Service")}
     for rule in field(item, "spec.rules", []):
         for path in rule["http"]["paths"]:
             service = path["backend"]["service"]
-            if service["port"]["name"] not in services.get(service["name"], ()):
+            if service["port"]["name"] not in [port.get("name") for port in services.get(service["name"], ())]:
                 yield f"{reference(item)}: Service/{service['name']} has no port {service['port']['name']!r}"
     for entry in field(item, "spec.tls", []):
         yield from _check_exists(f"{reference(item)}: spec.tls", "Secret", entry["secretName"], render)
@@ -97,9 +94,8 @@ def _check_autoscalers(render: Render) -> Iterator[str]:
         found = [other for other in render.objects if reference(other) == ref]
         if not found:
             yield f"{reference(item)}: spec.scaleTargetRef: {ref} does not exist"
-        yield from (
-            f"{ref}: spec.replicas belongs to {reference(item)}" for other in found if "replicas" in other["spec"]
-        )
+        if any("replicas" in other["spec"] for other in found):
+            yield f"{ref}: spec.replicas belongs to {reference(item)}"
         low, high = ("minReplicaCount", "maxReplicaCount")
         if item["kind"] == "HorizontalPodAutoscaler":
             low, high = ("minReplicas", "maxReplicas")

@@ -40,16 +40,12 @@ def _check_pod(pod: Pod, existing: frozenset[str]) -> Iterator[str]:
             yield f"{pod.where}.{key} is true"
     if pod.spec.get("automountServiceAccountToken") is not False:
         yield f"{pod.where}.automountServiceAccountToken is not false"
+    mounts = [mount for container in pod.all_containers for mount in container.get("volumeMounts", [])]
     for volume in pod.spec.get("volumes", []):
+        is_read_only = all(mount.get("readOnly") for mount in mounts if mount["name"] == volume["name"])
         for source in volume.keys() - {"name"} - _VOLUMES:
-            mounts = [
-                mount
-                for container in pod.all_containers
-                for mount in container.get("volumeMounts", [])
-                if mount["name"] == volume["name"]
-            ]
             is_given = source == "hostPath" and volume[source]["path"] in existing
-            if not is_given or not all(mount.get("readOnly") for mount in mounts):
+            if not is_given or not is_read_only:
                 yield f"{pod.where}.volumes[{volume['name']}]: {source} is not allowed"
 
 
