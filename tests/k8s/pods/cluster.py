@@ -22,7 +22,7 @@ from tests.k8s.helm import NAMESPACE
 from tests.k8s.manifests import Manifest
 from tests.k8s.pods.container import FASTER
 from tests.k8s.pods.deployments import Deployment, decide
-from tests.k8s.pods.fields import port_number, selects
+from tests.k8s.pods.fields import port_number
 from tests.k8s.pods.network import Address, Choose, Network
 from tests.k8s.pods.pod import CLUSTER_DOMAIN, Pod
 
@@ -138,7 +138,7 @@ class Cluster:
 
     def settled(self) -> bool:
         """Returns whether each Deployment has its replicas, available and of its template, and no other pods."""
-        available = [self._members(each, new=True, available=True) for each in self._deployments.values()]
+        available = [_available(each, self._members(each, new=True)) for each in self._deployments.values()]
         wanted = [each.replicas for each in self._deployments.values()]
         return [len(pods) for pods in available] == wanted and len(self.pods) == sum(wanted)
 
@@ -168,9 +168,7 @@ class Cluster:
 
     def _step(self, deployment: Deployment) -> None:
         new, old = self._members(deployment, new=True), self._members(deployment, new=False)
-        available = [*self._members(deployment, new=True, available=True)]
-        available += self._members(deployment, new=False, available=True)
-        decision = decide(deployment, new=new, old=old, available=available)
+        decision = decide(deployment, new=new, old=old, available=_available(deployment, [*new, *old]))
         for pod in decision.delete:
             pod.delete()
         for _ in range(decision.create):
@@ -179,14 +177,10 @@ class Cluster:
             self.pods[name], self._owners[name] = pod, (deployment.name, deployment.revision)
             self._start(self._run(pod))
 
-    def _members(self, deployment: Deployment, *, new: bool, available: bool = False) -> list[Pod]:
+    def _members(self, deployment: Deployment, *, new: bool) -> list[Pod]:
         """Returns the pods of the present template, or those of earlier ones."""
-        return [
-            pod
-            for pod in self.pods_of(deployment.name)
-            if (self._owners[pod.name][1] == deployment.revision) is new
-            and (not available or pod.ready_s >= deployment.min_ready_s / FASTER)
-        ]
+        pods = self.pods_of(deployment.name)
+        return [pod for pod in pods if (self._owners[pod.name][1] == deployment.revision) is new]
 
     def _create(self, name: str, template: Manifest) -> Pod:
         folder = self._folder / name
@@ -239,7 +233,7 @@ class Cluster:
         return [pod.ip for pod in self._selected(self._services[service]) if unready or pod.ready]
 
     def _selected(self, service: Manifest) -> list[Pod]:
-        return [pod for pod in self.pods.values() if selects(service["spec"]["selector"], pod.labels)]
+        return [pod for pod in self.pods.values() if service["spec"]["selector"].items() <= pod.labels.items()]
 
     def _publish(self, name: str, service: Manifest) -> None:
         """Lets new connections know the endpoints of a Service after a moment."""
@@ -289,6 +283,11 @@ class Cluster:
             for log in sorted(self._folder.glob("*.log")):
                 print(f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-15:], sep="\n")
             raise
+
+
+def _available(deployment: Deployment, pods: Sequence[Pod]) -> list[Pod]:
+    """Returns the pods that have been ready for long enough."""
+    return [pod for pod in pods if pod.ready_s >= deployment.min_ready_s / FASTER]
 
 
 def _is_hook(manifest: Manifest) -> bool:

@@ -8,7 +8,6 @@ from tests.k8s.manifests import Manifest
 
 _REFERENCE = re.compile(r"\$(\$|\(([-._a-zA-Z][-._a-zA-Z0-9]*)\))")
 _KEYED = re.compile(r"metadata\.(labels|annotations)\['(.*)'\]")
-_UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,6 @@ def downward_files(items: Sequence[Manifest], facts: PodFacts) -> dict[str, str]
     return {item["path"]: facts.field(item["fieldRef"]["fieldPath"]) for item in items}
 
 
-def size_bytes(quantity: str | int) -> int:
-    """Returns a quantity of memory in bytes."""
-    number, unit = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(quantity)).groups()  # type: ignore[union-attr]
-    return int(float(number) * _UNITS[unit]) if unit else int(number)
-
-
 def port_number(containers: Sequence[Manifest], port: str | int) -> int:
     """Returns the number of a container port, which may be given by its name."""
     if isinstance(port, int):
@@ -76,8 +69,3 @@ def port_number(containers: Sequence[Manifest], port: str | int) -> int:
     named = [each for container in containers for each in container.get("ports", []) if each.get("name") == port]
     assert len(named) == 1, f"{len(named)} ports of the pod are named {port}"
     return int(named[0]["containerPort"])
-
-
-def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Returns whether a selector of equal labels selects an object with these labels."""
-    return selector.items() <= labels.items()

@@ -8,10 +8,11 @@ from pathlib import Path
 from uuid import uuid4
 
 from tests.connectors.namespaces import HeldNamespaces
+from tests.k8s.checks.scalars import parse_quantity
 from tests.k8s.helm import NAMESPACE
 from tests.k8s.manifests import Manifest
 from tests.k8s.pods.container import Container, Report
-from tests.k8s.pods.fields import PodFacts, downward_files, environment, expand, port_number, size_bytes
+from tests.k8s.pods.fields import PodFacts, downward_files, environment, expand, port_number
 from tests.k8s.pods.network import DNS_ADDRESS, Network
 from tests.k8s.pods.sandbox import PATH, Identity, Mount, container_script
 
@@ -178,7 +179,7 @@ class Pod:
         folder = f"{self._folder}/volumes/{volume['name']}"
         if "emptyDir" in volume:
             limit = volume["emptyDir"].get("sizeLimit")
-            size = f",size={size_bytes(limit)}" if limit else ""
+            size = f",size={int(parse_quantity(limit) or 0)}" if limit else ""
             self.namespaces.run(f"mkdir -p {folder}; mount -t tmpfs -o mode=0777{size} tmpfs {folder}", "mount")
             return folder
         for source in volume.get("projected", {"sources": [volume]})["sources"]:

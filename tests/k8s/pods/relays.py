@@ -7,6 +7,7 @@ from stagemesh.fake_engine.outputs import compute_output, resize_text, source_te
 from stagemesh.services.engines.base import Task
 from tests.k8s.helm import render
 from tests.k8s.manifests import Manifest
+from tests.k8s.release import FOLDER
 from tests.soak.delivery import Delivery
 from tests.soak.workload import Request
 
@@ -72,13 +73,6 @@ COMPATIBLE = Generation(source_bytes=28, relay_bytes=14, frame_count=7, start_s=
 INCOMPATIBLE = Generation(source_bytes=36, relay_bytes=18, frame_count=9, speaks=True, start_s=5.0)
 
 
-_STORE = "/media"
-_SHARED = {
-    "volumes": [{"name": "media", "persistentVolumeClaim": {"claimName": "media"}}],
-    "volumeMounts": [{"name": "media", "mountPath": _STORE}],
-}
-
-
 def release(
     generation: Generation,
     *,
@@ -108,8 +102,8 @@ def release(
         "gateway": {"enabled": gateway is not None, **(gateway or {})},
     }
     if jobs is not None:
-        pipeline["media"] = {"store": _STORE}
-        values["stageDefaults"] |= _SHARED
-        values["media"] = _SHARED
-        values["jobs"] = {"enabled": True, **_SHARED, **jobs}
+        pipeline["media"] = {"store": "/media"}
+        values["stageDefaults"] |= FOLDER
+        values["media"] = FOLDER
+        values["jobs"] = {"enabled": True, **FOLDER, **jobs}
     return render(values)
