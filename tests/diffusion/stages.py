@@ -50,11 +50,9 @@ def diffusion_config(model: str, folder: Path, **options: JsonValue) -> StageCon
     return stage_config("diffusion", model=str(folder), options=given | frames | options)
 
 
-@asynccontextmanager
-async def started(config: StageConfig) -> AsyncGenerator[DiffusionEngine]:
+def started(config: StageConfig) -> AbstractAsyncContextManager[DiffusionEngine]:
     """Starts an engine in this process."""
-    async with support.started(DiffusionEngine(config)) as engine:
-        yield engine
+    return support.started(DiffusionEngine(config))
 
 
 def painting(folder: Path, **options: JsonValue) -> AbstractAsyncContextManager[DiffusionEngine]:
@@ -96,11 +94,8 @@ def stage_process(config: StageConfig, folder: Path) -> Generator[str]:
     """Starts a stage process. Yields its endpoint once it is ready."""
     path = folder / f"{config.replica}.json"
     path.write_bytes(dump_config(config))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stagemesh.services.stage", "--config", str(path)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-m", "stagemesh.services.stage", "--config", str(path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
         found = next(filter(None, (re.search(r"listening on (\S+)", line) for line in process.stderr)))
@@ -141,9 +136,7 @@ def step_request(
         step_id=f"{request_id}/tested/{attempt}",
         attempt=attempt,
         input=request_pb2.Input(text=spec.prompt, negative_prompt=spec.negative_prompt),
-        parameters=request_pb2.StageParameters(
-            options=to_messages(image_options(spec)),
-        ),
+        parameters=request_pb2.StageParameters(options=to_messages(image_options(spec))),
         seed=spec.seed,
         streamed=[stage_pb2.StreamedOutput(tensor="frames")],
         max_steps=max_steps,
@@ -165,11 +158,6 @@ def md5(numbers: Array) -> str:
     """Returns the digest of float32 numbers."""
     assert numbers.dtype == np.float32
     return hashlib.md5(numbers.tobytes(), usedforsecurity=False).hexdigest()
-
-
-def renamed(config: StageConfig, replica: str) -> StageConfig:
-    """Returns the config of another replica of the same stage."""
-    return replace(config, replica=replica)
 
 
 def _wait_serving(endpoint: str) -> None:

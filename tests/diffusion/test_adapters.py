@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,9 +76,8 @@ async def test_a_request_without_an_adapter_gets_the_same_bits(
 ) -> None:
     await controls_of(engine).adapters.load("first", str(adapters / "first"))
     await made_frames(engine, task("first"))
-    assert torch.equal(
-        torch.tensor(await made_frames(engine, task())), classic_image("qwen-image", load(qwen_image), SPEC)
-    )
+    plain = torch.tensor(await made_frames(engine, task()))
+    assert torch.equal(plain, classic_image("qwen-image", load(qwen_image), SPEC))
 
 
 async def test_requests_with_different_adapters_take_turns(engine: DiffusionEngine, adapters: Path) -> None:
@@ -149,28 +149,27 @@ async def test_an_adapter_that_cannot_be_loaded_is_rejected(
     assert np.array_equal(await made_frames(engine, task("known")), expected)
 
 
+TO_Q = "base_model.model.transformer_blocks.{}.attn.to_q"
+
+
 @pytest.mark.parametrize(
-    ("layer", "inputs", "error"),
+    ("layer", "written", "error"),
     [
+        (TO_Q.format(0), {"inputs": 96}, "has 96 inputs and 64 outputs in the adapter but 64 and 64 in the"),
+        (TO_Q.format(7), {}, "which the model does not have; it belongs to another"),
         (
-            "transformer_blocks.0.attn.to_q",
-            96,
-            "has 96 inputs and 64 outputs in the adapter but 64 and 64 in the",
+            "text_encoder.layers.0.q_proj",
+            {"file": "pytorch_lora_weights.safetensors"},
+            "this stage accepts adapters of the transformer only",
         ),
-        ("transformer_blocks.7.attn.to_q", 64, "which the model does not have; it belongs to another"),
     ],
+    ids=["other size", "other layer", "text encoder"],
 )
 async def test_an_adapter_of_another_model_is_rejected(
-    engine: DiffusionEngine, tmp_path: Path, layer: str, inputs: int, error: str
+    engine: DiffusionEngine, tmp_path: Path, layer: str, written: dict[str, Any], error: str
 ) -> None:
-    write_matrices(tmp_path, f"base_model.model.{layer}", inputs=inputs)
+    write_matrices(tmp_path, layer, **written)
     with pytest.raises(InvalidRequestError, match=error):
-        await controls_of(engine).adapters.load("wrong", str(tmp_path))
-
-
-async def test_an_adapter_of_a_text_encoder_is_rejected(engine: DiffusionEngine, tmp_path: Path) -> None:
-    write_matrices(tmp_path, "text_encoder.layers.0.q_proj", file="pytorch_lora_weights.safetensors")
-    with pytest.raises(InvalidRequestError, match="this stage accepts adapters of the transformer only"):
         await controls_of(engine).adapters.load("wrong", str(tmp_path))
 
 

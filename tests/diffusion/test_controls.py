@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import diffusers as _diffusers
 import numpy as np
 import psutil
 import pytest
@@ -27,13 +26,12 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 from stagemesh.services.engines.diffusion.worker import PROFILED_STEP, DiffusionWorker
 from tests.diffusion.stages import image_task, made_frames
-from tests.diffusion.tiny.calls import ImageSpec
+from tests.diffusion.tiny.calls import ImageSpec, diffusers
 from tests.diffusion.tiny.pipelines import write_qwen_image
 from tests.engines.support import controls_of, stage_config, started
 
 pytestmark = pytest.mark.timeout(180)
 
-diffusers: Any = _diffusers
 T = TypeVar("T")
 
 MIB = 1 << 20

@@ -24,6 +24,7 @@ from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaF
 from tests.diffusion.stages import image_options, image_task, made_frames, painting
 from tests.diffusion.tiny.calls import ImageSpec
 from tests.engines.support import collect
+from tests.rpc.call_errors import raises
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
@@ -168,9 +169,8 @@ async def test_a_request_that_fails_in_a_batch_fails_alone(qwen_image: Path, mon
 
         monkeypatch.setattr(pipeline, "denoise_step", denoise_step)
         specs = [replace(SMALL, seed=seed, steps=12) for seed in range(3)]
-        made = await asyncio.gather(
-            *(made_frames(engine, task(spec, str(spec.seed))) for spec in specs), return_exceptions=True
-        )
+        running = (made_frames(engine, task(spec, str(spec.seed))) for spec in specs)
+        made = await asyncio.gather(*running, return_exceptions=True)
         assert not states(engine)
         assert (engine.load().running, engine.load().work_s) == (0, 0)
     error = made[1]
@@ -185,9 +185,8 @@ async def test_exhausted_memory_is_reported_by_its_reason(
     pipeline = worker_of(engine).runner.pipeline
     with monkeypatch.context() as patched:
         patched.setattr(pipeline, "prepare_encode", lambda _state: torch.empty(1 << 50))
-        with pytest.raises(StagemeshError) as caught:
+        with raises(StagemeshError, reason="OUT_OF_MEMORY"):
             await collect(engine.submit(task()))
-    assert caught.value.reason == "OUT_OF_MEMORY"
     assert np.isfinite(await made_frames(engine, task())).all()
 
 
@@ -266,9 +265,8 @@ async def test_requests_too_large_for_memory_are_rejected_and_others_wait(qwen_i
         needed = engine._facts.footprint(engine._inputs(task(), engine._facts.family))
     memory_bytes = needed.denoise_bytes + needed.decode_bytes
     async with painting(qwen_image, memory_bytes=memory_bytes) as engine:
-        with pytest.raises(InvalidRequestError, match="request fewer pixels or frames") as caught:
+        with raises(InvalidRequestError, reason="EXCEEDS_MEMORY", match="request fewer pixels or frames"):
             await collect(engine.submit(task(replace(SMALL, height=512, width=512))))
-        assert caught.value.reason == "EXCEEDS_MEMORY"
         running = [asyncio.ensure_future(made_frames(engine, task(request_id=name))) for name in "abc"]
         await stopped_at(engine, task(request_id="d"), 0)
         most = 0
@@ -313,9 +311,8 @@ async def test_a_state_of_another_request_is_rejected(
     changed: dict[str, Any], error: str, engine: DiffusionEngine
 ) -> None:
     state = await paused_state(engine)
-    with pytest.raises(InvalidRequestError, match=error) as caught:
+    with raises(InvalidRequestError, reason="INVALID_CHECKPOINT", match=error):
         await collect(engine.submit(task(replace(SMALL, **changed), resume_from=state)))
-    assert caught.value.reason == "INVALID_CHECKPOINT"
     assert not states(engine)
     assert np.isfinite(await made_frames(engine, task(resume_from=state))).all()
 
@@ -325,9 +322,8 @@ async def test_a_damaged_state_is_rejected(damage: str, engine: DiffusionEngine)
     data = (await paused_state(engine)).tensors[STATE].tobytes()
     damaged = {"cut": data[: len(data) // 2], "noise": bytes(range(256)), "empty": b""}[damage]
     state = Checkpoint(2, tensors={STATE: np.frombuffer(damaged, np.uint8)})
-    with pytest.raises(InvalidRequestError) as caught:
+    with raises(InvalidRequestError, reason="INVALID_CHECKPOINT"):
         await collect(engine.submit(task(resume_from=state)))
-    assert caught.value.reason == "INVALID_CHECKPOINT"
 
 
 async def test_a_state_of_another_model_or_data_type_is_rejected(
@@ -336,6 +332,5 @@ async def test_a_state_of_another_model_or_data_type_is_rejected(
     state = await paused_state(engine)
     for other in (painting(tiny_diffusion("flux")), painting(qwen_image, dtype="bfloat16")):
         async with other as elsewhere:
-            with pytest.raises(InvalidRequestError, match="state") as caught:
+            with raises(InvalidRequestError, reason="INVALID_CHECKPOINT", match="state"):
                 await collect(elsewhere.submit(task(resume_from=state, negative_prompt="")))
-            assert caught.value.reason == "INVALID_CHECKPOINT"

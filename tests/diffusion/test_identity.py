@@ -1,12 +1,11 @@
 """A stage process generates the same bits as the pipeline's `__call__`: alone, in turns, paused and transferred."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -15,20 +14,13 @@ from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.rpc.channels import open_channel
 from stagemesh.services.stage.step.spec import STATE_EDGE
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
-from tests.diffusion.stages import (
-    diffusion_config,
-    frames_of,
-    md5,
-    renamed,
-    served_diffusion,
-    stage_process,
-    step_request,
-)
+from tests.diffusion.stages import diffusion_config, frames_of, md5, served_diffusion, stage_process, step_request
 from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.pipelines import WRITERS
 
 pytestmark = pytest.mark.timeout(300)
 
+Stub: TypeAlias = "stage_pb2_grpc.StageServiceAsyncStub"
 PROMPTS = ("a red cube", "x", "two dogs and a very long tail", "Ein Haus am See, im Nebel", "7 + 3 = 10?")
 SIZES = ((64, 64), (32, 80), (96, 48))
 SPECS = [
@@ -75,83 +67,70 @@ def subject(
         yield Subject(model, config, endpoint, getattr(torch, dtype))
 
 
-@asynccontextmanager
-async def stub_of(subject: Subject) -> AsyncGenerator["stage_pb2_grpc.StageServiceAsyncStub"]:
+@pytest.fixture
+async def stub(subject: Subject) -> AsyncGenerator[Stub]:
     async with open_channel(subject.endpoint) as channel:
         yield stage_pb2_grpc.StageServiceStub(channel)
 
 
-async def events_of(
-    stub: "stage_pb2_grpc.StageServiceAsyncStub", request: stage_pb2.ExecuteStepRequest
-) -> list[stage_pb2.ExecuteStepResponse]:
+async def events_of(stub: Stub, request: stage_pb2.ExecuteStepRequest) -> list[stage_pb2.ExecuteStepResponse]:
     return [event async for event in stub.ExecuteStep(request, timeout=120)]
 
 
-async def digest(stub: "stage_pb2_grpc.StageServiceAsyncStub", request: stage_pb2.ExecuteStepRequest) -> str:
+async def digest(stub: Stub, request: stage_pb2.ExecuteStepRequest) -> str:
     return md5(frames_of(await events_of(stub, request)))
 
 
-async def paused(
-    stub: "stage_pb2_grpc.StageServiceAsyncStub", spec: ImageSpec, request_id: str, *, steps: int
-) -> stage_pb2.Checkpoint:
+async def paused(stub: Stub, spec: ImageSpec, request_id: str, *, steps: int) -> stage_pb2.Checkpoint:
     *_, last = await events_of(stub, step_request(spec, request_id, max_steps=steps))
     assert last.paused.checkpoint.steps == steps
     return last.paused.checkpoint
 
 
-def seen(numbers: Sequence[str]) -> int:
-    return len(set(numbers))
-
-
-async def test_sequential_requests_match_the_call(subject: Subject) -> None:
-    async with stub_of(subject) as stub:
-        made = [await digest(stub, step_request(spec, f"alone-{i}")) for i, spec in enumerate(SPECS)]
+async def test_sequential_requests_match_the_call(subject: Subject, stub: Stub) -> None:
+    made = [await digest(stub, step_request(spec, f"alone-{i}")) for i, spec in enumerate(SPECS)]
     assert made == [subject.expected(spec) for spec in SPECS]
-    assert seen(made) == len(SPECS)
+    assert len(set(made)) == len(SPECS)
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
-async def test_alternating_requests_match_the_call(subject: Subject, number: int) -> None:
+async def test_alternating_requests_match_the_call(subject: Subject, stub: Stub, number: int) -> None:
     specs = BY_TURNS[:number]
-    async with stub_of(subject) as stub:
-        requests = [step_request(spec, f"turns-{number}-{i}") for i, spec in enumerate(specs)]
-        made = await asyncio.gather(*(digest(stub, request) for request in requests))
+    requests = [step_request(spec, f"turns-{number}-{i}") for i, spec in enumerate(specs)]
+    made = await asyncio.gather(*(digest(stub, request) for request in requests))
     assert made == [subject.expected(spec) for spec in specs]
 
 
-async def test_a_paused_request_matches_the_call(subject: Subject) -> None:
-    async with stub_of(subject) as stub:
-        checkpoint = await paused(stub, LONG, "pause", steps=2)
-        between = await digest(stub, step_request(SPECS[0], "between"))
-        made = await digest(stub, step_request(LONG, "pause", attempt=2, resume_from=checkpoint))
+async def test_a_paused_request_matches_the_call(subject: Subject, stub: Stub) -> None:
+    checkpoint = await paused(stub, LONG, "pause", steps=2)
+    between = await digest(stub, step_request(SPECS[0], "between"))
+    made = await digest(stub, step_request(LONG, "pause", attempt=2, resume_from=checkpoint))
     assert [made, between] == [subject.expected(LONG), subject.expected(SPECS[0])]
 
 
-async def test_a_request_resumed_by_its_steps_matches_the_call(subject: Subject) -> None:
-    async with stub_of(subject) as stub:
-        await paused(stub, LONG, "kept", steps=3)
-        resume_from = stage_pb2.Checkpoint(steps=3)
-        made = await digest(stub, step_request(LONG, "kept", attempt=2, resume_from=resume_from))
+async def test_a_request_resumed_by_its_steps_matches_the_call(subject: Subject, stub: Stub) -> None:
+    await paused(stub, LONG, "kept", steps=3)
+    made = await digest(stub, step_request(LONG, "kept", attempt=2, resume_from=stage_pb2.Checkpoint(steps=3)))
     assert made == subject.expected(LONG)
 
 
-async def test_a_request_transferred_twice_matches_the_call(subject: Subject) -> None:
-    async with stub_of(subject) as there, served_diffusion(renamed(subject.config, "tested-1")) as here:
-        checkpoint = await paused(there, LONG, "moves", steps=1)
+async def test_a_request_transferred_twice_matches_the_call(subject: Subject, stub: Stub) -> None:
+    async with served_diffusion(replace(subject.config, replica="tested-1")) as here:
+        checkpoint = await paused(stub, LONG, "moves", steps=1)
         request = step_request(LONG, "moves", attempt=2, max_steps=2, resume_from=checkpoint)
         *_, last = await events_of(here.stub, request)
         request = step_request(LONG, "moves", attempt=3, resume_from=last.paused.checkpoint)
-        made = [await digest(stub, request) for stub in (there, here.stub)]
+        made = [await digest(each, request) for each in (stub, here.stub)]
     assert made == [subject.expected(LONG)] * 2
 
 
-async def test_a_request_transferred_over_the_data_plane_matches_the_call(subject: Subject) -> None:
+async def test_a_request_transferred_over_the_data_plane_matches_the_call(subject: Subject, stub: Stub) -> None:
     """Transfers the state with PutChunk, whose size no message limits. GetChunk reads the same state."""
-    moved = renamed(subject.config, "tested-2")
-    async with stub_of(subject) as there, served_diffusion(moved) as here:
+    moved = replace(subject.config, replica="tested-2")
+    async with served_diffusion(moved) as here:
         state = stage_pb2.InputBinding(edge=STATE_EDGE, producer=moved.replica)
         goes_on = step_request(LONG, "flows", attempt=2, resume_from=stage_pb2.Checkpoint(steps=2), inputs=[state])
-        made = asyncio.create_task(digest(there, goes_on))
+        made = asyncio.create_task(digest(stub, goes_on))
         target = stage_pb2.OutputBinding(edge=STATE_EDGE, consumer=subject.config.replica, endpoint=subject.endpoint)
         *_, last = await events_of(here.stub, step_request(LONG, "flows", attempt=2, max_steps=2, outputs=[target]))
         key = chunk_pb2.EdgeKey(request_id="flows", edge=STATE_EDGE, attempt=2)

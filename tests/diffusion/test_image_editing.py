@@ -2,30 +2,26 @@
 
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
 
-import diffusers as _diffusers
 import pytest
 import pytest_asyncio
-import torch
 from PIL import Image
 
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.diffusion import FRAMES
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.model.loading import load_image_processor
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile
-from tests.diffusion.stages import made_frames, md5, painting
+from tests.diffusion.stages import image_task, made_frames, md5, painting
+from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.pipelines import write_qwen_image_edit
 from tests.engines.support import collect
 from tests.engines.vllm.media_files import encoded, pixels
 
-diffusers: Any = _diffusers
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 PIXELS = pixels(64, 16)
-SIZE = {"height": 64, "width": 48, "num_inference_steps": 2, "guidance_scale": 3.0}
+SPEC = ImageSpec("make it red", seed=1, width=48, steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +36,7 @@ async def engine(folder: Path) -> AsyncGenerator[DiffusionEngine]:
 
 
 def task(*images: MediaFile) -> Task:
-    prompt = Conversation([ChatMessage("user", "", ("make it red", *images))])
-    return Task("r", 1, prompt=prompt, negative_prompt="blur", options=SIZE, wanted=frozenset({FRAMES}))
+    return image_task(SPEC, prompt=Conversation([ChatMessage("user", "", (SPEC.prompt, *images))]))
 
 
 def png(data: bytes = encoded(PIXELS)) -> MediaFile:
@@ -50,22 +45,8 @@ def png(data: bytes = encoded(PIXELS)) -> MediaFile:
 
 def expected(folder: Path) -> str:
     """Returns the digest of the image of `__call__`."""
-    classic = diffusers.DiffusionPipeline.from_pretrained(
-        folder, processor=load_image_processor(folder), local_files_only=True
-    )
-    classic.set_progress_bar_config(disable=True)
-    made = classic(
-        image=Image.fromarray(PIXELS),
-        prompt="make it red",
-        negative_prompt="blur",
-        height=64,
-        width=48,
-        num_inference_steps=2,
-        true_cfg_scale=3.0,
-        generator=torch.Generator().manual_seed(1),
-        output_type="pt",
-    )
-    return md5(made[0].numpy())
+    classic = load(folder, processor=load_image_processor(folder))
+    return md5(classic_image("qwen-image", classic, SPEC, image=Image.fromarray(PIXELS)).numpy())
 
 
 async def test_an_edited_image_equals_that_of_the_call(folder: Path, engine: DiffusionEngine) -> None:

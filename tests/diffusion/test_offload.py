@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.services.engines.diffusion.options import stage_options
-from stagemesh.services.engines.diffusion.state import DiffusionInputs
 from stagemesh.services.engines.diffusion.worker import DiffusionWorker
+from tests.diffusion.pipeline_runs import inputs_of, run_to_end
+from tests.diffusion.tiny.calls import ImageSpec
 from tests.diffusion.tiny.pipelines import WRITERS
 
 pytestmark = pytest.mark.timeout(120)
@@ -23,26 +24,25 @@ FP8_TOLERANCE = 0.1
 """For images in [0, 1] of random weights, with a mantissa of 3 bits instead of 23."""
 
 
-def made(folder: Path, *, frames: int = 1, **load: Any) -> NDArray[Any]:
+def loaded(folder: Path, **load: Any) -> DiffusionWorker:
     worker = DiffusionWorker(folder, stage_options({"dtype": "float32", "device": "cpu", "load": load}))
     worker.load()
-    inputs = DiffusionInputs(
-        1, "a cat", "blur", height=64, width=64, num_inference_steps=3, guidance_scale=3.0, num_frames=frames
-    )
-    worker.runner.begin("r", inputs)
-    for _ in range(3):
-        assert worker.step(["r"]) == [None]
-    image = np.array(worker.runner.decode("r"))
+    return worker
+
+
+def made(folder: Path, model: str = "qwen-image", **load: Any) -> NDArray[Any]:
+    worker = loaded(folder, **load)
+    image = np.array(run_to_end(worker.runner, inputs_of(model, ImageSpec("a cat", seed=1, steps=3))))
     worker.shutdown()
     return image
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_group_offload_gives_the_same_bits(name: str, tiny_diffusion: Callable[[str], Path], tmp_path: Path) -> None:
-    folder, frames = tiny_diffusion(name), 5 if name == "wan" else 1
-    expected = made(folder, frames=frames)
-    assert np.array_equal(made(folder, frames=frames, offload="group"), expected)
-    from_disk = made(folder, frames=frames, offload="disk", offload_dir=str(tmp_path))
+    folder = tiny_diffusion(name)
+    expected = made(folder, name)
+    assert np.array_equal(made(folder, name, offload="group"), expected)
+    from_disk = made(folder, name, offload="disk", offload_dir=str(tmp_path))
     assert np.abs(from_disk - expected).max() < DISK_TOLERANCE
 
 
@@ -54,10 +54,7 @@ def test_offload_groups_may_be_blocks(qwen_image: Path, tmp_path: Path) -> None:
 
 
 def test_shutdown_removes_offloaded_files(qwen_image: Path, tmp_path: Path) -> None:
-    worker = DiffusionWorker(
-        qwen_image, stage_options({"dtype": "float32", "load": {"offload": "disk", "offload_dir": str(tmp_path)}})
-    )
-    worker.load()
+    worker = loaded(qwen_image, offload="disk", offload_dir=str(tmp_path))
     assert list(tmp_path.rglob("*.safetensors"))
     worker.shutdown()
     assert not list(tmp_path.iterdir())

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import pytest
 import pytest_asyncio
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
-from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.base import Checkpoint, Paused, Progress, Task
 from stagemesh.services.engines.diffusion import STATE
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
@@ -23,6 +22,7 @@ from tests.children import commands_of_children
 from tests.diffusion.stages import image_task, made_frames, started
 from tests.diffusion.tiny.calls import ImageSpec
 from tests.engines.support import collect, controls_of, stage_config
+from tests.rpc.call_errors import raises
 
 # Each process imports torch and diffusers, which takes up to 15 seconds on a busy machine.
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
@@ -50,7 +50,8 @@ async def test_parallel_guidance_branches_give_the_same_bits(one: DiffusionEngin
 
 
 async def test_requests_that_share_steps_get_the_same_images(one: DiffusionEngine, branches: DiffusionEngine) -> None:
-    for made, wanted in zip(await images(branches, TASKS), TASKS, strict=True):
+    images = await asyncio.gather(*(made_frames(branches, wanted) for wanted in TASKS))
+    for made, wanted in zip(images, TASKS, strict=True):
         assert np.allclose(made, await made_frames(one, wanted), rtol=0, atol=TOLERANCE)
 
 
@@ -62,13 +63,11 @@ async def test_a_request_of_one_process_resumes_in_two(one: DiffusionEngine, bra
 
 
 async def test_a_bad_request_fails_alone_with_its_reason(branches: DiffusionEngine) -> None:
-    with pytest.raises(InvalidRequestError, match="the checkpoint has no tensor") as caught:
+    with raises(InvalidRequestError, reason="INVALID_CHECKPOINT", match="the checkpoint has no tensor"):
         await made_frames(branches, task("red", resume_from=Checkpoint(1)))
-    assert caught.value.reason == "INVALID_CHECKPOINT"
     garbage = Checkpoint(1, tensors={STATE: np.zeros(64, np.uint8)})
-    with pytest.raises(InvalidRequestError, match="cannot be read") as caught:
+    with raises(InvalidRequestError, reason="INVALID_CHECKPOINT", match="cannot be read"):
         await made_frames(branches, task("red", resume_from=garbage))
-    assert caught.value.reason == "INVALID_CHECKPOINT"
     await made_frames(branches, task("red"))
 
 
@@ -86,9 +85,8 @@ async def test_tokens_and_weights_can_be_distributed(
     async with engine(qwen_image, **parallel) as two:
         for _ in range(2):
             for wanted in TASKS:
-                assert np.allclose(
-                    await made_frames(two, wanted), await made_frames(one, wanted), rtol=0, atol=TOLERANCE
-                )
+                made = await made_frames(two, wanted)
+                assert np.allclose(made, await made_frames(one, wanted), rtol=0, atol=TOLERANCE)
             await controls_of(two).sleep.sleep(2)
             await controls_of(two).sleep.wake([])
 
@@ -133,10 +131,9 @@ async def test_no_worker_outlives_its_stage_process() -> None:
 
 @pytest.mark.soak
 async def test_a_model_whose_tokens_cannot_be_split_is_rejected(tiny_diffusion: Callable[[str], Path]) -> None:
-    with pytest.raises(NotReadyError, match="SD3Transformer2DModel cannot be shared by 2 ranks") as caught:
+    with raises(NotReadyError, reason="UNSUPPORTED_MODEL", match="SD3Transformer2DModel cannot be shared by 2 ranks"):
         async with engine(tiny_diffusion("sd3"), ulysses=2):
             pass
-    assert caught.value.reason == "UNSUPPORTED_MODEL"
 
 
 def task(prompt: str, *, side: int = 64, steps: int = 4, scale: float = 3.0, **more: object) -> Task:
@@ -150,21 +147,13 @@ TASKS = [task("red"), task("a small blue ball", side=96, steps=5), task("no guid
 async def engine(model: Path, *, checkpoint_steps: int = 0, **parallel: int) -> AsyncIterator[DiffusionEngine]:
     """Starts an engine. Checks at its end that no process remains."""
     before = workers()
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "device": "cpu",
-        "parallel": parallel,
-        "checkpoint_steps": checkpoint_steps,
-    }
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "checkpoint_steps": checkpoint_steps}
+    config = stage_config("diffusion", model=str(model), options=options | {"parallel": parallel})
     try:
-        async with started(stage_config("diffusion", model=str(model), options=options)) as made:
+        async with started(config) as made:
             yield made
     finally:
         assert workers() == before
-
-
-async def images(engine: DiffusionEngine, tasks: Sequence[Task]) -> list[Array]:
-    return list(await asyncio.gather(*(made_frames(engine, task) for task in tasks)))
 
 
 def _lives(process: psutil.Process) -> bool:

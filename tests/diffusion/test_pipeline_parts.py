@@ -126,11 +126,8 @@ def parts(request: pytest.FixtureRequest, tiny_diffusion: Callable[[str], Path])
     model: str = request.param
     folder = tiny_diffusion(model)
     names: tuple[Part, ...] = ("encode", "denoise", "decode")
-    return (
-        model,
-        folder,
-        {part: ModularStepPipeline(folder, DiffusionOptions(dtype="float32", part=part)) for part in names},
-    )
+    options = {part: DiffusionOptions(dtype="float32", part=part) for part in names}
+    return model, folder, {part: ModularStepPipeline(folder, each) for part, each in options.items()}
 
 
 def test_parts_of_every_model_generate_the_same_image_as_its_call(parts: tuple[str, Path, dict[str, Any]]) -> None:
@@ -165,10 +162,9 @@ def test_data_for_another_part_is_rejected(parts: tuple[str, Path, dict[str, Any
     state = DiffusionRequestState("r", inputs_of(model, SPEC))
     pipelines["encode"].prepare_encode(state)
     packed = RequestTransfer(pipelines["encode"], folder).serialize(state, CONDITIONING)
+    there, decoded = RequestTransfer(pipelines["decode"], folder), DiffusionRequestState("r", state.inputs)
     with pytest.raises(InvalidChunkError, match="latents has the kind 'conditioning'"):
-        RequestTransfer(pipelines["decode"], folder).restore_values(
-            DiffusionRequestState("r", state.inputs), LATENTS, packed
-        )
+        there.restore_values(decoded, LATENTS, packed)
 
 
 @pytest.mark.parametrize("part", ["denoise", "decode"])

@@ -17,17 +17,9 @@ from stagemesh.common.errors import InternalError, InvalidChunkError
 from stagemesh.services.engines.diffusion.serialization import deserialize, serialize, tensors_of
 
 CPU = torch.device("cpu")
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
+DTYPES = (*FLOATS, *INTEGERS, torch.bool)
 
 
 def tensors() -> st.SearchStrategy[torch.Tensor]:
@@ -191,11 +183,7 @@ def test_damaged_bytes_are_rejected_or_are_data(places: list[tuple[int, int]]) -
     data = bytearray(PACKED.tobytes())
     for at, value in places:
         data[at] = value
-    try:
-        made = taken(bytes(data))
-    except InvalidChunkError:
-        return
-    assert isinstance(made, dict)
+    refused(bytes(data))
 
 
 @given(st.binary(max_size=300))

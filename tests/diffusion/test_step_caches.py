@@ -80,9 +80,7 @@ def inputs(name: str, frames: int = 1) -> DiffusionInputs:
 
 
 def alone(worker: DiffusionWorker, name: str, frames: int) -> NDArray[Any]:
-    worker.runner.begin(name, inputs(name, frames))
-    step(worker, name, inputs(name, frames).num_inference_steps)
-    return ended(worker, name)
+    return np.array(run_to_end(worker.runner, inputs(name, frames)))
 
 
 def step(worker: DiffusionWorker, name: str, times: int = 1) -> None:

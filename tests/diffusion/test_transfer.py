@@ -1,7 +1,6 @@
 """An interrupted image resumes on another replica process from its last state, with the same result."""
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -13,6 +12,7 @@ from stagemesh.v1 import admin_pb2
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
 from tests.deployment import Deployment, deployed
 from tests.diffusion.stages import md5
+from tests.system.reading import steps_of
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -49,15 +49,10 @@ def uninterrupted(up: Deployment) -> str:
         return _image(iter(client.generate("a red ball", seed=7)))
 
 
-@contextmanager
-def _operator(up: Deployment) -> Generator[AdminServiceStub]:
-    with grpc.insecure_channel(up.admin_endpoint, options=CHANNEL_OPTIONS) as channel:
-        yield AdminServiceStub(channel)
-
-
 def _drain(up: Deployment, replica: str) -> None:
     """Makes the requests of a replica resume on another one."""
-    with _operator(up) as operator:
+    with grpc.insecure_channel(up.admin_endpoint, options=CHANNEL_OPTIONS) as channel:
+        operator = AdminServiceStub(channel)
         drain = admin_pb2.DrainReplicasRequest(target=replica, wait=True, move_after_s=0.0)
         operator.DrainReplicas(drain, timeout=60)
         operator.ResumeReplicas(admin_pb2.ResumeReplicasRequest(target=replica), timeout=60)
@@ -87,9 +82,7 @@ def test_an_interrupted_image_resumes_elsewhere_with_the_same_result(
     with up.client() as client:
         generation = client.generate("a red ball", seed=7)
         made = _image(_with_interruption(iter(generation), lambda replica: interrupt(up, replica)))
-    with _operator(up) as operator:
-        status = operator.GetRequest(admin_pb2.GetRequestRequest(request_id=generation.request_id), timeout=10)
-    first, second = status.steps
+    first, second = steps_of(up, generation.request_id)
     assert made == uninterrupted
     assert first.error.reason in reasons
     assert second.replica != first.replica

@@ -8,6 +8,7 @@ import diffusers as _diffusers
 import torch
 
 diffusers: Any = _diffusers
+"""Untyped, because its annotations are incomplete, and wrong if an optional dependency is missing."""
 
 WAN_FRAMES = 9
 
@@ -25,8 +26,8 @@ class ImageSpec:
     scale: float = 3.0
 
 
-def classic_image(model: str, pipeline: Any, spec: ImageSpec) -> torch.Tensor:
-    """Returns the image of the pipeline's own `__call__`."""
+def classic_image(model: str, pipeline: Any, spec: ImageSpec, **more: Any) -> torch.Tensor:
+    """Returns the image of the pipeline's own `__call__`, which receives `more` arguments, too."""
     inputs: dict[str, Any] = {
         "prompt": spec.prompt,
         "num_inference_steps": spec.steps,
@@ -40,12 +41,12 @@ def classic_image(model: str, pipeline: Any, spec: ImageSpec) -> torch.Tensor:
         inputs["negative_prompt"] = spec.negative_prompt
     if model == "wan":
         inputs["num_frames"] = WAN_FRAMES
-    made: torch.Tensor = pipeline(**inputs)[0]
+    made: torch.Tensor = pipeline(**inputs, **more)[0]
     return made
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Loads the classic pipeline."""
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=dtype, local_files_only=True)
+def load(folder: Path, dtype: torch.dtype = torch.float32, **parts: Any) -> Any:
+    """Loads the classic pipeline, with some given `parts`."""
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=dtype, local_files_only=True, **parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -10,15 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers as _diffusers
 import torch
 from transformers import Qwen2VLImageProcessorPil
 
 from tests.diffusion.tiny import text_encoders as encoders
+from tests.diffusion.tiny.calls import diffusers
 from tests.diffusion.tiny.tokenizers import clip_tokenizer, qwen_tokenizer, t5_tokenizer
-
-diffusers: Any = _diffusers
-"""Untyped, because its annotations are incomplete, and wrong if an optional dependency is missing."""
 
 _LAYERS = 2
 _HEADS = 2
@@ -26,6 +23,8 @@ _HEAD = 32
 _ROPE = (8, 12, 12)
 """Adds up to the head size."""
 _CHANNELS = 16
+_SIZES = {"num_layers": _LAYERS, "attention_head_dim": _HEAD, "num_attention_heads": _HEADS}
+_JOINT = {**_SIZES, "joint_attention_dim": encoders.HIDDEN}
 
 
 def _make_qwen_image() -> Any:
@@ -38,13 +37,7 @@ def _make_qwen_image() -> Any:
         vae=diffusers.AutoencoderKLQwenImage(base_dim=8, num_res_blocks=1),
         text_encoder=encoders.qwen_vl(tokenizer),
         tokenizer=tokenizer,
-        transformer=diffusers.QwenImageTransformer2DModel(
-            num_layers=_LAYERS,
-            attention_head_dim=_HEAD,
-            num_attention_heads=_HEADS,
-            joint_attention_dim=encoders.HIDDEN,
-            axes_dims_rope=_ROPE,
-        ),
+        transformer=diffusers.QwenImageTransformer2DModel(**_JOINT, axes_dims_rope=_ROPE),
     )
 
 
@@ -59,11 +52,8 @@ def _make_flux() -> Any:
         text_encoder_2=encoders.t5(long),
         tokenizer_2=long,
         transformer=diffusers.FluxTransformer2DModel(
-            num_layers=_LAYERS,
+            **_JOINT,
             num_single_layers=_LAYERS,
-            attention_head_dim=_HEAD,
-            num_attention_heads=_HEADS,
-            joint_attention_dim=encoders.HIDDEN,
             pooled_projection_dim=encoders.CLIP_HIDDEN,
             guidance_embeds=True,
             axes_dims_rope=_ROPE,
@@ -86,10 +76,7 @@ def _make_sd3() -> Any:
         transformer=diffusers.SD3Transformer2DModel(
             sample_size=32,
             pos_embed_max_size=32,
-            num_layers=_LAYERS,
-            attention_head_dim=_HEAD,
-            num_attention_heads=_HEADS,
-            joint_attention_dim=encoders.HIDDEN,
+            **_JOINT,
             caption_projection_dim=_HEADS * _HEAD,
             pooled_projection_dim=2 * encoders.CLIP_HIDDEN,
             qk_norm="rms_norm",
@@ -107,14 +94,7 @@ def _make_wan() -> Any:
         vae=diffusers.AutoencoderKLWan(base_dim=8, num_res_blocks=1),
         text_encoder=encoders.umt5(tokenizer),
         tokenizer=tokenizer,
-        transformer=diffusers.WanTransformer3DModel(
-            num_layers=_LAYERS,
-            attention_head_dim=_HEAD,
-            num_attention_heads=_HEADS,
-            text_dim=encoders.HIDDEN,
-            freq_dim=64,
-            ffn_dim=128,
-        ),
+        transformer=diffusers.WanTransformer3DModel(**_SIZES, text_dim=encoders.HIDDEN, freq_dim=64, ffn_dim=128),
     )
 
 

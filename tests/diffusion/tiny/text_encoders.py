@@ -30,10 +30,7 @@ _LAYERS = 2
 
 def qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     """Text encoder of Qwen-Image, a vision-language model."""
-    text = {
-        **_decoder(tokenizer),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
-    }
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
     vision = {
         "depth": 1,
         "hidden_size": 32,
@@ -44,7 +41,7 @@ def qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     }
     ids = QWEN_SPECIAL.index
     config = Qwen2_5_VLConfig(
-        text_config=text,
+        text_config={**_decoder(tokenizer), "rope_parameters": rope},
         vision_config=vision,
         image_token_id=ids("<|image_pad|>"),
         video_token_id=ids("<|video_pad|>"),

@@ -9,15 +9,8 @@ from diffusers.modular_pipelines.qwenimage.prompt_templates import (
 from tokenizers import pre_tokenizers
 from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
-QWEN_SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
+_VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_VISION)
 """The id of a token is its index."""
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
