@@ -34,10 +34,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # namespaces of its own, which only root can create. tests/targets.py says which files a target runs, and
 # tests/scheduling.py in which order.
 AT_ONCE = 3
+PROCESSES = $(if $(filter 0,$(shell id -u)),-n $(AT_ONCE))
+TESTS = pytest -m "not gpu and not soak" --target $@ $(PROCESSES) $(DURATIONS)
 # The tests that compare images and audio with their references, bit by bit.
 COMPARED = $(addprefix tests/, $(patsubst %, diffusion/test_%.py, adapters identity step_caches steps tiny_pipelines) \
 	$(patsubst %, models/%.py, test_code2wav test_hibari test_vocoders qwen2_5_omni/test_token2wav qwen3_tts/test_codec_decoder))
-TESTS = pytest -m "not gpu and not soak" --target $@ $(if $(filter 0,$(shell id -u)),-n $(AT_ONCE)) $(DURATIONS)
 
 .DEFAULT_GOAL := help
 .PHONY: help preflight venv typescript kubernetes livekit browser go models demo demo-image test test-durations models-check packages-check deployments-check avx2-check soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
@@ -115,7 +116,7 @@ test: models typescript ## Run the tests that need no GPU, but not those of the 
 models-check: models ## Run the tests of engines with models, without those that passed since the last change
 packages-check: models typescript livekit browser go ## Run the tests of packages, of clients in other languages and of the page, in the same way
 deployments-check: models kubernetes ## Run the tests of deployments that are killed and upgraded, and of the chart, in the same way
-models-check: AT_ONCE = 2
+models-check avx2-check fuzz: AT_ONCE = 2
 models-check packages-check deployments-check:
 	@python tools/preflight.py $@
 	$(TESTS) --resume
@@ -125,7 +126,7 @@ avx2-check: export ATEN_CPU_CAPABILITY = avx2
 avx2-check: export ONEDNN_MAX_CPU_ISA = AVX2
 avx2-check: export MKL_ENABLE_INSTRUCTIONS = AVX2
 avx2-check: models ## Compare images and audio with their references again, with AVX2 instead of newer instructions
-	pytest -m "not gpu and not soak" -n 2 $(COMPARED)
+	pytest -m "not gpu and not soak" $(PROCESSES) $(COMPARED)
 
 test-durations: DURATIONS = --write-durations
 test-durations: test models-check packages-check deployments-check ## Run all of these, and write their durations, by which the files are ordered
@@ -135,7 +136,7 @@ soak: models ## Run the long forms of the fault tests in SOAKS="tests" (all), ab
 
 fuzz: venv ## Send FUZZ_MESSAGES=100000 random messages to each surface, then fuzz each reader for FUZZ_SECONDS=600 by coverage
 	$(call PIP,-r requirements/fuzz.txt)
-	STAGEMESH_FUZZ_MESSAGES=$(FUZZ_MESSAGES) pytest tests/fuzz -n 2
+	STAGEMESH_FUZZ_MESSAGES=$(FUZZ_MESSAGES) pytest tests/fuzz $(PROCESSES)
 	set -e; for target in chunks fragment media state; do python -m tests.fuzz.guided $$target $(FUZZ_SECONDS); done
 
 cluster: models kubernetes ## Run the chart in a Kubernetes cluster on this machine, and disturb it under load for MINUTES=30
@@ -168,7 +169,7 @@ stubs: # Write the stubs into $(OUT) and the error catalogue into $(DOCS); tests
 	python -m grpc_tools.protoc -I protos --grpc_python_out=$(OUT) --mypy_grpc_out=$(OUT) $(SERVICES)
 	python -m tools.error_catalogue $(DOCS)/errors.md
 
-bench: models ## Run BENCHMARKS="speech edges" (all) and write their figures into RESULTS=benchmarks/results, and docs/performance.md
+bench: models ## Run BENCHMARKS="speech edges" (all that need no GPU) and write their figures into RESULTS=benchmarks/results, and docs/performance.md
 	@missed=; for name in $(BENCHMARKS); do \
 		python -m benchmarks.$$name --json $(RESULTS)/$$name.json || missed="$$missed $$name"; done; \
 	python -m tools.docs_site.performance; \

@@ -1,5 +1,5 @@
 """A pipeline of three stages with three replicas each, under load, while its processes are killed and partitioned. The
-long test injects 200 faults. Both can be run by hand with any seed: `python -m tests.soak --help`.
+long test injects 200 faults. All can be run by hand with any seed: `python -m tests.soak --help`.
 """
 
 from pathlib import Path
