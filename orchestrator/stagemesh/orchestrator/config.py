@@ -7,16 +7,13 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from stagemesh.common.process.config import ClientServiceConfig
 
-_STRICT = ConfigDict(extra="forbid")
-"""The setting by which an unknown key is an error."""
 
-
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True)
 class ReplicaAddress:
     """A replica's name in the pipeline and its address ("host:port")."""
 
@@ -26,7 +23,7 @@ class ReplicaAddress:
     """The name in the replica's TLS certificate, or empty if it is the host in `endpoint`."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True)
 class DnsName:
     """A DNS name that resolves to the addresses of a stage's replicas.
 
@@ -39,7 +36,7 @@ class DnsName:
     """The interval between two DNS lookups, in seconds."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True)
 class Registration:
     """Settings for replicas that register themselves with the orchestrator."""
 
@@ -50,7 +47,7 @@ class Registration:
     """
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True)
 class OrchestratorConfig(ClientServiceConfig):
     """The config of one orchestrator process, which serves one pipeline."""
 

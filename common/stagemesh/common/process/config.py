@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from stagemesh.common.errors import InvalidRequestError
 
@@ -107,8 +107,8 @@ ConfigT = TypeVar("ConfigT", bound="ProcessConfig")
 def load_config(kind: type[ConfigT], path: Path) -> ConfigT:
     """Returns the config of type `kind` that the JSON file at `path` contains. The path "-" means standard input.
 
-    Lines that begin with // are comments. Raises InvalidRequestError (INVALID_CONFIG) if the file cannot be read or is
-    invalid. The message has a line for each mistake.
+    Lines that begin with // are comments. An unknown key is a mistake. Raises InvalidRequestError (INVALID_CONFIG) if
+    the file cannot be read or is invalid. The message has a line for each mistake.
     """
     from_stdin = str(path) == STDIN
     name = "standard input" if from_stdin else str(path)
@@ -117,7 +117,7 @@ def load_config(kind: type[ConfigT], path: Path) -> ConfigT:
     except OSError as exc:
         raise InvalidRequestError(f"{name} cannot be read: {exc.strerror}", reason="INVALID_CONFIG") from exc
     try:
-        return TypeAdapter(kind).validate_json(text)
+        return TypeAdapter(kind).validate_json(text, extra="forbid")
     except ValidationError as exc:
         shown = text.decode(errors="replace")
         mistakes = [describe_mistake(error, kind, text=shown) for error in exc.errors(include_url=False)]
@@ -132,8 +132,6 @@ def dump_config(config: "ProcessConfig") -> bytes:
 @dataclass(frozen=True)
 class TokenConfig:
     """The tokens that a port for clients accepts: those of a file, those of an identity provider, or both."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     file: str = ""
     """The path of a file with the digests of tokens, which `stagemesh token new` writes. Empty for none.

@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ConfigDict, JsonValue
+from pydantic import JsonValue
 
 from stagemesh.common.process.config import ServiceConfig
 from stagemesh.common.process.media_config import MediaConfig
@@ -63,8 +63,6 @@ class OrchestratorAddress:
 @dataclass(frozen=True)
 class StageConfig(ServiceConfig):
     """The configuration of one replica of one stage."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     pipeline: str
     """The name of the pipeline."""
