@@ -14,6 +14,7 @@ from stagemesh.client.content import AudioFile as AudioFile
 from stagemesh.client.content import AudioSamples as AudioSamples
 from stagemesh.client.content import Content as Content
 from stagemesh.client.content import Conversation as Conversation
+from stagemesh.client.content import EncodedMedia as EncodedMedia
 from stagemesh.client.content import ImageFile as ImageFile
 from stagemesh.client.content import MediaFile as MediaFile
 from stagemesh.client.content import Medium as Medium
@@ -38,7 +39,6 @@ from stagemesh.client.responses import Audio as Audio
 from stagemesh.client.responses import AudioChunk as AudioChunk
 from stagemesh.client.responses import Choice as Choice
 from stagemesh.client.responses import EdgeUsage as EdgeUsage
-from stagemesh.client.responses import EncodedMedia as EncodedMedia
 from stagemesh.client.responses import Event as Event
 from stagemesh.client.responses import Finished as Finished
 from stagemesh.client.responses import Image as Image

@@ -10,27 +10,30 @@ import numpy as np
 import numpy.typing as npt
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.media.files import SUFFIXES
 from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.v1 import request_pb2
 
 
 @dataclass(frozen=True)
-class _MediaFile:
+class EncodedMedia:
+    """The content of a file: an encoded image, audio or video."""
+
     data: bytes
     media_type: str
     """The data's media type, for example "image/png", "audio/wav" or "video/mp4"."""
 
 
-class ImageFile(_MediaFile):
+class ImageFile(EncodedMedia):
     """An encoded image, for example the content of a PNG file."""
 
 
-class AudioFile(_MediaFile):
+class AudioFile(EncodedMedia):
     """Encoded audio, for example the content of a WAV file."""
 
 
 @dataclass(frozen=True)
-class VideoFile(_MediaFile):
+class VideoFile(EncodedMedia):
     """An encoded video, for example the content of an MP4 file."""
 
     use_audio_in_video: bool = False
@@ -43,6 +46,11 @@ class AudioSamples:
 
     samples: npt.NDArray[np.float32]
     sample_rate_hz: int
+
+    @property
+    def duration_s(self) -> float:
+        """The playing time of the samples in seconds."""
+        return len(self.samples) / self.sample_rate_hz
 
 
 @dataclass(frozen=True)
@@ -107,24 +115,15 @@ Conversation: TypeAlias = Sequence[Message | tuple[str, Content]]
 """A conversation: a sequence of messages, oldest first. A pair of a role and its content stands for a `Message`."""
 
 
-_SUFFIXES: Mapping[str, tuple[type[ImageFile | AudioFile | VideoFile], str]] = {
-    ".png": (ImageFile, "image/png"),
-    ".jpg": (ImageFile, "image/jpeg"),
-    ".jpeg": (ImageFile, "image/jpeg"),
-    ".webp": (ImageFile, "image/webp"),
-    ".gif": (ImageFile, "image/gif"),
-    ".bmp": (ImageFile, "image/bmp"),
-    ".wav": (AudioFile, "audio/wav"),
-    ".mp3": (AudioFile, "audio/mpeg"),
-    ".flac": (AudioFile, "audio/flac"),
-    ".ogg": (AudioFile, "audio/ogg"),
-    ".aac": (AudioFile, "audio/aac"),
-    ".m4a": (AudioFile, "audio/mp4"),
-    ".mp4": (VideoFile, "video/mp4"),
-    ".mov": (VideoFile, "video/quicktime"),
-    ".webm": (VideoFile, "video/webm"),
-    ".mkv": (VideoFile, "video/x-matroska"),
-    ".avi": (VideoFile, "video/x-msvideo"),
+_KINDS: Mapping[str, type[ImageFile | AudioFile | VideoFile]] = {
+    "image": ImageFile,
+    "audio": AudioFile,
+    "video": VideoFile,
+}
+_MEDIA_TYPES: Mapping[str, str] = {
+    # A file of the type audio/webm has the suffix of video/webm, which follows it.
+    **{suffix: media_type for media_type, suffix in SUFFIXES.items() if media_type.partition("/")[0] in _KINDS},
+    ".jpeg": "image/jpeg",
 }
 
 
@@ -135,7 +134,7 @@ def read_media(path: Path | str) -> ImageFile | AudioFile | VideoFile:
     """
     path = Path(path)
     media_type = media_type_of(path)
-    kind = _SUFFIXES[path.suffix.lower()][0]
+    kind = _KINDS[media_type.partition("/")[0]]
     try:
         return kind(path.read_bytes(), media_type)
     except OSError as exc:
@@ -147,12 +146,12 @@ def media_type_of(path: PurePath) -> str:
 
     Raises InvalidRequestError (INVALID_MEDIA) if the suffix is unknown.
     """
-    if path.suffix.lower() not in _SUFFIXES:
+    if path.suffix.lower() not in _MEDIA_TYPES:
         raise InvalidRequestError(
-            f"{path} has none of the suffixes of images, audio and video: {', '.join(_SUFFIXES)}",
+            f"{path} has none of the suffixes of images, audio and video: {', '.join(_MEDIA_TYPES)}",
             reason="INVALID_MEDIA",
         )
-    return _SUFFIXES[path.suffix.lower()][1]
+    return _MEDIA_TYPES[path.suffix.lower()]
 
 
 def to_message(message: Message) -> request_pb2.Message:

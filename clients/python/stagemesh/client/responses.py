@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.client.content import MediaFile
+from stagemesh.client.content import AudioSamples, EncodedMedia, MediaFile
 from stagemesh.client.wav import WavWriter
 from stagemesh.common.errors import InternalError, NotFoundError
 from stagemesh.common.wire.tensors import Array
@@ -321,25 +321,8 @@ OutputEvent = TypeVar(
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Audio:
-    """A complete audio output: float32 in [-1, 1], with shape [samples] or [samples, channels]."""
-
-    samples: npt.NDArray[np.float32]
-    sample_rate_hz: int
-
-    @property
-    def duration_s(self) -> float:
-        """The playing time of the samples in seconds."""
-        return len(self.samples) / self.sample_rate_hz
-
-
-@dataclass(frozen=True)
-class EncodedMedia:
-    """A complete output that is one encoded audio or video file."""
-
-    data: bytes
-    media_type: str
+class Audio(AudioSamples):
+    """A complete audio output."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from stagemesh.common.errors import InvalidRequestError
 
-_SUFFIXES: Mapping[str, str] = {
+SUFFIXES: Mapping[str, str] = {
     "application/octet-stream": ".bin",
     "audio/aac": ".aac",
     "audio/flac": ".flac",
@@ -19,17 +19,19 @@ _SUFFIXES: Mapping[str, str] = {
     "image/jpeg": ".jpg",
     "image/png": ".png",
     "image/webp": ".webp",
+    "text/plain": ".txt",
     "video/mp4": ".mp4",
     "video/quicktime": ".mov",
     "video/webm": ".webm",
     "video/x-matroska": ".mkv",
     "video/x-msvideo": ".avi",
 }
+"""The suffix of names of files by their media type."""
 
 
 def suffix_of(media_type: str) -> str:
     """Returns the suffix of names of files of a media type, for example ".png", or "" if the type is not known."""
-    return _SUFFIXES.get(media_type, "")
+    return SUFFIXES.get(media_type, "")
 
 
 class FileDescription(Protocol):
