@@ -15,6 +15,7 @@ from stagemesh.client.session_state import Delivery, Restart, SessionState
 from stagemesh.client.session_turns import SessionEvent, TurnEnded, TurnInterrupted, TurnTruncated
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.notification import Notifier
+from stagemesh.common.tasks import end_tasks
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1.orchestrator_pb2 import ConverseRequest, ConverseResponse, SessionOpen
 
@@ -192,8 +193,7 @@ class AsyncSession(BaseSession):
         self._state.is_closing = True
         self._changed.fire()
         await asyncio.wait([self._task], timeout=_CLOSE_TIMEOUT_S)
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await end_tasks([self._task])
         self._state.is_closed = self._state.error is None
         self._changed.fire()
 
@@ -236,21 +236,18 @@ class AsyncSession(BaseSession):
     async def _connect(self) -> None:
         """Calls the orchestrators until the session ends."""
         with request_span("stagemesh.converse", {"stagemesh.session_id": self.session_id}) as self._headers:
-            await self._call_until_end()
-
-    async def _call_until_end(self) -> None:
-        calls = SessionCalls(self._client, self._state)
-        try:
-            while not self._state.is_closed:
-                pause_s = await self._call(calls)
+            calls = SessionCalls(self._client, self._state)
+            try:
+                while not self._state.is_closed:
+                    pause_s = await self._call(calls)
+                    self._changed.fire()
+                    while calls.is_parked and not self._state.needs_call:
+                        await self._changed.wait()
+                    await asyncio.sleep(pause_s)
+            except Exception as exc:  # noqa: BLE001 - the methods of the session raise it
+                calls.fail(exc)
+            finally:
                 self._changed.fire()
-                while calls.is_parked and not self._state.needs_call:
-                    await self._changed.wait()
-                await asyncio.sleep(pause_s)
-        except Exception as exc:  # noqa: BLE001 - the methods of the session raise it
-            calls.fail(exc)
-        finally:
-            self._changed.fire()
 
     async def _call(self, calls: SessionCalls) -> float:
         """Makes a call until it ends. Returns the number of seconds to wait before the next one."""
@@ -271,9 +268,8 @@ class AsyncSession(BaseSession):
         else:
             return calls.end(None)
         finally:
-            writing.cancel()
             call.cancel()
-            await asyncio.wait([writing])
+            await end_tasks([writing])
 
     async def _write(self, call: _Call, opening: ConverseRequest) -> None:
         # The reader of the call receives its error.

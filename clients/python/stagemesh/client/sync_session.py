@@ -44,25 +44,25 @@ class Session(BaseSession):
     def append(self, *content: Part | Message) -> None:
         """Appends content to the input of the open turn, in the same way as `AsyncSession.append`."""
         for part in content:
-            self._run(self._methods.append(part))
+            self._wait(self._methods.append(part))
 
     def clear(self) -> None:
         """Drops the input of the open turn."""
-        self._run(self._methods.clear())
+        self._wait(self._methods.clear())
 
     def commit(self) -> int:
         """Ends the input of the open turn, in the same way as `AsyncSession.commit`. Returns the number of the turn."""
-        return self._run(self._methods.commit())
+        return self._wait(self._methods.commit())
 
     def interrupt(self, turn: int | None = None) -> TurnInterrupted:
         """Stops the answer to a turn, in the same way as `AsyncSession.interrupt`."""
-        return self._run(self._methods.interrupt(turn))
+        return self._wait(self._methods.interrupt(turn))
 
     def truncate(
         self, turn: int | None = None, *, audio_s: float | None = None, positions: Mapping[str, int] | None = None
     ) -> TurnTruncated:
         """Shortens the answer to a turn in the transcript, in the same way as `AsyncSession.truncate`."""
-        return self._run(self._methods.truncate(turn, audio_s=audio_s, positions=positions))
+        return self._wait(self._methods.truncate(turn, audio_s=audio_s, positions=positions))
 
     def answer(self) -> Generator[SessionEvent]:
         """Yields the events up to the end of the turn that was committed last.
@@ -106,7 +106,7 @@ class Session(BaseSession):
         )
         self._thread.start()
         try:
-            self._run(self._methods.opened())
+            self._wait(self._methods.opened())
         except BaseException:
             self.close()
             raise
@@ -116,52 +116,45 @@ class Session(BaseSession):
         self.close()
 
     def _next(self) -> SessionEvent | None:
-        while True:
-            with self._changed:
-                delivery = self._wait(self._methods.next_delivery())
-            if delivery is None or delivery.event is not None:
-                return None if delivery is None else delivery.event
-
-    def _run(self, steps: Steps[T]) -> T:
-        """Runs a method that waits for the session."""
-        with self._changed:
-            return self._wait(steps)
+        while (delivery := self._wait(self._methods.next_delivery())) is not None:
+            if delivery.event is not None:
+                return delivery.event
+        return None
 
     def _wait(self, steps: Steps[T]) -> T:
-        try:
-            while True:
-                condition = next(steps)
+        """Runs a method that waits for the session."""
+        with self._changed:
+            try:
+                while True:
+                    condition = next(steps)
+                    self._changed.notify_all()
+                    self._changed.wait_for(condition)
+            except StopIteration as stop:
                 self._changed.notify_all()
-                self._changed.wait_for(condition)
-        except StopIteration as stop:
-            self._changed.notify_all()
-            result: T = stop.value
-            return result
-        finally:
-            steps.close()
+                result: T = stop.value
+                return result
+            finally:
+                steps.close()
 
     def _connect(self) -> None:
         """Calls the orchestrators until the session ends. Runs in a thread of its own."""
         with request_span("stagemesh.converse", {"stagemesh.session_id": self.session_id}) as self._headers:
-            self._call_until_end()
-
-    def _call_until_end(self) -> None:
-        calls = SessionCalls(self._client, self._state)
-        try:
-            while not self._state.has_ended:
-                pause_s = self._call(calls)
+            calls = SessionCalls(self._client, self._state)
+            try:
+                while not self._state.has_ended:
+                    pause_s = self._call(calls)
+                    with self._changed:
+                        self._changed.notify_all()
+                        if calls.is_parked:
+                            self._changed.wait_for(lambda: self._state.has_ended or self._state.needs_call)
+                        else:
+                            self._changed.wait_for(lambda: self._state.has_ended, timeout=pause_s)
+            except Exception as exc:  # noqa: BLE001 - the methods of the session raise it
+                with self._changed:
+                    calls.fail(exc)
+            finally:
                 with self._changed:
                     self._changed.notify_all()
-                    if calls.is_parked:
-                        self._changed.wait_for(lambda: self._state.has_ended or self._state.needs_call)
-                    else:
-                        self._changed.wait_for(lambda: self._state.has_ended, timeout=pause_s)
-        except Exception as exc:  # noqa: BLE001 - the methods of the session raise it
-            with self._changed:
-                calls.fail(exc)
-        finally:
-            with self._changed:
-                self._changed.notify_all()
 
     def _call(self, calls: SessionCalls) -> float:
         """Makes a call until it ends. Returns the number of seconds to wait before the next one."""
