@@ -216,22 +216,18 @@ class RequestCalls(CallSequence):
         self.request_id = request.request_id
         self.headers: Headers = ()
         """The headers of the calls, which name the request's span in the caller's trace. Empty if there is none."""
-        self._position = ClientPosition(request, client.retry_policy)
+        self.position = ClientPosition(request, client.retry_policy)
         self._span = ExitStack()
-
-    def request(self) -> orchestrator_pb2.GenerateRequest:
-        """Returns the request to send with the next call, which asks for the outputs that are still missing."""
-        return self._position.request()
 
     def take(self, response: orchestrator_pb2.GenerateResponse) -> Sequence[Event]:
         """Returns the events in `response` that the caller does not have yet. Empty if their kind is unknown."""
-        events = self._position.take(response)
+        events = self.position.take(response)
         if response.WhichOneof("event") != "queued":
             self._attempts.note_answer(is_new=bool(events))
         return events
 
     def _note_lost(self) -> None:
-        self._position.note_lost()
+        self.position.note_lost()
 
     def __enter__(self) -> Self:
         self._client.running.add(self)

@@ -14,13 +14,20 @@ from stagemesh.client.async_session import AsyncSession
 from stagemesh.client.calls import BaseClient, BaseGeneration, ClientOptions, main_error
 from stagemesh.client.content import Content, MediaFile
 from stagemesh.client.jobs import AsyncJobs, Jobs
-from stagemesh.client.media_transfer import Download, OnBytes, UploadMessages, media_address, stored_file
+from stagemesh.client.media_transfer import (
+    CHANNEL_OPTIONS,
+    Download,
+    OnBytes,
+    UploadMessages,
+    media_address,
+    stored_file,
+)
 from stagemesh.client.requests import ConverseArguments, GenerateArguments, build_open, build_request
 from stagemesh.client.responses import Event, Result, ResultBuilder
 from stagemesh.client.sync_session import Session
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.wire.versions import check_version, own_protocol
-from stagemesh.rpc import channels
+from stagemesh.rpc.channels import open_async, open_sync
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import orchestrator_pb2
 from stagemesh.v1.media_pb2_grpc import MediaServiceStub
@@ -29,8 +36,6 @@ from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 if TYPE_CHECKING:
     from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceAsyncStub
 
-# The ping timeout is longer than between services, because client machines may be loaded and client links slow.
-_CHANNEL_OPTIONS = tuple({**dict(channels.CHANNEL_OPTIONS), "grpc.http2.ping_timeout_ms": 2000}.items())
 _CONTROL_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 1.0
 
@@ -50,7 +55,7 @@ class AsyncGeneration(BaseGeneration["AsyncClient"]):
             while True:
                 timeout_s = calls.begin_call()
                 stub = self._client.stubs[calls.endpoint]
-                call = stub.Generate(calls.request(), timeout=timeout_s, metadata=calls.headers)
+                call = stub.Generate(calls.position.request(), timeout=timeout_s, metadata=calls.headers)
                 try:
                     async for response in call:
                         for event in calls.take(response):
@@ -80,7 +85,7 @@ class AsyncClient(BaseClient):
 
     def __init__(self, *endpoints: str, **options: Unpack[ClientOptions]) -> None:
         super().__init__(*endpoints, **options)
-        self._channels = [channels.open_async(endpoint, self.credentials, _CHANNEL_OPTIONS) for endpoint in endpoints]
+        self._channels = [open_async(endpoint, self.credentials, CHANNEL_OPTIONS) for endpoint in endpoints]
         self.stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
         self._leaving: set[asyncio.Task[None]] = set()
         self.sessions: set[AsyncSession] = set()
@@ -152,22 +157,21 @@ class AsyncClient(BaseClient):
         UnsupportedError if the pipeline has no media service. After an error, nothing is stored.
         """
         messages = UploadMessages(path, media_type=media_type, on_bytes=on_bytes)
-        endpoint, server_name = media_address(await self.describe())
-        options = channels.named_options(_CHANNEL_OPTIONS, server_name)
+        address = media_address(await self.describe())
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def end(_: object) -> None:
             loop.call_soon_threadsafe(ended.set)
 
         # A call of grpc.aio loses its status if the server ends it while a message is written.
-        with channels.open_sync(endpoint, self.credentials, options) as channel:
+        with open_sync(address.endpoint, self.credentials, address.options) as channel:
             call = MediaServiceStub(channel).UploadMedia.future(iter(messages), timeout=timeout_s)
             call.add_done_callback(end)
             try:
                 await ended.wait()
                 return stored_file(call.result().file)
             except grpc.RpcError as exc:
-                raise messages.error or from_rpc_error(exc, peer=f"the media service at {endpoint}") from exc
+                raise messages.error or from_rpc_error(exc, peer=f"the media service at {address.endpoint}") from exc
             finally:
                 call.cancel()
 
@@ -188,15 +192,14 @@ class AsyncClient(BaseClient):
         content differs, and UnsupportedError if the pipeline has no media service. After an error, an earlier file at
         `path` is unchanged.
         """
-        endpoint, server_name = media_address(await self.describe())
-        options = channels.named_options(_CHANNEL_OPTIONS, server_name)
-        async with channels.open_async(endpoint, self.credentials, options) as channel:
+        address = media_address(await self.describe())
+        async with open_async(address.endpoint, self.credentials, address.options) as channel:
             with Download(file, path, on_bytes=on_bytes) as download:
                 try:
                     async for response in MediaServiceStub(channel).DownloadMedia(download.request, timeout=timeout_s):
                         await asyncio.to_thread(download.add, response)
                 except grpc.aio.AioRpcError as exc:
-                    raise from_rpc_error(exc, peer=f"the media service at {endpoint}") from exc
+                    raise from_rpc_error(exc, peer=f"the media service at {address.endpoint}") from exc
                 download.finish()
 
     async def _call(
@@ -225,7 +228,7 @@ class AsyncClient(BaseClient):
             await channel.close()
 
     def _connect(self, endpoint: int) -> None:
-        channel = channels.open_async(self.endpoints[endpoint], self.credentials, _CHANNEL_OPTIONS)
+        channel = open_async(self.endpoints[endpoint], self.credentials, CHANNEL_OPTIONS)
         self._channels.append(channel)
         self.stubs[endpoint] = OrchestratorServiceStub(channel)
 
@@ -258,7 +261,7 @@ class Generation(BaseGeneration["Client"]):
             while True:
                 timeout_s = calls.begin_call()
                 stub = self._client.stubs[calls.endpoint]
-                call = stub.Generate(calls.request(), timeout=timeout_s, metadata=calls.headers)
+                call = stub.Generate(calls.position.request(), timeout=timeout_s, metadata=calls.headers)
                 try:
                     for response in call:
                         yield from calls.take(response)
@@ -287,7 +290,7 @@ class Client(BaseClient):
 
     def __init__(self, *endpoints: str, **options: Unpack[ClientOptions]) -> None:
         super().__init__(*endpoints, **options)
-        self._channels = [channels.open_sync(endpoint, self.credentials, _CHANNEL_OPTIONS) for endpoint in endpoints]
+        self._channels = [open_sync(endpoint, self.credentials, CHANNEL_OPTIONS) for endpoint in endpoints]
         self.stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
         self._leaving: set[grpc.Future[orchestrator_pb2.CancelRequestResponse]] = set()
         self.sessions: set[Session] = set()
@@ -349,13 +352,12 @@ class Client(BaseClient):
         `on_bytes` is called in another thread.
         """
         messages = UploadMessages(path, media_type=media_type, on_bytes=on_bytes)
-        endpoint, server_name = media_address(self.describe())
-        options = channels.named_options(_CHANNEL_OPTIONS, server_name)
-        with channels.open_sync(endpoint, self.credentials, options) as channel:
+        address = media_address(self.describe())
+        with open_sync(address.endpoint, self.credentials, address.options) as channel:
             try:
                 return stored_file(MediaServiceStub(channel).UploadMedia(iter(messages), timeout=timeout_s).file)
             except grpc.RpcError as exc:
-                raise messages.error or from_rpc_error(exc, peer=f"the media service at {endpoint}") from exc
+                raise messages.error or from_rpc_error(exc, peer=f"the media service at {address.endpoint}") from exc
 
     def download(
         self,
@@ -366,17 +368,16 @@ class Client(BaseClient):
         timeout_s: float | None = None,
     ) -> None:
         """Writes a stored file to `path`, in the same way as `AsyncClient.download`."""
-        endpoint, server_name = media_address(self.describe())
-        options = channels.named_options(_CHANNEL_OPTIONS, server_name)
+        address = media_address(self.describe())
         with (
-            channels.open_sync(endpoint, self.credentials, options) as channel,
+            open_sync(address.endpoint, self.credentials, address.options) as channel,
             Download(file, path, on_bytes=on_bytes) as download,
         ):
             try:
                 for response in MediaServiceStub(channel).DownloadMedia(download.request, timeout=timeout_s):
                     download.add(response)
             except grpc.RpcError as exc:
-                raise from_rpc_error(exc, peer=f"the media service at {endpoint}") from exc
+                raise from_rpc_error(exc, peer=f"the media service at {address.endpoint}") from exc
             download.finish()
 
     def _call(self, method: Callable[[OrchestratorServiceStub], Answer], *, anywhere: bool = False) -> Answer:
@@ -404,7 +405,7 @@ class Client(BaseClient):
             channel.close()
 
     def _connect(self, endpoint: int) -> None:
-        channel = channels.open_sync(self.endpoints[endpoint], self.credentials, _CHANNEL_OPTIONS)
+        channel = open_sync(self.endpoints[endpoint], self.credentials, CHANNEL_OPTIONS)
         self._channels.append(channel)
         self.stubs[endpoint] = OrchestratorServiceStub(channel)
 

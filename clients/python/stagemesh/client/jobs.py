@@ -12,16 +12,16 @@ import grpc.aio
 
 from stagemesh.client.content import Content, MediaFile
 from stagemesh.client.media_transfer import ServiceAddress, stored_file
-from stagemesh.client.received_events import to_usage
+from stagemesh.client.received_events import finish_reason, read_fields, to_progress
 from stagemesh.client.requests import GenerateArguments, build_request
 from stagemesh.client.responses import Progress, Usage
 from stagemesh.client.retries import RetryPolicy, is_broken
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError, UnsupportedError
 from stagemesh.common.media.files import suffix_of
-from stagemesh.rpc import channels
+from stagemesh.rpc.channels import open_async, open_sync
 from stagemesh.rpc.error_mapping import error_from_wire, from_rpc_error
-from stagemesh.v1 import jobs_pb2, orchestrator_pb2, request_pb2
+from stagemesh.v1 import jobs_pb2, orchestrator_pb2
 from stagemesh.v1.jobs_pb2_grpc import JobServiceStub
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class AsyncJobs:
         while True:
             address = await self._find()
             try:
-                async with self._open(address) as channel:
+                async with open_async(address.endpoint, self._client.credentials, address.options) as channel:
                     async for response in JobServiceStub(channel).WatchJob(request):
                         retries.note_answer()
                         if response.job != shown:
@@ -157,8 +157,7 @@ class AsyncJobs:
                             yield to_job(shown)
                     return
             except grpc.aio.AioRpcError as exc:
-                pause_s = retries.pause_s(exc, peer=address.endpoint)
-            await asyncio.sleep(pause_s)
+                await asyncio.sleep(retries.pause_s(exc, peer=address.endpoint))
 
     async def cancel(self, job_id: str, *, caller: str = "") -> Job:
         """Cancels a job. Returns it: a running job stops some seconds later."""
@@ -185,20 +184,15 @@ class AsyncJobs:
             self._address = _address_of(await self._client.describe())
         return self._address
 
-    def _open(self, address: ServiceAddress) -> grpc.aio.Channel:
-        options = channels.named_options(channels.CHANNEL_OPTIONS, address.server_name)
-        return channels.open_async(address.endpoint, self._client.credentials, options)
-
     async def _call(self, method: "Callable[[JobServiceAsyncStub], Awaitable[_Answer]]") -> _Answer:
         retries = _Retries(self._client.retry_policy)
         address = await self._find()
         while True:
             try:
-                async with self._open(address) as channel:
+                async with open_async(address.endpoint, self._client.credentials, address.options) as channel:
                     return await method(JobServiceStub(channel))
             except grpc.aio.AioRpcError as exc:
-                pause_s = retries.pause_s(exc, peer=address.endpoint)
-            await asyncio.sleep(pause_s)
+                await asyncio.sleep(retries.pause_s(exc, peer=address.endpoint))
 
 
 class Jobs:
@@ -241,7 +235,7 @@ class Jobs:
         while True:
             address = self._find()
             try:
-                with self._open(address) as channel:
+                with open_sync(address.endpoint, self._client.credentials, address.options) as channel:
                     for response in JobServiceStub(channel).WatchJob(request):
                         retries.note_answer()
                         if response.job != shown:
@@ -249,8 +243,7 @@ class Jobs:
                             yield to_job(shown)
                     return
             except grpc.RpcError as exc:
-                pause_s = retries.pause_s(exc, peer=address.endpoint)
-            time.sleep(pause_s)
+                time.sleep(retries.pause_s(exc, peer=address.endpoint))
 
     def cancel(self, job_id: str, *, caller: str = "") -> Job:
         """Cancels a job. Returns it: a running job stops some seconds later."""
@@ -274,20 +267,15 @@ class Jobs:
             self._address = _address_of(self._client.describe())
         return self._address
 
-    def _open(self, address: ServiceAddress) -> grpc.Channel:
-        options = channels.named_options(channels.CHANNEL_OPTIONS, address.server_name)
-        return channels.open_sync(address.endpoint, self._client.credentials, options)
-
     def _call(self, method: Callable[[JobServiceStub], _Answer]) -> _Answer:
         retries = _Retries(self._client.retry_policy)
         address = self._find()
         while True:
             try:
-                with self._open(address) as channel:
+                with open_sync(address.endpoint, self._client.credentials, address.options) as channel:
                     return method(JobServiceStub(channel))
             except grpc.RpcError as exc:
-                pause_s = retries.pause_s(exc, peer=address.endpoint)
-            time.sleep(pause_s)
+                time.sleep(retries.pause_s(exc, peer=address.endpoint))
 
 
 class _Retries:
@@ -314,22 +302,14 @@ class _Retries:
 
 def to_job(message: jobs_pb2.Job) -> Job:
     """Returns the client's description of a job."""
-    return Job(
-        job_id=message.job_id,
-        caller=message.caller,
+    return read_fields(
+        Job,
+        message,
         state=cast("JobState", jobs_pb2.JobState.Name(message.state).removeprefix(_PREFIX).lower()),
-        attempts=message.attempts,
-        created_s=message.created_s,
-        started_s=message.started_s if message.HasField("started_s") else None,
-        ended_s=message.ended_s if message.HasField("ended_s") else None,
-        expires_s=message.expires_s if message.HasField("expires_s") else None,
-        cancel_requested=message.cancel_requested,
-        queue_position=message.queue_position,
-        progress=tuple(map(_progress, message.progress)),
+        progress=tuple(map(to_progress, message.progress)),
         error=error_from_wire(message.error) if message.HasField("error") else None,
         outputs=tuple(map(_output, message.outputs)),
-        usage={name: to_usage(usage) for name, usage in message.usage.items()},
-        seed=message.seed,
+        usage={name: read_fields(Usage, usage) for name, usage in message.usage.items()},
         labels=dict(message.labels),
     )
 
@@ -348,8 +328,7 @@ def download_paths(job: Job, folder: Path) -> dict[Path, MediaFile]:
         for number, file in enumerate(output.files, 1):
             choice = f"-{output.index}" if output.index else ""
             numbered = f"-{number}" if len(output.files) > 1 else ""
-            suffix = ".txt" if file.media_type == "text/plain" else suffix_of(file.media_type)
-            paths[folder / f"{output.name}{choice}{numbered}{suffix}"] = file
+            paths[folder / f"{output.name}{choice}{numbered}{suffix_of(file.media_type)}"] = file
     return paths
 
 
@@ -370,18 +349,11 @@ def _address_of(pipeline: orchestrator_pb2.DescribePipelineResponse) -> ServiceA
     return ServiceAddress(pipeline.jobs_endpoint, pipeline.jobs_server_name)
 
 
-def _progress(message: orchestrator_pb2.RequestProgress) -> Progress:
-    done = message.progress
-    return Progress(
-        message.stage, done.steps, done.total_steps if done.HasField("total_steps") else None, message.index
-    )
-
-
 def _output(message: jobs_pb2.JobOutput) -> JobOutput:
     return JobOutput(
         message.name,
         message.index,
-        request_pb2.FinishReason.Name(message.finish.reason).removeprefix("FINISH_REASON_").lower(),
+        finish_reason(message.finish),
         message.text,
         tuple(message.token_ids.ids),
         tuple(map(stored_file, message.files)),

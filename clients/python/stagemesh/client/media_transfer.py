@@ -4,17 +4,21 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self, TypeAlias
 from uuid import uuid4
 
 from stagemesh.client.content import MediaFile, media_type_of
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.media.files import MEDIA_PART_BYTES, check_content
+from stagemesh.rpc import channels
 from stagemesh.v1 import media_pb2, orchestrator_pb2, request_pb2
 
 OnBytes: TypeAlias = Callable[[int], None]
 """A function that is called during a transfer with the number of bytes transferred so far."""
+
+
+# The ping timeout is longer than between services, because client machines may be loaded and client links slow.
+CHANNEL_OPTIONS = tuple({**dict(channels.CHANNEL_OPTIONS), "grpc.http2.ping_timeout_ms": 2000}.items())
 
 
 class ServiceAddress(NamedTuple):
@@ -25,6 +29,11 @@ class ServiceAddress(NamedTuple):
 
     endpoint: str
     server_name: str
+
+    @property
+    def options(self) -> channels.ChannelOptions:
+        """The options of a channel to the service."""
+        return channels.named_options(CHANNEL_OPTIONS, self.server_name)
 
 
 def media_address(pipeline: orchestrator_pb2.DescribePipelineResponse) -> ServiceAddress:
@@ -57,26 +66,23 @@ class UploadMessages:
             raise InvalidRequestError(f"{path} is empty; name a file with content", reason="INVALID_MEDIA")
 
     def __iter__(self) -> Iterator[media_pb2.UploadMediaRequest]:
+        digest, offset, last = hashlib.sha256(), 0, False
         try:
-            yield from self._messages()
+            with self._path.open("rb", buffering=0) as file:
+                while not last:
+                    data = file.read(MEDIA_PART_BYTES)
+                    digest.update(data)
+                    last = not data or offset + len(data) >= self._size_bytes
+                    media = request_pb2.Media(media_type=self._media_type, data=data, offset=offset, last=last)
+                    yield media_pb2.UploadMediaRequest(
+                        media=media, size_bytes=self._size_bytes, sha256=digest.digest() if last else b""
+                    )
+                    offset += len(data)
+                    if self._on_bytes is not None:
+                        self._on_bytes(offset)
         except OSError as exc:
             self.error = self._unreadable(exc)
             raise self.error from exc
-
-    def _messages(self) -> Iterator[media_pb2.UploadMediaRequest]:
-        digest, offset, last = hashlib.sha256(), 0, False
-        with self._path.open("rb", buffering=0) as file:
-            while not last:
-                data = file.read(MEDIA_PART_BYTES)
-                digest.update(data)
-                last = not data or offset + len(data) >= self._size_bytes
-                media = request_pb2.Media(media_type=self._media_type, data=data, offset=offset, last=last)
-                yield media_pb2.UploadMediaRequest(
-                    media=media, size_bytes=self._size_bytes, sha256=digest.digest() if last else b""
-                )
-                offset += len(data)
-                if self._on_bytes is not None:
-                    self._on_bytes(offset)
 
     def _unreadable(self, exc: OSError) -> InvalidRequestError:
         return InvalidRequestError(f"cannot read {self._path}: {exc.strerror}", reason="INVALID_MEDIA")
@@ -135,9 +141,7 @@ class Download:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 

@@ -3,8 +3,10 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
+from typing import Any, TypeVar
 
 import numpy as np
+from google.protobuf.message import Message as ProtoMessage
 
 from stagemesh.client.media_transfer import stored_file
 from stagemesh.client.responses import (
@@ -36,6 +38,20 @@ from stagemesh.common.wire.tensors import read_inline
 from stagemesh.common.wire.versions import refuse_unknown
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, request_pb2, stage_pb2
 
+_Described = TypeVar("_Described")
+
+
+def read_fields(kind: type[_Described], message: ProtoMessage, **fields: Any) -> _Described:
+    """Returns an object of the dataclass `kind` that describes a message.
+
+    `fields` contains the values of individual fields by name. Every other field receives the value of the message's
+    field of the same name, or None if the message does not have an optional field.
+    """
+    known = message.DESCRIPTOR.fields_by_name
+    for name in kind.__annotations__.keys() & known.keys() - fields.keys():
+        fields[name] = None if known[name].has_presence and not message.HasField(name) else getattr(message, name)
+    return kind(**fields)
+
 
 class EventDecoder:
     """Converts the responses of one request to events, in order. Joins the parts of an image."""
@@ -58,12 +74,9 @@ class EventDecoder:
                 replicas = tuple(dict(choice.replicas) for choice in admitted.choices)
                 yield Admitted(admitted.request_id, admitted.seed, replicas)
             case "queued":
-                queued = response.queued
-                yield Queued(queued.request_id, queued.position, queued.expected_wait_s)
+                yield read_fields(Queued, response.queued)
             case "progress":
-                done = response.progress.progress
-                total_steps = done.total_steps if done.HasField("total_steps") else None
-                yield Progress(response.progress.stage, done.steps, total_steps, response.progress.index)
+                yield to_progress(response.progress)
             case "output":
                 yield from self._content(response.output, ignorable=response.ignorable)
                 if response.output.HasField("finish"):
@@ -71,7 +84,7 @@ class EventDecoder:
             case "finished":
                 choices = response.finished.choices
                 reports = tuple({name: _report(stage) for name, stage in choice.stages.items()} for choice in choices)
-                yield Finished(reports, _timings(response.finished.timings))
+                yield Finished(reports, read_fields(Timings, response.finished.timings))
             case None:
                 refuse_unknown(response, of="the orchestrator")
 
@@ -116,17 +129,12 @@ class EventDecoder:
 
 
 def _finish(message: request_pb2.Output) -> OutputFinished:
-    finish = message.finish
-    return OutputFinished(
-        message.name,
-        _reason_name(finish),
-        finish.stop_text if finish.HasField("stop_text") else None,
-        finish.stop_token_id if finish.HasField("stop_token_id") else None,
-        message.index,
-    )
+    reason = finish_reason(message.finish)
+    return read_fields(OutputFinished, message.finish, output=message.name, reason=reason, index=message.index)
 
 
-def _reason_name(finish: request_pb2.Finish) -> str:
+def finish_reason(finish: request_pb2.Finish) -> str:
+    """Returns the name of the reason why an output or a stage ended, or "unspecified" if it is not known."""
     known = request_pb2.FinishReason.DESCRIPTOR.values_by_number.get(finish.reason)
     return known.name.removeprefix("FINISH_REASON_").lower() if known is not None else "unspecified"
 
@@ -143,29 +151,21 @@ def _audio(message: request_pb2.Output) -> AudioChunk:
 
 
 def _report(message: stage_pb2.StepFinished) -> StageReport:
-    edges = tuple(
-        EdgeUsage(edge.edge, _connector_name(edge.connector), edge.chunks, edge.size_bytes, edge.handed_over_bytes)
-        for edge in message.edges
-    )
-    reason = _reason_name(message.finish) if message.HasField("finish") else None
+    edges = tuple(read_fields(EdgeUsage, each, connector=_connector_name(each.connector)) for each in message.edges)
+    reason = finish_reason(message.finish) if message.HasField("finish") else None
     warnings = tuple(StageWarning(each.reason, each.message, dict(each.metadata)) for each in message.warnings)
-    return StageReport(to_usage(message.usage), _timings(message.timings), edges, reason, warnings)
+    usage, timings = read_fields(Usage, message.usage), read_fields(Timings, message.timings)
+    return StageReport(usage, timings, edges, reason, warnings)
 
 
-def to_usage(message: request_pb2.Usage) -> Usage:
-    """Returns the client's description of the work of a stage."""
-    return Usage(**{name: getattr(message, name) for name in Usage.__annotations__})
+def to_progress(message: orchestrator_pb2.RequestProgress) -> Progress:
+    """Returns the client's description of the progress of a stage."""
+    return read_fields(Progress, message.progress, stage=message.stage, index=message.index)
 
 
 def _connector_name(number: int) -> str:
     known = chunk_pb2.Connector.DESCRIPTOR.values_by_number.get(number)
     return known.name.removeprefix("CONNECTOR_").lower() if known is not None else f"connector {number}"
-
-
-def _timings(message: request_pb2.Timings) -> Timings:
-    started_s = message.started_s if message.HasField("started_s") else None
-    first_s = message.first_output_s if message.HasField("first_output_s") else None
-    return Timings(started_s, first_s, message.finished_s)
 
 
 def _read_logprobs(message: request_pb2.Output) -> tuple[TokenLogprobs, ...]:

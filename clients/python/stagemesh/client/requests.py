@@ -196,10 +196,7 @@ def build_request(prompt: Content | None, arguments: GenerateArguments) -> orche
             request_id=arguments.get("request_id") or uuid4().hex,
             input=_input(prompt, arguments),
             parameters=_parameters(arguments, choices=arguments.get("choices")),
-            pipeline=arguments.get("pipeline", ""),
-            outputs=arguments.get("outputs", ()),
-            priority=arguments.get("priority", 0),
-            caller=arguments.get("caller", ""),
+            **_shared(arguments),
             preferred_replicas=arguments.get("preferred_replicas"),
         )
     except (ValueError, TypeError) as exc:
@@ -227,15 +224,17 @@ def build_open(arguments: ConverseArguments) -> orchestrator_pb2.SessionOpen:
             turn_detection=None if detection is None else _turn_detection(detection),
             linger_s=arguments.get("linger_s", _LINGER_S),
             turn_timeout_s=arguments.get("turn_timeout_s", 0.0),
-            pipeline=arguments.get("pipeline", ""),
-            outputs=arguments.get("outputs", ()),
-            priority=arguments.get("priority", 0),
-            caller=arguments.get("caller", ""),
+            **_shared(arguments),
         )
     except (ValueError, TypeError) as exc:
         raise InvalidRequestError(f"an argument of converse cannot be sent: {exc}") from exc
     check_size(message, what="opening conversation")
     return message
+
+
+def _shared(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments with which requests and sessions have fields of the same names."""
+    return {name: arguments[name] for name in ("pipeline", "outputs", "priority", "caller") if name in arguments}
 
 
 def _turn_detection(given: TurnDetection) -> orchestrator_pb2.TurnDetection:

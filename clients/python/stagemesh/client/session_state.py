@@ -139,7 +139,7 @@ class SessionState:
         opening.earlier_calls = earlier_calls
         opening.turn = self._ended_number + 1
         if opening.turn in self.turns:
-            received = self.turns[opening.turn].request()
+            received = self.turns[opening.turn].position.request()
             opening.next_positions.extend(received.next_positions)
             opening.generation = received.generation
         return ConverseRequest(open=opening)
@@ -148,7 +148,7 @@ class SessionState:
         """Records that a call has ended. The orchestrator may continue without it."""
         self.log.is_attached = False
         for turn in self.turns.values():
-            turn.note_lost()
+            turn.position.note_lost()
 
     def next_event(self) -> ConverseRequest | None:
         """Returns the next event to send in the current call, or None if there is none now."""

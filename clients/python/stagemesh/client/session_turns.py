@@ -113,31 +113,24 @@ class ReceivedTurn:
         self.audio: tuple[str, int] | None = None
         """The name and the sample rate of the first audio output. None if none has arrived."""
         self._texts: dict[str, str] = {}
-        self._position = ClientPosition(GenerateRequest(), policy)
+        self.position = ClientPosition(GenerateRequest(), policy)
+        """What has arrived. The next_positions and the generation of its request say it to an orchestrator."""
 
     @property
     def received(self) -> Mapping[str, int]:
         """How much of each output has arrived, by name."""
-        return {each.name: each.position for each in self.request().next_positions}
-
-    def request(self) -> GenerateRequest:
-        """Returns a request whose next_positions and generation say what has arrived."""
-        return self._position.request()
+        return {each.name: each.position for each in self.position.request().next_positions}
 
     def text(self, output: str) -> str:
         """Returns the text of an output that has arrived."""
         return self._texts.get(output, "")
 
-    def note_lost(self) -> None:
-        """Records that a call ended in which the turn may have been answered."""
-        self._position.note_lost()
-
     def take(self, response: GenerateResponse) -> Iterator[Received]:
         """Yields the events in `response` that have not arrived before."""
-        rest = self._position.remainder(response)
+        rest = self.position.remainder(response)
         if rest is None:
             return
-        events = self._position.events(rest)
+        events = self.position.events(rest)
         if not events and not rest.HasField("output"):
             return
         output, end = rest.output.name, rest.output.position + length_of(rest.output)

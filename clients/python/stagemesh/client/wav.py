@@ -53,7 +53,9 @@ class WavWriter:
         channels = 1 if samples.ndim == 1 else samples.shape[1]
         if self._file is None:
             self._raw = _create(self._path)
-            self._file = _begin(self._raw, channels=channels, sample_rate_hz=sample_rate_hz)
+            self._file = wave.open(self._raw, "wb")  # noqa: SIM115 - `close` closes it
+            # The 0 stands for the number of frames, which the file determines when it is closed.
+            self._file.setparams((channels, 2, sample_rate_hz, 0, "NONE", "not compressed"))
         if (self._file.getnchannels(), self._file.getframerate()) != (channels, sample_rate_hz):
             raise InvalidRequestError(
                 f"{self._path} has {self._file.getnchannels()} channels at {self._file.getframerate()} Hz; "
@@ -83,13 +85,6 @@ def _create(path: Path) -> BinaryIO:
         raise InvalidRequestError(
             f"cannot write {path}: {exc.strerror}; choose another file", reason="CANNOT_WRITE"
         ) from exc
-
-
-def _begin(raw: BinaryIO, *, channels: int, sample_rate_hz: int) -> wave.Wave_write:
-    file = wave.open(raw, "wb")  # noqa: SIM115 - the writer closes the file
-    # The 0 stands for the number of frames, which the file determines when it is closed.
-    file.setparams((channels, 2, sample_rate_hz, 0, "NONE", "not compressed"))
-    return file
 
 
 def _pcm16(samples: npt.NDArray[np.float32]) -> bytes:
