@@ -114,7 +114,7 @@ class ReceivedTurn:
         """The name and the sample rate of the first audio output. None if none has arrived."""
         self._texts: dict[str, str] = {}
         self.position = ClientPosition(GenerateRequest(), policy)
-        """What has arrived. The next_positions and the generation of its request say it to an orchestrator."""
+        """The outputs that have arrived. Its request has their positions and their generation for an orchestrator."""
 
     @property
     def received(self) -> Mapping[str, int]:
