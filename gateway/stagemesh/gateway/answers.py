@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from stagemesh.client import AsyncGeneration, Event, Finished, Queued
 from stagemesh.common.errors import CancelledRequestError, StagemeshError
+from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import error_body
 
@@ -99,9 +100,7 @@ async def until_disconnected(request: Request, work: Awaitable[T]) -> T:
             return working.result()
         raise CancelledRequestError("the caller disconnected", reason="CALLER_DISCONNECTED")
     finally:
-        leaving.cancel()
-        working.cancel()
-        await asyncio.wait([working, leaving])
+        await end_tasks([working, leaving])
 
 
 async def _disconnected(request: Request) -> None:

@@ -4,7 +4,7 @@ import io
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import av
 import numpy as np
@@ -126,20 +126,13 @@ PCM_RATE_HZ = 24_000
 """The number of samples per second of pcm and pcm16, which OpenAI's clients assume."""
 
 
-class Encoder(Protocol):
-    """Converts the audio of one answer to a file, in parts. The parts depend on how the audio is divided."""
+def make_encoder(audio_format: AudioFormat) -> "_FileEncoder | _PcmEncoder":
+    """Returns an encoder of a format.
 
-    def push(self, chunk: AudioChunk) -> bytes:
-        """Returns the bytes that are complete after a chunk."""
-        ...
-
-    def finish(self) -> bytes:
-        """Returns the remaining bytes. Called once, after the last chunk."""
-        ...
-
-
-def make_encoder(audio_format: AudioFormat) -> Encoder:
-    """Returns an encoder of a format."""
+    It converts the audio of one answer to a file, in parts. The parts depend on how the audio is divided. `push`
+    returns the bytes that are complete after a chunk. `finish` returns the remaining bytes. It is called once, after
+    the last chunk.
+    """
     return _PcmEncoder() if audio_format in {"pcm", "pcm16"} else _FileEncoder(MEDIA_TYPES[audio_format])
 
 

@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import UploadFile
 
-from stagemesh.client import GenerateArguments, OptionValue, StageArguments
+from stagemesh.client import GenerateArguments, OptionValue, StageArguments, Tool
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import ParameterError, error_response
@@ -40,6 +40,18 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
+class Function(Body):
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: Object | None = None
+
+    def to_tool(self) -> Tool:
+        """Returns the client's tool."""
+        return Tool(self.name, self.description, self.parameters or "")
+
+
 class StageBody(Body):
     """The parameters of every endpoint that generates: those of OpenAI's API, and those of Stagemesh."""
 
@@ -54,7 +66,7 @@ class StageBody(Body):
 
     def stage_arguments(self, model: Model) -> GenerateArguments:
         """Returns the arguments of the client for these parameters."""
-        arguments: GenerateArguments = {
+        return {
             "pipeline": model.description.pipeline,
             "adapter": model.adapter,
             "seed": self.seed,
@@ -62,10 +74,8 @@ class StageBody(Body):
             # The client checks their names and types.
             "stages": cast("Mapping[str, StageArguments]", self.stages),
             "priority": self.priority,
+            "caller": self.user or "",
         }
-        if self.user:
-            arguments["caller"] = self.user
-        return arguments
 
 
 class SamplingBody(StageBody):

@@ -20,17 +20,13 @@ from stagemesh.common.errors import (
     UnauthenticatedError,
     UnsupportedError,
 )
+from stagemesh.common.plugins.descriptors import INPUT, TEXT, kind_to_wire
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.v1 import signature_pb2
 from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription
 
 Kind: TypeAlias = Literal["text", "audio", "image"]
 
-_KINDS: Mapping[str, "signature_pb2.TensorKind.ValueType"] = {
-    "text": signature_pb2.TENSOR_KIND_TEXT,
-    "audio": signature_pb2.TENSOR_KIND_AUDIO,
-    "image": signature_pb2.TENSOR_KIND_IMAGE,
-}
 _SYNONYMS: Mapping[str, Sequence[str]] = {
     "voice": ("speaker",),
     "instructions": ("instruction",),
@@ -39,7 +35,6 @@ _SYNONYMS: Mapping[str, Sequence[str]] = {
 """Further names of the options to which parameters of OpenAI's API belong."""
 _FRESH_S = 10.0
 """The time for which a description is used, in seconds. An upgrade may change it."""
-_INPUT, _TEXT = "@input", "text"
 _EVERYONE = "everyone"
 """The owner of what callers store if the gateway does not know them."""
 
@@ -61,9 +56,9 @@ class Model:
     @property
     def speaks_input(self) -> bool:
         """Whether the pipeline has stages that a session feeds with its text, without the language model."""
-        fed = {edge.to_stage for edge in self.description.edges if edge.from_stage == _INPUT}
+        fed = {edge.to_stage for edge in self.description.edges if edge.from_stage == INPUT}
         stages = (stage for stage in self.description.stages if stage.name in fed)
-        return any(accepted.spec.name == _TEXT for stage in stages for accepted in stage.signature.accepts)
+        return any(accepted.spec.name == TEXT for stage in stages for accepted in stage.signature.accepts)
 
     @property
     def chooses_tokens(self) -> bool:
@@ -94,7 +89,7 @@ class Model:
 
     def output(self, kind: Kind) -> OutputDescription | None:
         """Returns the first output of a kind that is sent to clients, or None if there is none."""
-        outputs = (each for each in self.description.outputs if each.kind == _KINDS[kind] and not each.stored)
+        outputs = (each for each in self.description.outputs if each.kind == kind_to_wire(kind) and not each.stored)
         return next(outputs, None)
 
     def require_output(self, kind: Kind, *, param: str = "model") -> str:

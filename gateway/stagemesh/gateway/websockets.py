@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -15,20 +15,13 @@ from stagemesh.gateway.catalog import offered_protocol
 from stagemesh.gateway.errors import error_body, error_response, validation_error
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope
-    from starlette.types import Send as SendMessage
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class ClientEvent(Body):
     """An event of a client. An error that the event causes has its id."""
 
     event_id: str | None = None
-
-
-class Send(Protocol):
-    """Sends an event of a type to the client."""
-
-    async def __call__(self, event_type: str, /, **fields: Any) -> None: ...
 
 
 E = TypeVar("E")
@@ -114,7 +107,7 @@ class WebSocketLimit:
         self._app, self._most = app, most
         self._open = 0
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "SendMessage") -> None:
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] != "websocket":
             await self._app(scope, receive, send)
             return

@@ -235,13 +235,9 @@ class Connection:
         if vad is None:
             return
         if self._listener is None:
-            begin_s = self._buffer.end_s - len(samples.samples) / samples.sample_rate_hz
-            self._listener = await Listener.open(
-                await find_model(self._websocket, self._settings.model),
-                vad.to_detection(),
-                begin_s=begin_s,
-                on_event=self._take,
-            )
+            model = await find_model(self._websocket, self._settings.model)
+            begin_s = self._buffer.end_s - samples.duration_s
+            self._listener = await Listener.open(model, vad.to_detection(), begin_s=begin_s, on_event=self._take)
         await self._listener.append(samples)
         if self._spoken_id is None:
             self._buffer.forget_silence()
@@ -282,7 +278,7 @@ class Connection:
         if not speech.begins:
             await self._send("input_audio_buffer.speech_stopped", audio_end_ms=at_ms, item_id=self._spoken_id)
             return
-        self._buffer.drop(until_s=speech.at_s)
+        self._buffer.take(until_s=speech.at_s)
         self._spoken_id = f"item_{uuid4().hex}"
         await self._send("input_audio_buffer.speech_started", audio_start_ms=at_ms, item_id=self._spoken_id)
         if self._vad.interrupt_response and self._response is not None:
@@ -326,7 +322,7 @@ class Connection:
             settings,
             model,
             self._conversation if belongs else None,
-            self._send,
+            self._socket,
             metadata=body.metadata,
         )
         if belongs:

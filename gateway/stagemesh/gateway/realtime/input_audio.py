@@ -9,6 +9,7 @@ import numpy as np
 
 from stagemesh.client import AsyncSession, AudioSamples, SpeechDetected, TurnCommitted, TurnDetection, TurnEnded
 from stagemesh.common.errors import OverloadedError, StagemeshError
+from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.audio import PCM_RATE_HZ
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.content import decode_base64
@@ -55,10 +56,6 @@ class InputBuffer:
         if len(self._pcm) > 2 * _KEPT_SILENCE_BYTES:
             self._drop(len(self._pcm) - _KEPT_SILENCE_BYTES)
 
-    def drop(self, *, until_s: float) -> None:
-        """Drops the audio before a time."""
-        self.take(until_s=until_s)
-
     def take(self, *, until_s: float | None = None) -> bytes:
         """Removes and returns the audio before a time, or all of it."""
         size = len(self._pcm)
@@ -104,8 +101,7 @@ class Listener:
 
     async def close(self) -> None:
         """Ends the session. No report follows."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await end_tasks([self._task])
         await self._session.close()
 
     async def _run(self) -> None:

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from stagemesh.client import Admitted, AsyncGeneration, AudioChunk, Event, Finished, OutputFinished, Text
 from stagemesh.common.errors import InternalError, StagemeshError
+from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.answers import token_counts, usage_of
 from stagemesh.gateway.audio import make_encoder
 from stagemesh.gateway.catalog import Model
@@ -23,7 +24,7 @@ from stagemesh.gateway.realtime.items import (
 )
 from stagemesh.gateway.realtime.settings import Settings
 from stagemesh.gateway.tool_calls import ForcedCall, FoundCall, ToolCallSplitter
-from stagemesh.gateway.websockets import Send
+from stagemesh.gateway.websockets import JsonSocket
 
 CancelReason: TypeAlias = Literal["turn_detected", "client_cancelled"]
 Status: TypeAlias = Literal["completed", "cancelled", "incomplete", "failed"]
@@ -38,13 +39,13 @@ class Response:
         settings: Settings,
         model: Model,
         conversation: Conversation | None,
-        send: Send,
+        socket: JsonSocket,
         *,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         """`conversation` receives the items of the response. None if the response belongs to no conversation."""
         self.id = f"resp_{uuid4().hex}"
-        self._generation, self._settings, self._model, self._send = generation, settings, model, send
+        self._generation, self._settings, self._model, self._send = generation, settings, model, socket.send
         self._conversation, self._metadata = conversation, metadata
         self.replicas: Mapping[str, str] = {}
         """The replicas on which the response runs, by stage. Empty before it is admitted."""
@@ -87,8 +88,7 @@ class Response:
     async def stop(self) -> None:
         """Stops the response without a report, because the client has disconnected."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end_tasks([self._task])
 
     async def _run(self) -> None:
         try:

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import Field
 
-from stagemesh.client import GenerateArguments, Tool, TurnDetection
-from stagemesh.gateway.body import Body, Object, StageBody, option_values
+from stagemesh.client import GenerateArguments, TurnDetection
+from stagemesh.gateway.body import Body, Function, Object, StageBody, option_values
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.realtime.items import ItemBody, ItemReference
@@ -58,11 +58,16 @@ class InputAudio(Body):
     noise_reduction: None = None
 
 
-class OutputAudio(Body):
-    """The audio of the model. `speed` and `voice` are options of the pipeline's stages."""
+class ResponseOutputAudio(Body):
+    """The audio of one response."""
 
     format: PcmFormat = PcmFormat()
     voice: str | None = None
+
+
+class OutputAudio(ResponseOutputAudio):
+    """The audio of the model. `speed` and `voice` are options of the pipeline's stages."""
+
     speed: float | None = None
 
 
@@ -73,13 +78,10 @@ class Audio(Body):
     output: OutputAudio = OutputAudio()
 
 
-class FunctionTool(Body):
+class FunctionTool(Function):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str
-    description: str = ""
-    parameters: Object | None = None
 
 
 class NamedFunction(Body):
@@ -92,21 +94,26 @@ class NamedFunction(Body):
 ToolChoice: TypeAlias = Literal["auto", "none", "required"] | NamedFunction
 
 
-class Settings(StageBody):
+class CommonSettings(Body):
+    """The settings that conversations and single responses have in common."""
+
+    instructions: str | None = None
+    tools: list[FunctionTool] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    prompt: None = None
+    reasoning: None = None
+
+
+class Settings(CommonSettings, StageBody):
     """The settings of a conversation. A setting that can only be null has no effect here."""
 
     type: Literal["realtime"] = "realtime"
-    instructions: str | None = None
     output_modalities: Annotated[list[Modality], Field(min_length=1, max_length=1)]
     max_output_tokens: MaxTokens | None = "inf"
-    tools: list[FunctionTool] | None = None
     tool_choice: ToolChoice | None = "auto"
-    parallel_tool_calls: Literal[True] | None = None
     audio: Audio = Audio()
     truncation: Literal["disabled"] | None = "disabled"
     include: None = None
-    prompt: None = None
-    reasoning: None = None
     tracing: None = None
 
     @property
@@ -154,19 +161,12 @@ class Settings(StageBody):
             own = option_values(model, self.audio.output, "voice", "speed", within="session.audio.output.")
             arguments["options"] = {**self.options, **own}
         if self.callable_tools:
-            arguments["tools"] = [Tool(each.name, each.description, each.parameters or "") for each in self.tools or ()]
+            arguments["tools"] = [each.to_tool() for each in self.callable_tools]
         if forced := self.forced_tools:
             arguments["json_schema"] = call_schema({each.name: each.parameters for each in forced})
         if isinstance(self.max_output_tokens, int):
             arguments["max_tokens"] = self.max_output_tokens
         return arguments
-
-
-class ResponseOutputAudio(Body):
-    """The audio of one response."""
-
-    format: PcmFormat = PcmFormat()
-    voice: str | None = None
 
 
 class ResponseAudio(Body):
@@ -175,21 +175,16 @@ class ResponseAudio(Body):
     output: ResponseOutputAudio = ResponseOutputAudio()
 
 
-class ResponseBody(Body):
+class ResponseBody(CommonSettings):
     """The settings of one response, which replace those of the conversation."""
 
-    instructions: str | None = None
     output_modalities: Annotated[list[Modality] | None, Field(min_length=1, max_length=1)] = None
     max_output_tokens: MaxTokens | None = None
-    tools: list[FunctionTool] | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: Literal[True] | None = None
     audio: ResponseAudio | None = None
     conversation: Literal["auto", "none"] = "auto"
     input: list[ItemBody | ItemReference] | None = None
     metadata: dict[str, str] | None = None
-    prompt: None = None
-    reasoning: None = None
 
     def settings(self, of_conversation: Settings) -> Settings:
         """Returns the settings of the response."""

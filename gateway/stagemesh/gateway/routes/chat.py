@@ -19,11 +19,10 @@ from stagemesh.client import (
     Text,
     TokenLogprob,
     TokenLogprobs,
-    Tool,
 )
 from stagemesh.gateway.answers import DONE, limit_logprob, now_s, respond, sse, usage_of
 from stagemesh.gateway.audio import AudioFormat, make_encoder
-from stagemesh.gateway.body import Body, Object, SamplingBody, option_values
+from stagemesh.gateway.body import Body, Function, Object, SamplingBody, option_values
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import MessageBody
 from stagemesh.gateway.errors import ParameterError
@@ -41,12 +40,9 @@ FINISH_REASONS: Mapping[str, str] = {
 """OpenAI's reasons why an answer ends, by those of outputs."""
 
 
-class FunctionBody(Body):
+class FunctionBody(Function):
     """A function that the model may call."""
 
-    name: str
-    description: str = ""
-    parameters: Object | None = None
     strict: bool | None = None
 
 
@@ -129,10 +125,7 @@ class ChatBody(SamplingBody):
         arguments["messages"] = [message.to_message(index) for index, message in enumerate(self.messages)]
         arguments["outputs"] = self._outputs(model)
         if self.tools and self.tool_choice != "none":
-            arguments["tools"] = [
-                Tool(tool.function.name, tool.function.description, tool.function.parameters or "")
-                for tool in self.tools
-            ]
+            arguments["tools"] = [tool.function.to_tool() for tool in self.tools]
         if self.logprobs:
             arguments["logprobs"] = self.top_logprobs or 0
         if self.chat_template_kwargs:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastapi import APIRouter, Request
+from google.protobuf.message import Message
 
 from stagemesh.gateway.catalog import Model, find_model, find_models
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, signature_pb2, stage_pb2
@@ -40,12 +41,7 @@ async def read_pipeline(name: str, request: Request) -> dict[str, Any]:
     model = await find_model(request, name)
     pipeline = await model.client.describe(model.description.pipeline)
     return {
-        "pipeline": pipeline.pipeline,
-        "generation": pipeline.generation,
-        "in_flight": pipeline.in_flight,
-        "max_in_flight": pipeline.max_in_flight,
-        "queued": pipeline.queued,
-        "max_queued": pipeline.max_queued,
+        **_fields(pipeline, "pipeline", "generation", "in_flight", "max_in_flight", "queued", "max_queued"),
         "detects_turns": pipeline.detects_turns,
         "speaks_input": model.speaks_input,
         "stages": [_stage(each) for each in pipeline.stages],
@@ -54,11 +50,14 @@ async def read_pipeline(name: str, request: Request) -> dict[str, Any]:
     }
 
 
+def _fields(message: Message, *names: str) -> dict[str, Any]:
+    """Returns the values of some fields of a message, by name."""
+    return {name: getattr(message, name) for name in names}
+
+
 def _stage(stage: orchestrator_pb2.StageDescription) -> dict[str, Any]:
     return {
-        "name": stage.name,
-        "engine": stage.engine,
-        "model": stage.model,
+        **_fields(stage, "name", "engine", "model"),
         "accepts_media": stage.signature.media,
         "replicas": [_replica(each) for each in stage.replicas],
     }
@@ -66,21 +65,16 @@ def _stage(stage: orchestrator_pb2.StageDescription) -> dict[str, Any]:
 
 def _replica(replica: orchestrator_pb2.ReplicaStatus) -> dict[str, Any]:
     return {
-        "name": replica.name,
+        **_fields(replica, "name", "detail", "planned"),
         "state": stage_pb2.ReplicaState.Name(replica.state).removeprefix("REPLICA_STATE_").lower(),
-        "detail": replica.detail,
-        "planned": replica.planned,
         "load": _load(replica.load) if replica.HasField("load") else None,
     }
 
 
 def _load(load: stage_pb2.WatchLoadResponse) -> dict[str, Any]:
     return {
-        "running": load.running,
-        "queued": load.queued,
+        **_fields(load, "running", "queued", "arena_used_bytes", "arena_size_bytes"),
         "work_s": load.work_s if load.HasField("work_s") else None,
-        "arena_used_bytes": load.arena_used_bytes,
-        "arena_size_bytes": load.arena_size_bytes,
     }
 
 
@@ -96,8 +90,7 @@ def _edge(edge: orchestrator_pb2.EdgeDescription) -> dict[str, Any]:
 
 def _link(link: orchestrator_pb2.EdgeLink) -> dict[str, Any]:
     return {
-        "producer": link.producer,
-        "consumer": link.consumer,
+        **_fields(link, "producer", "consumer"),
         "connector": _connector(link.connector) if link.connector else None,
         "error": link.error.message if link.HasField("error") else None,
     }
@@ -109,8 +102,6 @@ def _connector(connector: "chunk_pb2.Connector.ValueType") -> str:
 
 def _output(output: orchestrator_pb2.OutputDescription) -> dict[str, Any]:
     return {
-        "name": output.name,
-        "stage": output.stage,
+        **_fields(output, "name", "stage", "stored"),
         "kind": signature_pb2.TensorKind.Name(output.kind).removeprefix("TENSOR_KIND_").lower(),
-        "stored": output.stored,
     }

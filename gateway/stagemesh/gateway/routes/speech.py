@@ -25,6 +25,7 @@ from stagemesh.client import (
 )
 from stagemesh.client.session_turns import SessionEvent
 from stagemesh.common.errors import NotReadyError, StagemeshError
+from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, token_counts
 from stagemesh.gateway.audio import MEDIA_TYPES, PCM_RATE_HZ, AudioFormat, make_encoder
 from stagemesh.gateway.body import Object, StageBody, option_values
@@ -193,8 +194,7 @@ async def stream_speech(websocket: WebSocket) -> None:
                 except StagemeshError as exc:
                     await socket.send_error(exc, cause=event.event_id)
     finally:
-        sending.cancel()
-        await asyncio.wait([sending])
+        await end_tasks([sending])
         await session.close()
 
 
