@@ -79,7 +79,7 @@ class ConditionResolver:
             stages = " and ".join(self.ambiguous[name])
             text = f"stages {stages} have option {name!r} with different defaults; declare another one under `options`"
         elif not comparisons:
-            keys = ", ".join(comparison.value for comparison in Comparison)
+            keys = ", ".join(comparison.key for comparison in Comparison)
             text = f"option {name!r} is not compared with anything; add one of {keys}"
         else:
             spec = self.options[name]

@@ -53,24 +53,17 @@ Facts: TypeAlias = Mapping[Fact, float]
 
 
 class Comparison(Enum):
-    """A comparison operator. The value of each member is the operator's key in a pipeline file."""
+    """A comparison operator: its key in a pipeline file, and its function."""
 
-    IS = "is"
-    IS_NOT = "is_not"
-    OVER = "over"
-    AT_LEAST = "at_least"
-    UNDER = "under"
-    AT_MOST = "at_most"
+    IS = "is", operator.eq
+    IS_NOT = "is_not", operator.ne
+    OVER = "over", operator.gt
+    AT_LEAST = "at_least", operator.ge
+    UNDER = "under", operator.lt
+    AT_MOST = "at_most", operator.le
 
-
-_HOLDS: Mapping[Comparison, Callable[[float, float], bool]] = {
-    Comparison.IS: operator.eq,
-    Comparison.IS_NOT: operator.ne,
-    Comparison.OVER: operator.gt,
-    Comparison.AT_LEAST: operator.ge,
-    Comparison.UNDER: operator.lt,
-    Comparison.AT_MOST: operator.le,
-}
+    def __init__(self, key: str, holds: Callable[[float, float], bool]) -> None:
+        self.key, self.holds = key, holds
 
 
 @dataclass(frozen=True)
@@ -84,12 +77,12 @@ class Term:
 
     def holds(self, value: float) -> bool:
         """Returns whether the comparison is true if the fact has this value."""
-        return _HOLDS[self.comparison](value, self.value)
+        return self.comparison.holds(value, self.value)
 
     def __str__(self) -> str:
         if self.fact.kind != "option" or self.comparison is Comparison.IS:
             return self.fact.describe(self.value)
-        words = self.comparison.value.removeprefix("is_").replace("_", " ")
+        words = self.comparison.key.removeprefix("is_").replace("_", " ")
         return f"option {self.fact.name} is {words} {self.value:g}"
 
 

@@ -7,9 +7,10 @@ entry to its type in `spec.model`.
 import sys
 from collections.abc import Mapping
 from dataclasses import field
+from functools import partial
 from itertools import accumulate, repeat
 from operator import mul
-from typing import Annotated, Any, Literal, Self, TypeAlias, cast
+from typing import Annotated, Literal, Self, TypeAlias, cast
 
 from pydantic import (
     AfterValidator,
@@ -46,12 +47,7 @@ from stagemesh.pipeline.signature_schema import (
     Size,
 )
 
-
-def _dump_written(entry: Entry) -> dict[str, Any]:
-    return entry.model_dump(by_alias=True, exclude_unset=True)
-
-
-_WRITTEN = PlainSerializer(_dump_written)
+_WRITTEN = PlainSerializer(partial(Entry.model_dump, by_alias=True, exclude_unset=True))
 """Field annotation: only the keys that the file contains are serialized. Defaults are omitted."""
 
 
@@ -102,7 +98,7 @@ class OptionTerm(Entry, frozen=True):
     @property
     def comparisons(self) -> Mapping[Comparison, float]:
         """The numbers with which the option is compared, by comparison operator."""
-        values = {how: getattr(self, how.value, self.equal) for how in Comparison}
+        values = {how: getattr(self, how.key, self.equal) for how in Comparison}
         return {how: value for how, value in values.items() if value is not None}
 
 

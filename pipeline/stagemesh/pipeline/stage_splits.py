@@ -60,11 +60,6 @@ def _divide(document: Document, name: str, stage: dict[str, Any], split: SplitEn
     prefill = f"{name}{_SUFFIX}"
     origin, edge = ("stages", name, "split"), _add_edge(document, producer=prefill, consumer=name)
     _copy_places(document, ("stages", name), ("stages", prefill))
-    for stage_name, role in ((prefill, "prefill"), (name, "decode")):
-        _copy_place(document, (*origin, role), ("stages", stage_name, "replicas"))
-        option: KeyPath = ("stages", stage_name, "options", _HANDOVER)
-        _copy_place(document, (*origin, role), (*option, "role"))
-        _copy_places(document, origin, option)
     for key in ((), ("from",), ("to",)):
         _copy_place(document, origin, (*edge, *key))
     settings = split.model_dump(include={"min_tokens", "wait_s"}, exclude_none=True)
@@ -72,6 +67,10 @@ def _divide(document: Document, name: str, stage: dict[str, Any], split: SplitEn
     options = cast("dict[str, Any]", common.get("options") or {})
     divided = dict[str, dict[str, Any]]()
     for stage_name, role, replicas in ((prefill, "prefill", split.prefill), (name, "decode", split.decode)):
+        _copy_place(document, (*origin, role), ("stages", stage_name, "replicas"))
+        option: KeyPath = ("stages", stage_name, "options", _HANDOVER)
+        _copy_place(document, (*origin, role), (*option, "role"))
+        _copy_places(document, origin, option)
         handover = {"role": role, **settings}
         divided[stage_name] = {**common, "replicas": replicas, "options": {**options, _HANDOVER: handover}}
     # The prefill stage runs if its consumer does.
