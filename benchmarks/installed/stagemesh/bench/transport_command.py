@@ -68,7 +68,7 @@ async def _measure(peer: str, *, progress: Callable[[str], None]) -> "TransportR
 
 async def _serve(listen: str, *, as_json: bool) -> None:
     from stagemesh.bench.transport import ProbePeer
-    from stagemesh.cli.local.up import stop_on_signals
+    from stagemesh.common.process.lifecycle import stop_on_signals
     from stagemesh.rpc.callers import OPERATOR, STAGE
     from stagemesh.rpc.server import Server
 

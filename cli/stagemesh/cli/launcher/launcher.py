@@ -30,6 +30,7 @@ from stagemesh.common.process import settings
 from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.media_config import MediaServiceConfig
 from stagemesh.common.process.stage_process import StageConfig
+from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.config import GatewayConfig
 from stagemesh.jobs.config import JobServerConfig
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
@@ -104,6 +105,11 @@ class Launcher:
         self.metrics_endpoints: dict[str, str] = {}
         """The addresses at which processes serve metrics, by the names of the processes."""
         self._ready = asyncio.Event()
+
+    @property
+    def gateway_url(self) -> str:
+        """The base URL of OpenAI's API, or "" if no gateway runs."""
+        return f"http://{self.gateway_endpoint}/v1" if self.gateway_endpoint else ""
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[Path]:
@@ -294,8 +300,7 @@ def _root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
 async def _stop(tasks: dict[str, asyncio.Task[None]]) -> None:
     # The orchestrator stops first, because requests that it finishes may have steps that have not started.
     orchestrator = tasks.pop(ORCHESTRATOR)
-    orchestrator.cancel()
-    await asyncio.wait([orchestrator])
+    await end_tasks([orchestrator])
     for task in tasks.values():
         task.cancel()
 

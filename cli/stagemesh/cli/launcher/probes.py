@@ -7,11 +7,11 @@ from enum import Enum
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.common.plugins.descriptors import INPUT
@@ -102,13 +102,9 @@ async def probe_health(channel: grpc.aio.Channel) -> Observation | None:
     answer within 1 second.
     """
     # The stubs of grpc_health have no types.
-    check = channel.unary_unary(
-        "/grpc.health.v1.Health/Check",
-        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-        response_deserializer=health_pb2.HealthCheckResponse.FromString,
-    )
+    stub: Any = health_pb2_grpc.HealthStub
     try:
-        answer = await check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+        answer = await stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
     except grpc.aio.AioRpcError:
         return None
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -108,7 +108,11 @@ class PastRun:
     @property
     def is_over(self) -> bool:
         """Whether the run has ended."""
-        return _is_ended(self.path)
+        try:
+            os.close(_lock(self.path, flags=fcntl.LOCK_EX | fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        return True
 
     @property
     def size_bytes(self) -> int:
@@ -163,14 +167,6 @@ def _remove_ended_runs(runs_dir: Path) -> None:
                 shutil.rmtree(run.path, ignore_errors=True)
             else:
                 _remove_configs(run.path)
-
-
-def _is_ended(path: Path) -> bool:
-    try:
-        os.close(_lock(path, flags=fcntl.LOCK_EX | fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _remove_configs(path: Path) -> None:

@@ -1,40 +1,18 @@
 """Displays of the processes that `up` and `demo` run: lines of text, a live table, or lines of JSON."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from stagemesh.cli.launcher import ProcessState, ProcessStatus
+from stagemesh.cli.launcher import Launcher, ProcessState, ProcessStatus
 from stagemesh.cli.terminal.contexts import DEFAULT_ADMIN_SERVER
 from stagemesh.cli.terminal.output import links_table, print_json, to_json
 from stagemesh.cli.terminal.tables import Cell, Column, fields, make_table, state_cell, to_text
 from stagemesh.v1.orchestrator_pb2 import EdgeDescription
-
-
-@dataclass(frozen=True)
-class Serving:
-    """A pipeline whose processes are ready."""
-
-    endpoint: str
-    """The address for clients."""
-    edges: Sequence[EdgeDescription]
-    """The edges whose connectors are displayed."""
-    hint: str
-    """The next command, as a suggestion to the user."""
-    logs: Path
-    """The folder with the logs."""
-    admin_endpoint: str = ""
-    """The address for operators, or "" to display neither this address nor the logs."""
-    admin_options: str = ""
-    """The options with which commands for operators connect, or "" if they need none."""
-    metrics_endpoints: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The addresses at which processes serve metrics, by the names of the processes."""
-    gateway_url: str = ""
-    """The base URL of OpenAI's API, or "" if no gateway runs."""
 
 
 def make_display(*, as_json: bool) -> "Display":
@@ -63,22 +41,31 @@ class Display:
         self.restarts += status.state is ProcessState.RESTARTING
         self._show(status)
 
-    def ready(self, serving: Serving) -> None:
-        """Displays that all processes are ready."""
+    def ready(
+        self, launcher: Launcher, edges: Sequence[EdgeDescription], *, hint: str, logs: Path, operator: str | None
+    ) -> None:
+        """Displays that all processes of the launcher are ready.
+
+        - `edges` are the edges whose connectors are displayed.
+        - `hint` is the next command, as a suggestion to the user.
+        - `logs` is the folder with the logs.
+        - `operator` are the options with which commands for operators connect. If it is None, neither the address for
+          operators nor the logs are displayed.
+        """
         self._live.stop()
-        if serving.edges:
-            self._console.print(links_table(serving.edges), soft_wrap=True)
-        self._print(Text.assemble(("ready", "bold green"), f" at {serving.endpoint}; {serving.hint}"))
-        if admin_endpoint := serving.admin_endpoint:
-            server = "" if admin_endpoint == DEFAULT_ADMIN_SERVER else f" --server {admin_endpoint}"
-            server += serving.admin_options
-            self._print(Text(f"operators at {admin_endpoint}; try: stagemesh top{server}"))
-        if serving.gateway_url:
-            self._print(Text(f"OpenAI's API at {serving.gateway_url}"))
-        for name, endpoint in serving.metrics_endpoints.items():
+        if edges:
+            self._console.print(links_table(edges), soft_wrap=True)
+        self._print(Text.assemble(("ready", "bold green"), f" at {launcher.endpoint}; {hint}"))
+        if operator is not None:
+            address = launcher.admin_endpoint
+            server = "" if address == DEFAULT_ADMIN_SERVER else f" --server {address}"
+            self._print(Text(f"operators at {address}; try: stagemesh top{server}{operator}"))
+        if launcher.gateway_url:
+            self._print(Text(f"OpenAI's API at {launcher.gateway_url}"))
+        for name, endpoint in launcher.metrics_endpoints.items():
             self._print(Text(f"metrics of {name} at http://{endpoint}/metrics"))
-        if serving.admin_endpoint:
-            self._print(Text(f"logs in {serving.logs}; try: stagemesh logs -f"))
+        if operator is not None:
+            self._print(Text(f"logs in {logs}; try: stagemesh logs -f"))
 
     def close(self, message: str = "") -> None:
         """Stops updating the display. Prints `message` unless it is empty. May be called more than once."""
@@ -100,17 +87,19 @@ class Display:
 class JsonDisplay(Display):
     """Prints one JSON document per line to stdout: the events "process", "ready" and "stopped"."""
 
-    def ready(self, serving: Serving) -> None:
+    def ready(
+        self, launcher: Launcher, edges: Sequence[EdgeDescription], *, hint: str, logs: Path, operator: str | None
+    ) -> None:
         print_json(
             {
                 "event": "ready",
-                "endpoint": serving.endpoint,
-                "admin_endpoint": serving.admin_endpoint,
-                "metrics_endpoints": dict(serving.metrics_endpoints),
-                "gateway_url": serving.gateway_url,
-                "logs": str(serving.logs),
-                "edges": [to_json(edge) for edge in serving.edges],
-                "hint": serving.hint,
+                "endpoint": launcher.endpoint,
+                "admin_endpoint": "" if operator is None else launcher.admin_endpoint,
+                "metrics_endpoints": launcher.metrics_endpoints,
+                "gateway_url": launcher.gateway_url,
+                "logs": str(logs),
+                "edges": [to_json(edge) for edge in edges],
+                "hint": hint,
             }
         )
 

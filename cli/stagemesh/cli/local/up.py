@@ -1,7 +1,6 @@
 """`stagemesh up` and `stagemesh demo`: run a pipeline on this machine, until a signal arrives or for one prompt."""
 
 import asyncio
-import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
@@ -19,6 +18,7 @@ from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import REQUIRED, Kind, Parameters, flag, option, with_parameters
 from stagemesh.cli.terminal.pipeline_options import PIPELINE, REPLICAS, SETTINGS, read_overrides
 from stagemesh.common.errors import ExitCode, InternalError, needs_extra
+from stagemesh.common.tasks import end_tasks
 
 if TYPE_CHECKING:
     from stagemesh.cli.launcher import Launcher
@@ -201,41 +201,16 @@ async def _run_until_signal(
     - `operator` are the options with which commands for operators connect. If it is None, the address for operators is
       not shown.
     """
-    from stagemesh.cli.local.process_display import Serving
+    from stagemesh.common.process.lifecycle import stop_on_signals
 
     stopping = stop_on_signals()
     async with launcher.running() as logs:
         edges = await result_before(stopping, launcher.wait_ready)
         if edges is None:
             return None
-        display.ready(
-            Serving(
-                launcher.endpoint,
-                edges,
-                hint=hint,
-                logs=logs,
-                admin_endpoint="" if operator is None else launcher.admin_endpoint,
-                admin_options=operator or "",
-                metrics_endpoints=launcher.metrics_endpoints,
-                gateway_url=f"http://{launcher.gateway_endpoint}/v1" if launcher.gateway_endpoint else "",
-            )
-        )
+        display.ready(launcher, edges, hint=hint, logs=logs, operator=operator)
         return await result_before(stopping, work)
     raise AssertionError("the launcher ends the block only by an error")
-
-
-def stop_on_signals() -> asyncio.Event:
-    """Returns an event that is set when the process receives SIGINT or SIGTERM.
-
-    After this call, these signals no longer interrupt or end the process.
-    """
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopping.set)
-    # In a container, the command line has blocked SIGTERM.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    return stopping
 
 
 async def result_before(stopping: asyncio.Event, work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result | None:
@@ -243,11 +218,9 @@ async def result_before(stopping: asyncio.Event, work: Callable[[], Coroutine[An
 
     Cancels `work` if `stopping` is set before `work` has finished.
     """
-    async with asyncio.TaskGroup() as tasks:
-        working = tasks.create_task(work())
-        waiting = tasks.create_task(stopping.wait())
+    working, waiting = asyncio.create_task(work()), asyncio.create_task(stopping.wait())
+    try:
         await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
-        finished = working.done()
-        working.cancel()
-        waiting.cancel()
-    return working.result() if finished else None
+        return working.result() if working.done() else None
+    finally:
+        await end_tasks((working, waiting))

@@ -60,13 +60,21 @@ def raise_open_files_limit() -> None:
 
 
 async def _until_stopped(main: Main) -> None:
+    await main(stop_on_signals())
+
+
+def stop_on_signals() -> asyncio.Event:
+    """Returns an event that is set when the process receives SIGTERM or SIGINT.
+
+    After this call, these signals no longer interrupt or end the process.
+    """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    # The command line may have blocked SIGTERM before it started this service.
+    # In a container, the command line has blocked SIGTERM.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    await main(stopping)
+    return stopping
 
 
 @contextlib.asynccontextmanager
