@@ -97,9 +97,7 @@ def stage(config: str | None, **values: Any) -> None:
     With --pipeline, only the model of the stage itself must exist on this machine. If the stage is a vllm stage whose
     option node_rank is above 0, run the workers of that node of the replica.
     """
-    _check_form(config, values, required=("stage", "replica", "listen"))
-    if config is not None:
-        replace_process("stagemesh.services.stage", config)
+    _run_config("stagemesh.services.stage", config, values, required=("stage", "replica", "listen"))
     from stagemesh.cli.launcher.process_configs import find_stage, stage_config
     from stagemesh.pipeline import load_pipeline
 
@@ -130,9 +128,7 @@ def media(config: str | None, **values: Any) -> None:
 
     It is configured by CONFIG (docs/media.md) or by a pipeline file.
     """
-    _check_form(config, values, required=("listen",))
-    if config is not None:
-        replace_process("stagemesh.services.media", config)
+    _run_config("stagemesh.services.media", config, values, required=("listen",))
     from stagemesh.cli.launcher.process_configs import MEDIA, media_service_config
     from stagemesh.pipeline import load_pipeline
 
@@ -164,9 +160,10 @@ def jobs(config: str, name: str | None) -> None:
     replace_process("stagemesh.jobs", standard_input(replace(loaded, name=name)))
 
 
-def _check_form(config: str | None, values: Mapping[str, Any], *, required: Sequence[str]) -> None:
-    """Raises BadParameter unless exactly one form of the command is given: CONFIG alone, or --pipeline.
+def _run_config(module: str, config: str | None, values: Mapping[str, Any], *, required: Sequence[str]) -> None:
+    """Runs a module if CONFIG is given. Returns if --pipeline is given instead.
 
+    Raises BadParameter unless exactly one form of the command is given: CONFIG alone, or --pipeline.
     `values` are the values of the options by parameter name, and None for options that are omitted. `required` are the
     parameters that --pipeline needs.
     """
@@ -174,10 +171,11 @@ def _check_form(config: str | None, values: Mapping[str, Any], *, required: Sequ
     given = [names[name] for name, value in values.items() if value is not None]
     if config is not None and given:
         raise typer.BadParameter(f"CONFIG contains all settings; give either CONFIG or {', '.join(given)}, not both")
-    if config is None and values["pipeline"] is None:
+    if config is not None:
+        replace_process(module, config)
+    if values["pipeline"] is None:
         raise typer.BadParameter("give CONFIG, or --pipeline and the options that it requires", param_hint="CONFIG")
-    missing = [names[name] for name in required if not values[name]]
-    if config is None and missing:
+    if missing := [names[name] for name in required if not values[name]]:
         raise typer.BadParameter("it is required with --pipeline", param_hint=" and ".join(missing))
 
 

@@ -9,7 +9,7 @@ from stagemesh.cli.terminal.contexts import (
     DEFAULT_ADMIN_SERVER,
     DEFAULT_SERVER,
     Context,
-    check_admin_address,
+    check_address,
     complete_context,
     contexts_path,
     load_contexts,
@@ -40,11 +40,7 @@ def _find_address(ctx: typer.Context, param: typer.CallbackParam, value: str) ->
         raise typer.BadParameter("give either --server or --context, not both")
     if (found := _find_context(ctx, address=name)) is not None:
         value = _address_of(*found, admin=admin)
-    try:
-        check_admin_address(value) if admin else split_addresses(value)
-    except ValueError as exc:
-        raise typer.BadParameter(str(exc)) from exc
-    return value
+    return check_address(value, admin=admin)
 
 
 def _use_credentials(ctx: typer.Context, value: str | None) -> str | None:

@@ -153,7 +153,7 @@ def save_contexts(contexts: Contexts) -> None:
 
 def _read_contexts(document: Any) -> Contexts:
     """Returns the contexts in a JSON document. Raises ValueError if the document is not valid."""
-    values = _members(document, "the file", contexts=dict, current=str)
+    values = _members(document, "the file", {}, contexts=dict, current=str)
     contexts = {name: _read_context(name, each) for name, each in values["contexts"].items()}
     return Contexts(contexts, values["current"])
 
@@ -161,19 +161,17 @@ def _read_contexts(document: Any) -> Contexts:
 def _read_context(name: str, document: Any) -> Context:
     place = f"context {name!r}"
     # Files of earlier versions lack the credentials.
-    complete: Any = document
-    if isinstance(document, dict):
-        complete = {"tls": "", "token_file": "", **cast("dict[str, Any]", document)}
-    values = _members(complete, place, server=str, admin=str, tls=str, token_file=str)
+    defaults = {"tls": "", "token_file": ""}
+    values = _members(document, place, defaults, server=str, admin=str, tls=str, token_file=str)
     try:
         return Context(**values)
     except ValueError as exc:
         raise ValueError(f"{place}: {exc}") from exc
 
 
-def _members(document: Any, place: str, **kinds: type) -> dict[str, Any]:
-    """Returns the members of a JSON object. Raises ValueError if they are not those of `kinds`."""
-    members = cast("dict[str, Any]", document) if isinstance(document, dict) else {}
+def _members(document: Any, place: str, defaults: Mapping[str, Any], /, **kinds: type) -> dict[str, Any]:
+    """Returns the members of a JSON object, with defaults. Raises ValueError if they differ from `kinds`."""
+    members = {**defaults, **cast("dict[str, Any]", document)} if isinstance(document, dict) else {}
     if {key: type(value) for key, value in members.items()} != kinds:
         expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in kinds.items())
         raise ValueError(f"{place} must be an object with these members: {expected}")
@@ -195,15 +193,21 @@ app = typer.Typer(
 )
 
 
-def _check_address(param: typer.CallbackParam, value: str) -> str:
+def check_address(value: str, *, admin: bool) -> str:
+    """Returns the address in an option, for clients or for operators. Raises BadParameter if it is invalid."""
     try:
-        if param.name == "server":
-            split_addresses(value)
-        elif value:
-            check_admin_address(value)
+        check_admin_address(value) if admin else split_addresses(value)
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from exc
     return value
+
+
+def _check_server(value: str) -> str:
+    return check_address(value, admin=False)
+
+
+def _check_admin(value: str) -> str:
+    return value and check_address(value, admin=True)
 
 
 _ADD: Parameters = {
@@ -214,13 +218,13 @@ _ADD: Parameters = {
         "--server",
         "-s",
         default=REQUIRED,
-        callback=_check_address,
+        callback=_check_server,
     ),
     "admin": option(
         Kind.ADDRESS,
         "Set the address for operators. Commands for operators cannot use the context if omitted.",
         default="",
-        callback=_check_address,
+        callback=_check_admin,
     ),
     "tls": option(
         str,
@@ -291,7 +295,6 @@ def show(*, name: str, as_json: bool) -> None:
     contexts = load_contexts()
     if not name and not contexts.current:
         raise NotFoundError("no context is current", reason="UNKNOWN_CONTEXT")
-    contexts.get(name or contexts.current)
     _show(contexts, name or contexts.current, as_json=as_json)
     if not as_json:
         typer.echo(f"stored in {contexts_path()}")

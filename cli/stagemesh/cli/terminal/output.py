@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,11 +117,7 @@ def links_table(edges: "Iterable[orchestrator_pb2.EdgeDescription]") -> "Table":
 
     Pairs of replicas with the same connector and the same reasons share a row.
     """
-    columns = (
-        Column("edge", lambda row: row[0]),
-        Column("replicas", lambda row: row[1]),
-        Column("connector", lambda row: row[2]),
-    )
+    columns = [Column(title, itemgetter(index)) for index, title in enumerate(("edge", "replicas", "connector"))]
     return make_table(columns, [row for edge in edges for row in _link_rows(edge)])
 
 
