@@ -36,6 +36,9 @@ class Finding(NamedTuple):
     remedy: str
 
 
+_error, _warning = partial(Finding, Severity.ERROR), partial(Finding, Severity.WARNING)
+
+
 class Deployment(NamedTuple):
     """The answers of the orchestrator."""
 
@@ -186,14 +189,6 @@ def _data_plane(
         )
     if report.ucx_tls == "tcp" and report.rdma_devices:
         yield _warning(where, "UCX_TLS is tcp, although there is an RDMA device", "remove UCX_TLS, or add rc")
-
-
-def _error(where: str, problem: str, remedy: str) -> Finding:
-    return Finding(Severity.ERROR, where, problem, remedy)
-
-
-def _warning(where: str, problem: str, remedy: str) -> Finding:
-    return Finding(Severity.WARNING, where, problem, remedy)
 
 
 def _version_of(package: str, process: admin_pb2.ProcessReport) -> str:

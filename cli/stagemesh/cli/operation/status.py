@@ -11,7 +11,7 @@ from stagemesh.cli.terminal.connection_options import ADMIN_SERVER, SERVER, is_g
 from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Parameter, with_parameters
 from stagemesh.cli.terminal.output import WATCH, links_table, print_all, print_json, show_views, ticks, to_json
-from stagemesh.cli.terminal.tables import Column, make_table, number
+from stagemesh.cli.terminal.tables import Column, fields, make_table, number
 from stagemesh.common.errors import DeadlineError, ExitCode, UnavailableError
 
 if TYPE_CHECKING:
@@ -104,9 +104,7 @@ def _show(findings: "list[Finding]") -> None:
     styles = {"error": "red", "warning": "yellow"}
     columns = [
         Column("", lambda row: [(row.severity.value, styles[row.severity.value])]),
-        Column("where", lambda row: row.where),
-        Column("problem", lambda row: row.problem),
-        Column("remedy", lambda row: row.remedy),
+        *fields("where", "problem", "remedy"),
     ]
     print_all(make_table(columns, findings))
 

@@ -65,13 +65,9 @@ def _groups(spans: "Sequence[Span]") -> "list[list[Span]]":
 
 def _fields(span: "Span") -> dict[str, object]:
     return {
-        "name": span.name,
-        "process": span.process,
-        "start_s": span.start_s,
-        "end_s": span.end_s,
+        **{name: getattr(span, name) for name in ("name", "process", "start_s", "end_s", "error")},
         "depth": len(span.path) - 1,
         "attributes": dict(span.attributes),
-        "error": span.error,
     }
 
 

@@ -13,6 +13,7 @@ from string import Template
 import typer
 
 from stagemesh.cli.terminal.options import Kind, Parameters, argument, command, option
+from stagemesh.cli.terminal.output import writing
 from stagemesh.common.errors import ExistsError, InvalidRequestError
 
 app = typer.Typer(help="Write a package that adds a stage to Stagemesh.", no_args_is_help=True)
@@ -61,7 +62,7 @@ def _write(target: Path, values: dict[str, str]) -> None:
     """Writes the package to `target`. If this fails, leaves nothing behind."""
     if target.exists():
         raise ExistsError(f"{target} exists; choose another folder with --folder DIR", reason="FOLDER_NOT_EMPTY")
-    try:
+    with writing(target, remedy="; choose another folder with --folder DIR"):
         target.parent.mkdir(parents=True, exist_ok=True)
         # Not in /tmp, because a folder is renamed only within one file system.
         written = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -72,11 +73,6 @@ def _write(target: Path, values: dict[str, str]) -> None:
         except BaseException:
             shutil.rmtree(written, ignore_errors=True)
             raise
-    except OSError as exc:
-        raise InvalidRequestError(
-            f"{target} cannot be written: {exc.strerror}; choose another folder with --folder DIR",
-            reason="CANNOT_WRITE",
-        ) from exc
 
 
 def _fill(source: Traversable, target: Path, values: dict[str, str]) -> None:

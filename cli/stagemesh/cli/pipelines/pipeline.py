@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,8 @@ from stagemesh.common.errors import ExitCode, InvalidPipelineError, exit_code
 app = typer.Typer(help="Check, explain, draw and import pipeline files without running them.", no_args_is_help=True)
 
 
-class GraphFormat(Enum):
-    """The output formats of `stagemesh pipeline graph`."""
-
-    TREE = "tree"
-    MERMAID = "mermaid"
-    DOT = "dot"
+GraphFormat = StrEnum("GraphFormat", ["TREE", "MERMAID", "DOT"])
+"""The output formats of `stagemesh pipeline graph`."""
 
 
 _VALIDATE: Parameters = {
@@ -125,16 +121,10 @@ def graph(*, name: str, settings: Sequence[str] | None, form: GraphFormat, as_js
 
     pipeline = load_pipeline(name, overrides=read_overrides(settings), check_models=False)
     if as_json:
-        print_json(
-            {
-                "pipeline": pipeline.name,
-                "stages": list(pipeline.stages),
-                "edges": [
-                    {"from": edge.producer, "to": edge.consumer} for edge in (*pipeline.edges, *pipeline.input_edges)
-                ],
-                "outputs": {name: output.stage for name, output in pipeline.outputs.items()},
-            }
-        )
+        edges = [{"from": edge.producer, "to": edge.consumer} for edge in (*pipeline.edges, *pipeline.input_edges)]
+        outputs = {name: output.stage for name, output in pipeline.outputs.items()}
+        stages = list(pipeline.stages)
+        print_json({"pipeline": pipeline.name, "stages": stages, "edges": edges, "outputs": outputs})
     elif form is GraphFormat.TREE:
         Console(highlight=False).print(draw_tree(pipeline))
     else:

@@ -32,6 +32,7 @@ from stagemesh.client import (
 from stagemesh.client.responses import RequestEvent
 from stagemesh.common.errors import ExitCode, NotReadyError, exit_code
 from stagemesh.common.notification import Notifier
+from stagemesh.common.tasks import end_tasks
 
 _PIECE_S = 0.1
 """The duration of the pieces in which audio is sent, in seconds."""
@@ -88,10 +89,7 @@ class Conversation:
         tasks = [asyncio.create_task(each) for each in work]
         await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
         ended = [task for task in tasks if task.done()]
-        for task in (*tasks, stopping, self._interruption):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait([task])
+        await end_tasks(task for task in (*tasks, stopping, self._interruption) if task is not None)
         for task in ended:
             task.result()
 

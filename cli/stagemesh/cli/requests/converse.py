@@ -64,11 +64,9 @@ def converse(**values: Any) -> None:
     arguments, as_json = _arguments(values), values["as_json"]
     with Sinks(folder=None, audio=values["audio"], quiet=as_json) as sinks:
         conversation = Conversation(sinks, as_json=as_json)
-        status = asyncio.run(
-            conversation.run(
-                split_addresses(values["server"]), arguments, microphone=values["microphone"], reach_s=values["wait"]
-            )
-        )
+        endpoints = split_addresses(values["server"])
+        running = conversation.run(endpoints, arguments, microphone=values["microphone"], reach_s=values["wait"])
+        status = asyncio.run(running)
     if status:
         raise typer.Exit(status)
 

@@ -86,16 +86,10 @@ def generate(**values: Any) -> None:
     arguments: GenerateArguments = {**client_arguments(values), **prompt_arguments}
     with Sinks(folder=values["output"], audio=values["audio"], image=values["image"], quiet=as_json) as sinks:
         endpoints = split_addresses(values["server"])
-        result = asyncio.run(
-            run_request(
-                endpoints,
-                content,
-                arguments=arguments,
-                timeout_s=values["timeout"],
-                reach_s=values["wait"],
-                sinks=sinks,
-            )
+        request = run_request(
+            endpoints, content, arguments=arguments, timeout_s=values["timeout"], reach_s=values["wait"], sinks=sinks
         )
+        result = asyncio.run(request)
         sinks.download(result.choices, endpoints=endpoints)
     show_result(result, sinks, as_json=as_json)
 

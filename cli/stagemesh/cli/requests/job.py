@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,12 +81,9 @@ def get(**values: Any) -> None:
 @command(app, _LIST, name="list")
 def list_jobs(**values: Any) -> None:
     """List the caller's jobs, the newest first."""
-    jobs: list[Job] = []
     with open_client(values) as client:
-        for job in client.jobs.list(states=values["states"] or (), caller=values["caller"]):
-            jobs.append(job)
-            if len(jobs) == values["limit"]:
-                break
+        found = client.jobs.list(states=values["states"] or (), caller=values["caller"])
+        jobs = list(islice(found, values["limit"] or None))
     if values["as_json"]:
         for job in jobs:
             print_json(_document(job))
@@ -187,12 +185,9 @@ def _table(jobs: "Sequence[Job]") -> Any:
 
 def _document(job: "Job") -> dict[str, Any]:
     """Returns a job as a JSON object."""
-    document = {
-        name: value for name, value in vars(job).items() if name not in {"error", "outputs", "progress", "usage"}
-    }
     error = job.error
     return {
-        **document,
+        **vars(job),
         "fraction": job.fraction,
         "error": None if error is None else {"reason": error.reason, "message": error.message},
         "progress": [asdict(each) for each in job.progress],

@@ -229,13 +229,13 @@ def _stage_arguments(texts: Sequence[str]) -> Mapping[str, "StageArguments"]:
     return stages
 
 
-def _read_text(path: Path | None, *, option: str) -> str | None:
-    """Returns the text of the file at `path`, or None if `path` is None.
+def _read_text(path: Path, *, option: str) -> str:
+    """Returns the text of the file at `path`.
 
     Raises BadParameter if the file cannot be read as text. `option` is the command-line option that the error message
     names.
     """
     try:
-        return path.read_text() if path is not None else None
+        return path.read_text()
     except (OSError, UnicodeDecodeError) as exc:
         raise typer.BadParameter(f"cannot read {path}: {exc}", param_hint=option) from exc

@@ -144,12 +144,8 @@ def _terminal_image(image: "Image") -> "RenderableType | None":
 
 
 def _stored(file: "MediaFile") -> dict[str, object]:
-    return {
-        "uri": file.uri,
-        "media_type": file.media_type,
-        "size_bytes": file.size_bytes,
-        "sha256": file.sha256.hex(),
-    }
+    stated = {name: getattr(file, name) for name in ("uri", "media_type", "size_bytes")}
+    return {**stated, "sha256": file.sha256.hex()}
 
 
 def _document(result: "Result", sinks: "Sinks") -> dict[str, object]:
@@ -158,11 +154,8 @@ def _document(result: "Result", sinks: "Sinks") -> dict[str, object]:
         "request_id": result.request_id,
         **choices[0],
         **({"choices": choices} if len(choices) > 1 else {}),
-        "first_text_s": result.first_text_s,
-        "first_audio_s": result.first_audio_s,
-        "first_image_s": result.first_image_s,
+        **{name: getattr(result, name) for name in ("first_text_s", "first_audio_s", "first_image_s", "total_s")},
         "audio_s": _audio_s(result),
-        "total_s": result.total_s,
         "real_time_factor": _real_time_factor(result),
         "edges": [asdict(edge) for edge in result.finished.edges],
     }
