@@ -8,6 +8,7 @@ from stagemesh.client import Client
 from stagemesh.common.errors import NotFoundError, PermissionDeniedError
 from tests.deployment import Deployment, deployed
 from tests.jobs.servers import write_pipeline
+from tests.rpc.call_errors import raises
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -36,16 +37,14 @@ def test_a_job_belongs_to_the_name_in_the_certificate(up: Deployment, folder: Pa
         job = list(alice.jobs.watch("mine"))[-1]
         assert job.state == "succeeded"
         assert len(alice.jobs.download(job, tmp_path)) == 1
-        with pytest.raises(NotFoundError) as unknown:
+        with raises(NotFoundError, reason="UNKNOWN_JOB"):
             bob.jobs.get("mine")
-        assert unknown.value.reason == "UNKNOWN_JOB"
         assert list(bob.jobs.list()) == []
 
 
 def test_a_caller_cannot_state_another_name(up: Deployment, folder: Path) -> None:
     with client_of(up, folder, "bob") as bob:
-        with pytest.raises(PermissionDeniedError) as refused:
+        with raises(PermissionDeniedError, reason="CALLER_MISMATCH"):
             bob.jobs.get("mine", caller="alice")
-        assert refused.value.reason == "CALLER_MISMATCH"
         with pytest.raises(PermissionDeniedError):
             bob.jobs.submit("hello", caller="alice")
