@@ -17,7 +17,6 @@ from google.protobuf.message import Message
 
 from stagemesh.common.errors import NotFoundError, UnavailableError, UnsupportedError
 from stagemesh.common.notification import Notifier
-from stagemesh.common.plugins.connectors import ConnectorName
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe
 from stagemesh.orchestrator.fleet.membership import Member, MembershipListener
@@ -252,16 +251,7 @@ class SimulatedReplica:
         for binding in request.outputs:
             self._world.flow(request.request_id, binding.edge).send_again()
 
-    async def probe_edge(
-        self,
-        edge: str,  # noqa: ARG002
-        *,
-        consumer: str,  # noqa: ARG002
-        endpoint: str,  # noqa: ARG002
-        server_name: str,  # noqa: ARG002
-        connector: ConnectorName,  # noqa: ARG002
-        timeout_s: float,  # noqa: ARG002
-    ) -> EdgeProbe:
+    async def probe_edge(self, *_: object, **__: object) -> EdgeProbe:
         self._check_alive()
         return EdgeProbe("shm", {})
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagemesh.common.wire.telemetry import MAX_SPANS, StepTrace, TraceParent
-from stagemesh.v1 import chunk_pb2
+from stagemesh.v1 import stage_pb2
 
 _SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -53,11 +53,10 @@ def test_flags_of_later_versions_keep_their_meaning() -> None:
 
 def test_spans_are_taken_once_and_limited() -> None:
     trace = StepTrace(_SAMPLED)
-    connector, now_s = chunk_pb2.CONNECTOR_GRPC, time.monotonic()
+    now_s = time.monotonic()
     for seq in range(MAX_SPANS + 3):
-        trace.add_chunk(
-            "a->b", seq=seq, size_bytes=1, connector=connector, offered_s=now_s, sent_s=now_s, acknowledged_s=now_s
-        )
+        chunk = stage_pb2.ChunkSpan(edge="a->b", seq=seq, size_bytes=1, sent_s=now_s)
+        trace.add_chunk(chunk, offered_s=now_s, acknowledged_s=now_s)
     assert len(trace) == MAX_SPANS + 3
     taken = trace.take()
     assert ([span.chunk.seq for span in taken.spans], taken.dropped) == (list(range(MAX_SPANS)), 3)

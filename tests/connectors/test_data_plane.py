@@ -214,9 +214,9 @@ async def test_leases_end_at_a_consumer_that_is_reached_at_two_addresses() -> No
             await finishing
             await inlet.aclose()
         links = list(a.plane._links.values())
-        assert [bool(link._leases) for link in links] == [True, True]
+        assert [bool(link.leases) for link in links] == [True, True]
         held.clear()
-        await until(lambda: not any(link._leases for link in links), timeout_s=5)
+        await until(lambda: not any(link.leases for link in links), timeout_s=5)
 
 
 _BOUND_S = 20

@@ -469,7 +469,8 @@ async def test_lease_of_another_consumer_cannot_be_accepted() -> None:
         _, other = open_ticket_flow(it.a, c, request="r2")
         await eventually(lambda: producer in c.plane.consumer._producers)
         accept = partial(c.plane.consumer._producers[producer].acceptances.accept, lease_id)
-        thief = ReceivedTicket(KIND, b"", size_bytes=1, time_limit_s=30, accept=accept, on_release=lambda: None)
+        offer = tensor_pb2.Handover(kind=KIND, size_bytes=1, time_limit_s=30)
+        thief = ReceivedTicket(offer, accept=accept, on_release=lambda: None)
         with raises(UnavailableError, reason="TICKET_EXPIRED"):
             await thief.accept()
         await it.ticket.accept()

@@ -37,9 +37,8 @@ def _packet(chunk: dict[str, Any]) -> Packet:
 
 
 def _ticket() -> ReceivedTicket:
-    return ReceivedTicket(
-        "test.state", b"", size_bytes=1, time_limit_s=1, accept=lambda: asyncio.sleep(0), on_release=lambda: None
-    )
+    offer = tensor_pb2.Handover(kind="test.state", size_bytes=1, time_limit_s=1)
+    return ReceivedTicket(offer, accept=lambda: asyncio.sleep(0), on_release=lambda: None)
 
 
 def _described(chunk: dict[str, Any]) -> bytes:
@@ -173,7 +172,7 @@ async def test_ids_stay_unique_after_many_leases_and_transfers(
         monkeypatch.setattr(outlet_attempt, "_transfer_ids", transfer_ids)
         await _carry(a, outlet, inlet)
         assert next(lease_ids) + next(transfer_ids) - 2 == 2 * start + CHUNKS
-        assert not link._leases
+        assert not link.leases
 
 
 @EACH_CONNECTOR

@@ -3,9 +3,10 @@
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from pydantic import JsonValue
@@ -14,6 +15,7 @@ from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
 from stagemesh.common.wire.tensors import Array, Tensors, TensorSpec, Value
 from stagemesh.connectors.packets import Packet
+from stagemesh.services.engines.function import engine
 from stagemesh.services.engines.function.base import Call, OpensWithout, Saves
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.engines.prompts import MediaFile
@@ -32,9 +34,15 @@ async def wait_entered() -> None:
     assert await asyncio.to_thread(ENTERED.wait, 5)
 
 
+def registered(descriptor: FunctionDescriptor) -> AbstractContextManager[object]:
+    """Registers the function "tested" within the block, as a package does by an entry point."""
+    return patch.object(engine, "load_function_descriptor", return_value=descriptor)
+
+
 def engine_of(descriptor: FunctionDescriptor, **options: JsonValue) -> FunctionEngine:
     """Returns the engine of a stage with one of these functions."""
-    return FunctionEngine(stage_config("function", function="tested", options=options), descriptor=descriptor)
+    with registered(descriptor):
+        return FunctionEngine(stage_config("function", function="tested", options=options))
 
 
 def running(descriptor: FunctionDescriptor, **options: JsonValue) -> AbstractAsyncContextManager[FunctionEngine]:

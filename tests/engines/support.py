@@ -9,8 +9,9 @@ import numpy as np
 from pydantic import JsonValue
 
 from stagemesh.common.process.stage_process import StageConfig
+from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.packets import Packet
-from stagemesh.services.engines.abilities import AdapterControl, CacheControl, PartitionsArena, SleepControl
+from stagemesh.services.engines.abilities import AdapterControl, CacheControl, SleepControl
 from stagemesh.services.engines.base import Emission, Engine, EngineEvent, Task, TokenLogprobs, Usage
 from stagemesh.services.engines.controls import Profiles
 from stagemesh.services.engines.prompts import Conversation, Prompt, RawPrompt
@@ -68,7 +69,7 @@ def controls_of(engine: Engine) -> Controls:
     return Controls(abilities.adapters, abilities.sleep, abilities.profiles, abilities.caches)
 
 
-def hand_partitions(engine: Engine, partitions: PartitionsArena) -> None:
+def hand_partitions(engine: Engine, partitions: Arena) -> None:
     """Passes the arena's partitions to an engine whose workers write into them."""
     use_partitions = engine.abilities.use_partitions
     assert use_partitions is not None

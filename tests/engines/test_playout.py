@@ -13,7 +13,18 @@ from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Emission, Task
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.engines.function.playout import AudioStream, AudioTensor, CallCosts, CallQueue
-from tests.engines.functions import BATCHES, CLOCK, DELAYING, ENTERED, GATE, SPEAKING, SUMMING, running, wait_entered
+from tests.engines.functions import (
+    BATCHES,
+    CLOCK,
+    DELAYING,
+    ENTERED,
+    GATE,
+    SPEAKING,
+    SUMMING,
+    registered,
+    running,
+    wait_entered,
+)
 from tests.engines.support import stage_config, started, stream
 
 
@@ -91,7 +102,9 @@ class Streams:
 @pytest.fixture
 async def streams() -> AsyncIterator[Streams]:
     config = stage_config("function", function="tested", options={"max_batch": 2})
-    async with started(FunctionEngine(config, descriptor=SPEAKING, clock=CLOCK)) as engine:
+    with registered(SPEAKING):
+        tested = FunctionEngine(config, clock=CLOCK)
+    async with started(tested) as engine:
         streams = Streams(engine)
         await streams.open(6)
         yield streams

@@ -1,8 +1,18 @@
-"""The end of asyncio tasks, and waits with a time limit."""
+"""The owners and the end of asyncio tasks, and waits with a time limit."""
 
 import asyncio
 from collections.abc import Awaitable, Iterable
 from contextlib import suppress
+from typing import Any, TypeVar
+
+_Task = TypeVar("_Task", bound="asyncio.Task[Any]")
+
+
+def kept_in(tasks: set[_Task], task: _Task) -> _Task:
+    """Adds a task to `tasks`, where it remains until it ends. Returns the task."""
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[object]]) -> None:

@@ -1,5 +1,6 @@
 """gRPC channels, and the options of channels and servers: message size limits, keepalive and reconnection."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -18,6 +19,7 @@ HANDSHAKE_MS = 10_000
 MAX_IDLE_MS = 30 * 60 * 1000  # then a connection without calls is closed; gRPC's clients connect again when they call
 
 _CONNECTIONS = 64
+_DIAL_S = 1.0
 _PINGS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 1000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -113,3 +115,20 @@ def open_sync(endpoint: str, credentials: Credentials, options: ChannelOptions) 
     if secure is None:
         return grpc.insecure_channel(endpoint, options=options)
     return grpc.secure_channel(endpoint, secure, options=options)
+
+
+async def is_listening(endpoint: str) -> bool | None:
+    """Attempts one connection to `endpoint` ("host:port"). Returns False if the host refuses it: no process listens.
+
+    Returns None if that is not certain, because the host did not answer within a second.
+    """
+    host, _, port = endpoint.rpartition(":")
+    try:
+        async with asyncio.timeout(_DIAL_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return False
+    except (OSError, TimeoutError, ValueError):
+        return None
+    writer.close()
+    return True

@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from grpc_status import rpc_status
 
 from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError, error_class
+from stagemesh.common.wire.encoding import to_message
 from stagemesh.v1 import chunk_pb2
 
 DOMAIN = "stagemesh"
@@ -60,13 +61,7 @@ def _from_status(status: status_pb2.Status) -> StagemeshError:
 
 def error_to_wire(error: StagemeshError) -> chunk_pb2.Error:
     """Converts an error to its protobuf message."""
-    return chunk_pb2.Error(
-        code=int(error.code),
-        reason=error.reason,
-        message=error.message,
-        metadata=error.metadata,
-        retry_after_s=error.retry_after_s,
-    )
+    return to_message(chunk_pb2.Error, error)
 
 
 def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:

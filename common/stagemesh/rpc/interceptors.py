@@ -11,12 +11,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from stagemesh.common.errors import (
-    InvalidRequestError,
-    PermissionDeniedError,
-    StagemeshError,
-    UnsupportedError,
-)
+from stagemesh.common.errors import InvalidRequestError, PermissionDeniedError, StagemeshError, UnsupportedError
 from stagemesh.rpc.callers import OPERATOR, Role, roles_of
 from stagemesh.rpc.error_mapping import to_status
 from stagemesh.v1 import roles_pb2

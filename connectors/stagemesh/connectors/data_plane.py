@@ -8,6 +8,7 @@ from functools import partial
 from stagemesh.common.errors import NotFoundError, UnavailableError
 from stagemesh.common.plugins.connectors import AUTO, ConnectorName, descriptor_of
 from stagemesh.common.process.host import retain_freed_memory, shorten_time_slices
+from stagemesh.common.tasks import kept_in
 from stagemesh.common.wire.chunk_sizes import ChunkPolicy
 from stagemesh.common.wire.versions import OFFERS, own_protocol
 from stagemesh.connectors.arena.arena import Arena
@@ -245,9 +246,7 @@ class DataPlane:
         self._run_in_background(link.close())
 
     def _run_in_background(self, work: Coroutine[object, object, object]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        kept_in(self._background, asyncio.create_task(work))
 
     def _open_session(self, *, local: LocalProducer | None = None) -> ConsumerSession:
         session = ConsumerSession(self.consumer, local=local, on_closed=self._sessions.discard)

@@ -20,6 +20,7 @@ import numpy as np
 from stagemesh.common.errors import InvalidChunkError, UnavailableError
 from stagemesh.common.wire.tensors import Tensors, Value, is_ticket_kind
 from stagemesh.connectors import peer_timeouts
+from stagemesh.v1 import tensor_pb2
 
 MAX_DESCRIPTOR_BYTES = 64 << 10
 """The maximum size of a ticket's descriptor in bytes."""
@@ -134,19 +135,16 @@ class ReceivedTicket(Ticket):
     """
 
     def __init__(
-        self,
-        kind: str,
-        descriptor: bytes,
-        *,
-        size_bytes: int,
-        time_limit_s: float,
-        accept: Callable[[], Awaitable[None]],
-        on_release: Callable[[], None],
+        self, offer: tensor_pb2.Handover, *, accept: Callable[[], Awaitable[None]], on_release: Callable[[], None]
     ) -> None:
-        """`accept` returns when the producer has accepted the lease, and raises an error if it has not. `on_release` is
+        """`offer` is the producer's description of the ticket.
+
+        `accept` returns when the producer has accepted the lease, and raises an error if it has not. `on_release` is
         called once, on the thread that releases or deletes the ticket.
         """
-        super().__init__(kind, descriptor, size_bytes=size_bytes, time_limit_s=time_limit_s)
+        super().__init__(
+            offer.kind, offer.state_descriptor, size_bytes=offer.size_bytes, time_limit_s=offer.time_limit_s
+        )
         self._accept = accept
         self._end = weakref.finalize(self, on_release)
         # At the end of the process, its leases end with it.

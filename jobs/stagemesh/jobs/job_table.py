@@ -23,6 +23,8 @@ _FULL_RETRY_S = 5.0
 _CANDIDATES = 8
 """The number of jobs from which a process claims one, so that processes that claim at the same time find another."""
 _EXPIRED_AT_ONCE = 100
+_REPORTED = set(JOBS.c.keys()).intersection(jobs_pb2.Job.DESCRIPTOR.fields_by_name)
+"""The columns that callers receive in fields of the same name."""
 # Requests may be large, and are read only to run them.
 _SHOWN = [column for column in JOBS.c if column is not JOBS.c.submitted]
 
@@ -354,9 +356,5 @@ def _check_same(submitted: jobs_pb2.SubmitJobRequest, stored: jobs_pb2.SubmitJob
 def _job_of(row: Row[Any]) -> jobs_pb2.Job:
     """Returns the message of a job."""
     job = jobs_pb2.Job.FromString(row.report)
-    job.job_id, job.caller, job.state, job.attempts = row.job_id, row.caller, row.state, row.attempts
-    job.created_s, job.cancel_requested = row.created_s, row.cancel_requested
-    for name in ("started_s", "ended_s", "expires_s"):
-        if (value := getattr(row, name)) is not None:
-            setattr(job, name, value)
+    job.MergeFrom(jobs_pb2.Job(**{name: getattr(row, name) for name in _REPORTED}))
     return job

@@ -5,8 +5,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from stagemesh.client import (
     AudioChunk,
@@ -30,7 +29,6 @@ FOLDER = "jobs"
 """The folder of the store with the results of jobs."""
 _MAX_INLINE_BYTES = 64 << 10
 _WAV, _TEXT = "audio/wav", "text/plain"
-_SUFFIXES = {_TEXT: ".txt"}
 
 
 class AttemptOutputs:
@@ -111,8 +109,8 @@ class AttemptOutputs:
 
     async def _create(self, name: str, index: int, media_type: str) -> StoredFileWriter:
         writers = self._outputs[name, index].writers
-        suffix = _SUFFIXES.get(media_type) or suffix_of(media_type)
-        uri = self._store.config.uri_of(FOLDER, self._folder, f"{name}.{index}.{len(writers)}{suffix}")
+        file_name = f"{name}.{index}.{len(writers)}{suffix_of(media_type)}"
+        uri = self._store.config.uri_of(FOLDER, self._folder, file_name)
         writer = await self._store.create(uri, media_type)
         writers.append(writer)
         self._writers.append(writer)
@@ -121,9 +119,7 @@ class AttemptOutputs:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for output in self._outputs.values():
             if output.wav is not None:
                 output.wav.close()
@@ -157,9 +153,6 @@ def _blocks(path: Path) -> Iterable[bytes]:
 
 
 def _finish_of(event: OutputFinished) -> request_pb2.Finish:
-    finish = request_pb2.Finish(reason=request_pb2.FinishReason.Value(f"FINISH_REASON_{event.reason.upper()}"))
-    if event.stop_text is not None:
-        finish.stop_text = event.stop_text
-    if event.stop_token_id is not None:
-        finish.stop_token_id = event.stop_token_id
-    return finish
+    reason = request_pb2.FinishReason.Value(f"FINISH_REASON_{event.reason.upper()}")
+    stop: dict[str, Any] = {"stop_text": event.stop_text, "stop_token_id": event.stop_token_id}
+    return request_pb2.Finish(reason=reason, **stop)

@@ -10,6 +10,7 @@ from stagemesh.client import AsyncClient
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.media.store import MediaStore
 from stagemesh.common.process import settings
+from stagemesh.common.tasks import end_tasks
 from stagemesh.jobs.config import JobServerConfig, check_database_url
 from stagemesh.jobs.database import Database, when_available
 from stagemesh.jobs.job_table import JobTable
@@ -49,11 +50,9 @@ async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
         working = asyncio.create_task(_work(database, worker, server), name="work")
         waiting = asyncio.create_task(stopping.wait())
         await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
         # Closed clients do not stop their requests, so that the next job server attaches to them.
         client.closed = True
-        working.cancel()
-        await asyncio.wait([working])
+        await end_tasks([working, waiting])
         if not working.cancelled():
             # Only a defect, or a database of a later version, ends the work.
             await working

@@ -17,7 +17,7 @@ from stagemesh.jobs.database import when_available
 from stagemesh.jobs.job_table import CANCELLED, FAILED, SUCCEEDED, Claim, JobTable, Renewal, report_of
 from stagemesh.jobs.outputs import FOLDER, AttemptOutputs
 from stagemesh.rpc.error_mapping import error_to_wire
-from stagemesh.v1 import errors_pb2, jobs_pb2, orchestrator_pb2, request_pb2
+from stagemesh.v1 import errors_pb2, jobs_pb2, orchestrator_pb2, request_pb2, stage_pb2
 
 _POLL_S = 0.5
 """The pause between two searches for a job, in seconds. A job that this process accepts is found at once."""
@@ -225,10 +225,8 @@ class _Attempt:
             case Progress(stage=stage, index=index):
                 if (stage, index) not in self._progress:
                     self._progress[stage, index] = self.report.progress.add(stage=stage, index=index)
-                noted = self._progress[stage, index].progress
-                noted.steps = event.steps
-                if event.total_steps is not None:
-                    noted.total_steps = event.total_steps
+                done = stage_pb2.StepProgress(steps=event.steps, total_steps=event.total_steps)
+                self._progress[stage, index].progress.CopyFrom(done)
             case Finished():
                 for name, usage in event.usage.items():
                     self.report.usage[name].CopyFrom(request_pb2.Usage(**vars(usage)))

@@ -1,12 +1,10 @@
 """Describes the pipeline and its current state in messages of the public API."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
-
-from google.protobuf.message import Message
 
 from stagemesh.common.plugins.connectors import GRPC, number_of
 from stagemesh.common.plugins.descriptors import kind_to_wire, signature_to_wire
+from stagemesh.common.wire.encoding import to_message
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.connectors.stream.connector_agreement import probe_to_wire
 from stagemesh.orchestrator.config import OrchestratorConfig
@@ -16,21 +14,10 @@ from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.pipeline import Edge, Stage
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import error_to_wire
-from stagemesh.v1 import orchestrator_pb2
+from stagemesh.v1 import orchestrator_pb2, stage_pb2
 
-_Message = TypeVar("_Message", bound=Message)
 # An idle replica reports its load every 30 seconds.
 _OVERDUE_S = 60.0
-
-
-def to_message(message: type[_Message], source: object, **fields: Any) -> _Message:
-    """Returns a message of the type `message`, with field values copied from `source`.
-
-    `fields` contains the values of individual fields by name. Every other field receives the value of the attribute of
-    `source` with the same name.
-    """
-    names = message.DESCRIPTOR.fields_by_name.keys() - fields.keys()
-    return message(**{name: getattr(source, name) for name in names}, **fields)
 
 
 def describe_pipeline(
@@ -112,11 +99,8 @@ def describe_edge(edge: Edge, links: Sequence[EdgeLink] = ()) -> orchestrator_pb
 
 
 def _link(link: EdgeLink) -> orchestrator_pb2.EdgeLink:
-    message = orchestrator_pb2.EdgeLink(producer=link.producer.name, consumer=link.consumer.name)
-    if link.probe is not None:
-        probe = probe_to_wire(link.probe)
-        message.connector = probe.connector
-        message.refusals.extend(probe.refusals)
-    if link.error is not None:
-        message.error.CopyFrom(error_to_wire(link.error))
-    return message
+    probe = stage_pb2.ProbeEdgeResponse() if link.probe is None else probe_to_wire(link.probe)
+    error = None if link.error is None else error_to_wire(link.error)
+    return to_message(
+        orchestrator_pb2.EdgeLink, probe, producer=link.producer.name, consumer=link.consumer.name, error=error
+    )

@@ -45,32 +45,25 @@ _NS = 1_000_000_000
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
-class Sampler:
-    """Decides which requests are traced, by the sampler of OpenTelemetry that the environment variables select.
-
-    By default, the caller's decision counts, and requests without a trace context are traced.
-    """
-
-    def __init__(self) -> None:
-        self._sampler = TracerProvider(shutdown_on_exit=False).sampler
-
-    def __call__(self, context: TraceContext) -> bool:
-        """Returns whether the request is traced."""
-        parent = context.parent
-        given = None if parent is None else set_span_in_context(NonRecordingSpan(_span_context(parent, remote=True)))
-        result = self._sampler.should_sample(given, int(context.trace_id, 16), "request")
-        return result.decision is Decision.RECORD_AND_SAMPLE
-
-
 class TraceExport:
     """Exports the traces of ended requests, one after the other, in a thread."""
 
     def __init__(self, pipeline: str) -> None:
         """`pipeline` is the name of the pipeline, which the spans have as `service.namespace`."""
         self._exporter, self._pipeline = OTLPSpanExporter(), pipeline
-        self.samples = Sampler()
+        self._sampler = TracerProvider(shutdown_on_exit=False).sampler
         self._waiting = asyncio.Queue[Timeline](_MAX_WAITING)
         self._dropped = 0
+
+    def samples(self, context: TraceContext) -> bool:
+        """Returns whether a request is traced, by the sampler of OpenTelemetry that the environment variables select.
+
+        By default, the caller's decision counts, and requests without a trace context are traced.
+        """
+        parent = context.parent
+        given = None if parent is None else set_span_in_context(NonRecordingSpan(_span_context(parent, remote=True)))
+        result = self._sampler.should_sample(given, int(context.trace_id, 16), "request")
+        return result.decision is Decision.RECORD_AND_SAMPLE
 
     def add(self, timeline: Timeline) -> None:
         """Exports the trace of an ended request if it is traced. Drops it if too many requests wait for their export.

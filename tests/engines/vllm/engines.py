@@ -6,17 +6,15 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.services.engines.abilities import PartitionsArena
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines import support
 from tests.engines.support import hand_partitions, stage_config
 
 
 @asynccontextmanager
-async def started(
-    model: Path, partitions: PartitionsArena | None = None, /, **options: JsonValue
-) -> AsyncGenerator[VllmEngine]:
+async def started(model: Path, partitions: Arena | None = None, /, **options: JsonValue) -> AsyncGenerator[VllmEngine]:
     """Starts an engine. If it has workers that write into an arena, `partitions` are the arena's."""
     engine = VllmEngine(stage_config("vllm", model=str(model), options=options))
     if partitions is not None:

@@ -17,6 +17,7 @@ from stagemesh.services.engines.base import Checkpoint, SamplingOptions, Task, U
 from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.options import KV_CACHE
+from stagemesh.v1 import tensor_pb2
 from tests.engines.support import collect, controls_of, packets, tokens_of
 from tests.engines.vllm.engines import started
 from tests.engines.vllm.tiny_adapter import write_adapter
@@ -97,14 +98,13 @@ def received(ticket: Ticket) -> ReceivedTicket:
     async def accept() -> None:
         await ticket.accept()
 
-    return ReceivedTicket(
-        ticket.kind,
-        ticket.descriptor,
+    offer = tensor_pb2.Handover(
+        kind=ticket.kind,
+        state_descriptor=ticket.descriptor,
         size_bytes=ticket.size_bytes,
         time_limit_s=ticket.time_limit_s,
-        accept=accept,
-        on_release=ticket.release,
     )
+    return ReceivedTicket(offer, accept=accept, on_release=ticket.release)
 
 
 async def decoded(engine: VllmEngine, task: Task, sent: Sequence[Packet]) -> list[int]:

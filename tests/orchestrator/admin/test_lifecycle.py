@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
 from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle, count_running
@@ -140,7 +141,7 @@ async def test_a_call_over_a_closed_connection_reports_an_unreachable_replica() 
         client.describe(timeout_s=5),
         client.control(control_pb2.ListStepsRequest(), control_pb2.ListStepsResponse, timeout_s=5),
         client.cancel(stage_pb2.CancelStepRequest(), timeout_s=5),
-        client.probe_edge("b->c", consumer="c-0", endpoint="127.0.0.1:2", connector="auto", timeout_s=5),
+        client.probe_edge("b->c", ConsumerAddress("c-0", "127.0.0.1:2"), "auto", timeout_s=5),
     ):
         with pytest.raises(UnavailableError, match="no longer connected"):
             await call

@@ -12,6 +12,7 @@ import pytest
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe
 from stagemesh.orchestrator.fleet.edge_connectors import PARTNERS, EdgeConnectors
 from stagemesh.orchestrator.fleet.membership import Member
@@ -52,9 +53,9 @@ class _Answering:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def probe_edge(self, edge: str, *, consumer: str, **_: object) -> EdgeProbe:
+    async def probe_edge(self, edge: str, consumer: ConsumerAddress, *_: object, **__: object) -> EdgeProbe:
         await self.gate.wait()
-        if consumer in self.broken:
+        if consumer.replica in self.broken:
             raise self.error
         return EdgeProbe("nixl", {})
 
@@ -197,9 +198,7 @@ async def test_closing_the_client_fails_a_probe_that_runs() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
         client = ReplicaClient(stage="a", replica="a-0", endpoint=endpoint)
-        asking = asyncio.create_task(
-            client.probe_edge("a->b", consumer="b-0", endpoint="h:1", connector="auto", timeout_s=20)
-        )
+        asking = asyncio.create_task(client.probe_edge("a->b", ConsumerAddress("b-0", "h:1"), "auto", timeout_s=20))
         await asyncio.sleep(0)
         await client.close()
         with pytest.raises(UnavailableError, match="a-0"):

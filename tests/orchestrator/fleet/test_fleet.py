@@ -10,6 +10,7 @@ import pytest
 
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.membership import Member, MembershipListener
@@ -36,9 +37,9 @@ class _Stage(SimulatedReplica):
         self.verdicts: list[Verdict] = []
         """The verdict of each call for load reports."""
 
-    async def probe_edge(self, edge: str, *, consumer: str, **_: object) -> EdgeProbe:
-        if consumer in self.refused_consumers:
-            raise NotReadyError(f"connector nixl cannot be used with replica {consumer}")
+    async def probe_edge(self, edge: str, consumer: ConsumerAddress, *_: object, **__: object) -> EdgeProbe:
+        if consumer.replica in self.refused_consumers:
+            raise NotReadyError(f"connector nixl cannot be used with replica {consumer.replica}")
         return EdgeProbe("shm", {})
 
     async def watch_load(self, verdict: Verdict) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:

@@ -25,6 +25,7 @@ from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.recovery import StepState
 from stagemesh.orchestrator.request.run import RequestRun
 from stagemesh.orchestrator.request.step_calls import StepCalls
+from stagemesh.orchestrator.request.streamed_input import InputPlanes
 from stagemesh.orchestrator.request.validation import ValidRequest, validate
 from stagemesh.pipeline import Limits
 from stagemesh.pipeline.graph import Route
@@ -52,6 +53,8 @@ def _life(request_id: str = "r", *, admission: Admission | None = None, size_byt
         admission=admission or Admission(LIMITS),
         admission_request=AdmissionRequest(request_id),
         failover=FAILOVER,
+        facts={},
+        input_planes=InputPlanes("p"),
     )
 
 
@@ -131,7 +134,10 @@ async def test_a_failed_run_without_references_is_freed_at_once(tmp_path: Path, 
     )
     step = PlannedStep(stage, cast("Replica", replica), lambda: None)
     plan, errors = Plan({"a": step}, Route((stage,), (), {})), list[StagemeshError]()
-    run = RequestRun(_request(), plan, RequestRecord(), failover=FAILOVER, timeout_s=10, failed=errors.append)
+    planes, record = InputPlanes("p"), RequestRecord()
+    run = RequestRun(
+        _request(), plan, record, failover=FAILOVER, timeout_s=10, failed=errors.append, input_planes=planes
+    )
     error = await run.run()
     assert errors == [error]
     ended = weakref.ref(run)
@@ -313,6 +319,7 @@ def test_a_checkpoint_without_a_state_is_useless(tmp_path: Path) -> None:
 def _calls(folder: Path, prompt_bytes: int) -> StepCalls:
     given = orchestrator_pb2.GenerateRequest(input=request_pb2.Input(text="x" * prompt_bytes))
     request, changed = validate(given, load(folder)), Notifier()
+    record, failures = RequestRecord(), Failures(changed)
     return StepCalls(
-        request, Route((), (), {}), {}, record=RequestRecord(), failures=Failures(changed), changed=changed
+        request, Route((), (), {}), {}, record=record, failures=failures, changed=changed, input_producer="@input-1"
     )

@@ -13,7 +13,7 @@ from stagemesh.common.errors import CancelledRequestError, InvalidRequestError, 
 from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.conformance import Host
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.request.streamed_input import InputPlanes, StreamedInput, packets_of
 from stagemesh.orchestrator.request.validation import ValidRequest, validate
@@ -109,8 +109,8 @@ async def planes() -> AsyncIterator[InputPlanes]:
 
 
 def _replica(host: Host, *, generation: str = "g") -> Replica:
-    fields = {"name": host.replica, "endpoint": host.endpoint, "server_name": "", "generation": generation}
-    return cast("Replica", SimpleNamespace(**fields))
+    address = ConsumerAddress(host.replica, host.endpoint)
+    return cast("Replica", SimpleNamespace(address=address, generation=generation))
 
 
 async def _send(stream: StreamedInput, planes: InputPlanes, consumer: Replica, *, attempt: int = 1) -> None:
@@ -200,7 +200,7 @@ async def test_a_generation_has_a_data_plane_while_it_has_flows(
     second.end()
     _, text = await asyncio.gather(_send(second, planes, _replica(later, generation="later")), _received(later, planes))
     assert text == ""
-    assert planes.generations == ({"later"} if ends else {"g", "later"})
+    assert planes._planes.keys() == ({"later"} if ends else {"g", "later"})
     first.end()
     await asyncio.gather(receiving, sending)
 

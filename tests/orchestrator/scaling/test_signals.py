@@ -53,6 +53,7 @@ class _Voices:
             admission_request=AdmissionRequest(name, choices=choices),
             failover=Failover(Planner(self.orchestrator.pipeline, self.fleet.registry)),
             facts={Fact("output", output): 1.0 for output in outputs},
+            input_planes=self.orchestrator.input_planes,
             clock=self.clock,
         )
         self.orchestrator.requests.add(name, known)

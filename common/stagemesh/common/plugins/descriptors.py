@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import JsonValue
 
+from stagemesh.common.wire.encoding import to_message
 from stagemesh.common.wire.tensors import TensorSpec, Value, fill_message, spec_to_wire
 from stagemesh.v1 import signature_pb2
 
@@ -195,25 +196,23 @@ def signature_to_wire(
     signature: Signature, *, can_pause: bool = False, can_resume: bool = False
 ) -> signature_pb2.Signature:
     """Converts a signature to its protobuf message. The lists are sorted by name."""
-    return signature_pb2.Signature(
+    return to_message(
+        signature_pb2.Signature,
+        signature,
         accepts=[
             signature_pb2.AcceptedTensor(spec=spec_to_wire(name, spec), optional=name in signature.optional)
             for name, spec in sorted(signature.accepts.items())
         ],
         emits=[
-            signature_pb2.EmittedTensor(
+            to_message(
+                signature_pb2.EmittedTensor,
+                emitted,
                 spec=spec_to_wire(name, emitted.spec),
                 kind=kind_to_wire(emitted.kind),
-                sample_rate_hz=emitted.sample_rate_hz,
-                media_type=emitted.media_type,
             )
             for name, emitted in sorted(signature.emits.items())
         ],
         options=[_option(name, spec) for name, spec in sorted(signature.options.items())],
-        sampling=signature.sampling,
-        adapters=signature.adapters,
-        media=signature.media,
-        negative_prompt=signature.negative_prompt,
         can_pause=can_pause,
         can_resume=can_resume,
     )

@@ -6,12 +6,11 @@ images, bytes of an encoded file, stored files, or rows of a tensor along its fi
 """
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import TypeAlias
 
 from stagemesh.common.errors import InternalError, InvalidChunkError
-from stagemesh.common.wire.tensors import checked_layout
+from stagemesh.common.wire.tensors import checked_layout, rows_of
 from stagemesh.v1 import request_pb2, tensor_pb2
 
 OutputKey: TypeAlias = tuple[str, int]
@@ -26,21 +25,13 @@ class Position:
     `length_of` says what a unit is. Parts of an image that the receiver does not have as a whole are passed on again.
     """
 
-    __slots__ = ("_counts", "_finished")
+    __slots__ = ("counts", "finished")
 
     def __init__(self, counts: Mapping[OutputKey, int] = _START) -> None:
-        self._counts = dict(counts)
-        self._finished = set[OutputKey]()
-
-    @property
-    def counts(self) -> Mapping[OutputKey, int]:
+        self.counts = dict(counts)
         """The number of received units of each output of each choice, as in `GenerateRequest.next_positions`."""
-        return self._counts
-
-    @property
-    def finished(self) -> AbstractSet[OutputKey]:
+        self.finished = set[OutputKey]()
         """The outputs that have ended, apart from those that are incomplete."""
-        return self._finished
 
     def remainder(self, output: request_pb2.Output) -> request_pb2.Output | None:
         """Returns the part of `output` that the receiver does not have yet, or None if it has all of `output`.
@@ -49,21 +40,21 @@ class Position:
         InvalidChunkError if a tensor's or the audio's number of bytes does not match its shape.
         """
         key = output.name, output.index
-        received, end = self._counts.get(key, 0), output.position + length_of(output)
+        received, end = self.counts.get(key, 0), output.position + length_of(output)
         if output.position > received:
             raise InternalError(
                 f"output {output.name!r} continues at {output.position}, but only {received} were received; report "
                 "this as a defect",
                 reason="OUTPUT_OUT_OF_ORDER",
             )
-        if key in self._finished:
+        if key in self.finished:
             return None
         if end > received:
-            self._counts[key] = end
+            self.counts[key] = end
         if output.HasField("finish"):
             # A request that failed may be run again at another orchestrator, where its outputs continue.
             if output.finish.reason not in _INCOMPLETE:
-                self._finished.add(key)
+                self.finished.add(key)
         elif end <= received and output.WhichOneof("content") and not _continues_image(output, received):
             # A receiver passes on content of an unknown kind, which has no length.
             return None
@@ -143,7 +134,4 @@ def _rows_after(tensor: tensor_pb2.Tensor, count: int) -> tensor_pb2.Tensor:
     if tensor.WhichOneof("location") not in ("inline", None):
         raise InvalidChunkError(f"tensor {tensor.name!r} of an output must be inline")
     checked_layout(tensor, size_bytes=len(tensor.inline))
-    row_bytes = len(tensor.inline) // tensor.shape[0]
-    rest = tensor_pb2.Tensor(name=tensor.name, dtype=tensor.dtype, inline=tensor.inline[count * row_bytes :])
-    rest.shape.extend([tensor.shape[0] - count, *tensor.shape[1:]])
-    return rest
+    return rows_of(tensor, count, tensor.shape[0])

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from stagemesh.v1 import orchestrator_pb2, request_pb2, tensor_pb2
+from stagemesh.common.wire.tensors import rows_of
+from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 
 class PromptInput:
@@ -141,14 +142,8 @@ def _halves(
 
 
 def _rows(audio: request_pb2.Audio, begin: int, end: int) -> orchestrator_pb2.InputAppend:
-    samples = audio.samples
-    row_bytes = len(samples.inline) // samples.shape[0]
-    rows = tensor_pb2.Tensor(
-        dtype=samples.dtype,
-        shape=(end - begin, *samples.shape[1:]),
-        inline=samples.inline[begin * row_bytes : end * row_bytes],
-    )
-    part = request_pb2.Part(audio=request_pb2.Audio(samples=rows, sample_rate_hz=audio.sample_rate_hz))
+    samples = rows_of(audio.samples, begin, end)
+    part = request_pb2.Part(audio=request_pb2.Audio(samples=samples, sample_rate_hz=audio.sample_rate_hz))
     return orchestrator_pb2.InputAppend(part=part)
 
 

@@ -1,7 +1,7 @@
-"""Serialized protobuf messages: numbers of variable length, embedded messages, and digests of messages."""
+"""Protobuf messages: their creation from objects, parts of their serialized form, and their digests."""
 
 import hashlib
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
@@ -54,6 +54,16 @@ def embedded(tag: bytes, *parts: bytes) -> bytes:
     Embedding a serialized message needs no parser.
     """
     return b"".join((tag, varint(sum(map(len, parts))), *parts))
+
+
+def to_message(message: type[_MessageT], source: object, **fields: Any) -> _MessageT:
+    """Returns a message of the type `message`, with field values copied from `source`.
+
+    `fields` contains the values of individual fields by name. Every other field receives the value of the attribute of
+    `source` with the same name.
+    """
+    names = message.DESCRIPTOR.fields_by_name.keys() - fields.keys()
+    return message(**{name: getattr(source, name) for name in names}, **fields)
 
 
 def without_fields(message: _MessageT, *names: str) -> _MessageT:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Self
 
-from stagemesh.v1 import chunk_pb2, stage_pb2
+from stagemesh.v1 import stage_pb2
 
 MAX_SPANS = 4096
 """The maximum number of spans of a step. Further spans are dropped and counted."""
@@ -59,22 +59,10 @@ class StepTrace:
         """Returns the number of spans that `take` would return or report as dropped."""
         return len(self._spans) + self._dropped
 
-    def add_chunk(
-        self,
-        edge: str,
-        *,
-        seq: int,
-        size_bytes: int,
-        connector: chunk_pb2.Connector.ValueType,
-        offered_s: float,
-        sent_s: float,
-        acknowledged_s: float,
-    ) -> None:
-        """Adds the span of a chunk. The times are on Python's monotonic clock."""
+    def add_chunk(self, chunk: stage_pb2.ChunkSpan, *, offered_s: float, acknowledged_s: float) -> None:
+        """Adds the span of a chunk. All times, also that in `chunk`, are on Python's monotonic clock."""
         began_s = self._began_s
-        chunk = stage_pb2.ChunkSpan(
-            edge=edge, seq=seq, size_bytes=size_bytes, connector=connector, sent_s=sent_s - began_s
-        )
+        chunk.sent_s -= began_s
         self._add(stage_pb2.StepSpan(start_s=offered_s - began_s, end_s=acknowledged_s - began_s, chunk=chunk))
 
     def take(self) -> stage_pb2.StepSpans:

@@ -175,6 +175,16 @@ def read_inline(message: tensor_pb2.Tensor) -> Array:
     return np.frombuffer(payload, dtype=dtype).reshape(shape)
 
 
+def rows_of(message: tensor_pb2.Tensor, begin: int, end: int) -> tensor_pb2.Tensor:
+    """Returns the rows from `begin` to `end` of a tensor whose bytes are in its message, as another message.
+
+    The number of the tensor's bytes must match its shape, which must have at least one row.
+    """
+    row_bytes = len(message.inline) // message.shape[0]
+    shape, inline = (end - begin, *message.shape[1:]), message.inline[begin * row_bytes : end * row_bytes]
+    return tensor_pb2.Tensor(name=message.name, dtype=message.dtype, shape=shape, inline=inline)
+
+
 def spec_to_wire(name: str, spec: TensorSpec) -> tensor_pb2.TensorSpec:
     """Returns the protobuf message for a tensor or ticket with this name and type."""
     if spec.ticket_kind:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, StagemeshError
 from stagemesh.common.plugins.connectors import GRPC, ConnectorName, number_of
+from stagemesh.common.wire.encoding import to_message
 from stagemesh.connectors import fragments, peer_timeouts, wire
 from stagemesh.connectors.base import Connector
 from stagemesh.connectors.flow.edge_meters import EdgeMeter
@@ -342,15 +343,9 @@ class OutletAttempt:
                 continue
             self.meter.add(sent.size_bytes, now_s - sent.sent_s)
             if trace is not None:
-                trace.add_chunk(
-                    self.key.edge,
-                    seq=sent.seq,
-                    size_bytes=sent.size_bytes,
-                    connector=number_of(self.connector),
-                    offered_s=sent.offered_s,
-                    sent_s=sent.sent_s,
-                    acknowledged_s=now_s,
-                )
+                connector = number_of(self.connector)
+                span = to_message(stage_pb2.ChunkSpan, sent, edge=self.key.edge, connector=connector)
+                trace.add_chunk(span, offered_s=sent.offered_s, acknowledged_s=now_s)
 
     def _note_answer(self) -> None:
         self._heard_s, self._patience_s = self._now_s(), peer_timeouts.REOPEN_S

@@ -38,16 +38,12 @@ class ReceivedRows:
 
     def __init__(self, *, edge: str, counted: Mapping[str, int] | None = None) -> None:
         self._edge = edge
-        self._counted: dict[str, int] = dict(counted or {})
+        self.counted: dict[str, int] = dict(counted or {})
+        """The number of received rows by tensor name."""
         self._replayed: dict[str, int] | None = None
         """The next row that a repeating producer will send, by tensor name. None if all further rows are new."""
         self.has_context = False
         """Whether a packet with left context has arrived. The row counts then depend on how chunks were cut."""
-
-    @property
-    def counted(self) -> Mapping[str, int]:
-        """The number of received rows by tensor name."""
-        return self._counted
 
     @property
     def is_repeating(self) -> bool:
@@ -61,7 +57,7 @@ class ReceivedRows:
         `first_rows` maps each tensor's name to the first row that the producer would send.
         """
         for name, first in first_rows.items():
-            counted = 0 if self.has_context else self._counted.get(name, 0)
+            counted = 0 if self.has_context else self.counted.get(name, 0)
             if first > counted:
                 raise NotReadyError(
                     f"edge {self._edge}: the new flow begins at row {first} of tensor {name!r}, but only {counted} "
@@ -75,7 +71,7 @@ class ReceivedRows:
 
         `first_rows` maps each tensor's name to the first row that the producer sends. A missing name means row 0.
         """
-        self._replayed = {name: first_rows.get(name, 0) for name in self._counted}
+        self._replayed = {name: first_rows.get(name, 0) for name in self.counted}
         self._end_replay()
 
     def new_part(self, packet: Packet) -> Packet | None:
@@ -86,18 +82,18 @@ class ReceivedRows:
         """
         self.has_context = self.has_context or CONTEXT in packet.metadata
         if self._replayed is None:
-            add_rows(self._counted, packet)
+            add_rows(self.counted, packet)
             return packet
         sent: dict[str, int] = {}
         add_rows(sent, packet)
-        already = {name: self._counted.get(name, 0) - self._replayed.get(name, 0) for name in sent}
+        already = {name: self.counted.get(name, 0) - self._replayed.get(name, 0) for name in sent}
         add_rows(self._replayed, packet)
         skips: dict[str, int] = {}
         has_new = False
         for name, rows in sent.items():
             skips[name] = skip = min(rows, max(0, already[name]))
             has_new = has_new or rows > skip
-            self._counted[name] = max(self._counted.get(name, 0), self._replayed[name])
+            self.counted[name] = max(self.counted.get(name, 0), self._replayed[name])
         self._end_replay()
         if not has_new:
             return None
@@ -108,7 +104,7 @@ class ReceivedRows:
     def _end_replay(self) -> None:
         """Stops dropping rows if the current producer has sent all rows that arrived from previous producers."""
         replayed = self._replayed
-        if replayed is not None and all(replayed.get(name, 0) >= rows for name, rows in self._counted.items()):
+        if replayed is not None and all(replayed.get(name, 0) >= rows for name, rows in self.counted.items()):
             self._replayed = None
 
     def _without(self, packet: Packet, skips: Mapping[str, int]) -> Packet:

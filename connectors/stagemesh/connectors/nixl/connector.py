@@ -16,11 +16,7 @@ from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import NIXL, ConnectorName
 from stagemesh.common.tasks import end_tasks
 from stagemesh.connectors.arena.arena import Arena, Region
-from stagemesh.connectors.arena.memory import (
-    LAYOUT_NAME,
-    TOKEN_BYTES,
-    data_offset_in,
-)
+from stagemesh.connectors.arena.memory import LAYOUT_NAME, TOKEN_BYTES, data_offset_in
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer, unavailable
 from stagemesh.connectors.nixl.environment import quiet, shared_settings
 from stagemesh.connectors.nixl.read_thread import ReadThread

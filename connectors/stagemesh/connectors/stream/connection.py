@@ -75,7 +75,7 @@ class ProducerSession:
         loop = asyncio.get_running_loop()
         self._stream: MessageStream | None = None
         self._items: deque[stage_pb2.PutItem] = deque()
-        self.ready = ReadyQueue[OutletAttempt](self._pull)
+        self.ready = ReadyQueue[OutletAttempt](self.writable)
         """The outlet attempts that have messages to send."""
         self._welcome: asyncio.Future[stage_pb2.Welcome] = loop.create_future()
         self.ended: asyncio.Future[StagemeshError] = loop.create_future()
@@ -128,8 +128,9 @@ class ProducerSession:
             self._take_reply(reply)
 
     def writable(self) -> None:
-        """Sends the waiting messages. Called when the stream can accept data again."""
-        self._pull()
+        """Sends the waiting messages. Called when the stream can accept data again, and when there is a message."""
+        while self._stream is not None and self._stream.is_writable and (data := self._next_message()):
+            self._stream.write(data)
 
     def closed(self, error: StagemeshError | None) -> None:
         """Ends the session. Called when the stream has ended.
@@ -144,10 +145,6 @@ class ProducerSession:
             )
 
     # -- inner workings
-
-    def _pull(self) -> None:
-        while self._stream is not None and self._stream.is_writable and (data := self._next_message()):
-            self._stream.write(data)
 
     def _next_message(self) -> bytes:
         """Returns the next serialized message, or b"" if there is nothing to send.

@@ -40,13 +40,13 @@ class LandingArena:
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
-        self._creating: asyncio.Task[Arena] | None = None
+        self._creating: asyncio.Future[Arena] | None = None
 
     @property
     def present(self) -> Arena | None:
         """The arena. None if it has not been created yet, or if its creation has failed."""
-        task = self._creating
-        return None if task is None or not task.done() or task.exception() else task.result()
+        made = self._creating
+        return None if made is None or not made.done() or made.exception() else made.result()
 
     def request(self) -> Arena | None:
         """Returns the arena, or None if it does not exist yet. The first call starts to create the arena."""
@@ -67,15 +67,12 @@ class LandingArena:
         if self.present is not None:
             self.present.close()
 
-    def _create(self) -> asyncio.Task[Arena]:
+    def _create(self) -> asyncio.Future[Arena]:
         if self._creating is None:
-            self._creating = asyncio.create_task(self._create_in_thread())
+            create = partial(Arena, self._size_bytes, shared=False)
+            self._creating = asyncio.get_running_loop().run_in_executor(bulk_threads(), create)
             self._creating.add_done_callback(_log_failure)
         return self._creating
-
-    async def _create_in_thread(self) -> Arena:
-        create = partial(Arena, self._size_bytes, shared=False)
-        return await asyncio.get_running_loop().run_in_executor(bulk_threads(), create)
 
 
 class Consumer:
@@ -239,7 +236,7 @@ class Consumer:
                 self._committed.popitem(last=False)
 
 
-def _log_failure(creating: asyncio.Task[Arena]) -> None:
+def _log_failure(creating: asyncio.Future[Arena]) -> None:
     if not creating.cancelled() and creating.exception() is not None:
         _log.warning("chunks that arrive as fragments use newly allocated memory: %s", creating.exception())
 

@@ -15,7 +15,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.plugins.connectors import AUTO, GRPC, name_of
-from stagemesh.common.tasks import end_tasks
+from stagemesh.common.tasks import end_tasks, kept_in
 from stagemesh.common.wire.versions import refuse_unknown, unknown_kind
 from stagemesh.connectors import fragments, wire
 from stagemesh.connectors.base import FetchingReader, InPlaceReader, unavailable
@@ -65,7 +65,7 @@ class ConsumerSession:
         self._transfers = FragmentAssembler(consumer.landing.request)
         self._negotiations: set[asyncio.Task[None]] = set()
         self._replies: list[stage_pb2.PutReply] = []
-        self._ready = ReadyQueue[InletAttempt](self._flush)
+        self._ready = ReadyQueue[InletAttempt](self.writable)
         self._over: asyncio.Future[None] = self._loop.create_future()
 
     def begin(self, stream: MessageStream) -> None:
@@ -101,8 +101,22 @@ class ConsumerSession:
             self._process(item)
 
     def writable(self) -> None:
-        """Sends the waiting replies. Called when the stream can accept data again."""
-        self._flush()
+        """Sends one message with all waiting replies, the reports of the flows, and the ids of ended leases.
+
+        Does nothing if the stream cannot accept data. Called when it can again, and when there is something to send.
+        """
+        if self._stream is None or not self._stream.is_writable:
+            return
+        response = stage_pb2.PutChunkResponse(replies=self._replies)
+        self._replies.clear()
+        for flow in self._ready.take_all():
+            if flow.queue is self._ready:
+                flow.report(response)
+            self._check_carried(flow)
+        if self._producer_state is not None:
+            self._producer_state.report(response)
+        if response.replies:
+            self._stream.write(response.SerializeToString())
 
     def closed(self, error: StagemeshError | None) -> None:
         """Detaches the flows and releases the session's resources. Called when the stream has ended.
@@ -131,24 +145,6 @@ class ConsumerSession:
     def _reply(self, reply: stage_pb2.PutReply) -> None:
         self._replies.append(reply)
         self._ready.wake()
-
-    def _flush(self) -> None:
-        """Sends one message with all waiting replies, the reports of the flows, and the ids of ended leases.
-
-        Does nothing if the stream cannot accept data.
-        """
-        if self._stream is None or not self._stream.is_writable:
-            return
-        response = stage_pb2.PutChunkResponse(replies=self._replies)
-        self._replies.clear()
-        for flow in self._ready.take_all():
-            if flow.queue is self._ready:
-                flow.report(response)
-            self._check_carried(flow)
-        if self._producer_state is not None:
-            self._producer_state.report(response)
-        if response.replies:
-            self._stream.write(response.SerializeToString())
 
     def _check_carried(self, flow: InletAttempt) -> bool:
         """Returns whether this stream still carries a flow. If not, removes the flow and drops the flow's fragments.
@@ -310,9 +306,8 @@ class ConsumerSession:
             flow.demand(demand.size_bytes)
 
     def _negotiate(self, offer: stage_pb2.Offer) -> None:
-        task = self._loop.create_task(self._answer(offer), name=f"connector negotiation with {self._name}")
-        self._negotiations.add(task)
-        task.add_done_callback(self._negotiations.discard)
+        answering = self._loop.create_task(self._answer(offer), name=f"connector negotiation with {self._name}")
+        kept_in(self._negotiations, answering)
 
     async def _answer(self, offer: stage_pb2.Offer) -> None:
         answer = stage_pb2.OfferAnswer(connector=offer.connector)

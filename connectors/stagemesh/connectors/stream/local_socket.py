@@ -18,7 +18,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from stagemesh.common.tasks import end_tasks
+from stagemesh.common.tasks import end_tasks, kept_in
 
 _log = logging.getLogger(__name__)
 
@@ -68,9 +68,7 @@ class LocalListener:
             # The producer has disconnected, or this process has temporarily reached its limit of descriptors.
             return
         connection.setblocking(False)
-        handshake = self._loop.create_task(self._shake_hands(connection), name="local handshake")
-        self._handshakes.add(handshake)
-        handshake.add_done_callback(self._handshakes.discard)
+        kept_in(self._handshakes, self._loop.create_task(self._shake_hands(connection), name="local handshake"))
 
     async def _shake_hands(self, connection: socket.socket) -> None:
         try:

@@ -18,11 +18,11 @@ from stagemesh.connectors.packets import EdgeKey, expired_error
 from stagemesh.connectors.stream import local_socket
 from stagemesh.connectors.stream.connection import Connection, Peer
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe, ReplicaConnectors
+from stagemesh.rpc.channels import is_listening
 from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 _RETRY_S = 0.1
-_DIAL_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,8 @@ class ProducerLink:
         """The last error with which the link has failed. None if it has never failed."""
         self._changed = Notifier()
         """A notifier that fires when the result of a probe may have changed, and when the link has failed."""
-        self._leases = Leases()
+        self.leases = Leases()
+        """The leases that this link has granted to the consumer."""
         self._answers: list[stage_pb2.PutItem] = []
         """The answers that have not been sent, to the consumer's acceptances of tickets."""
         self._incarnation = ""
@@ -80,7 +81,7 @@ class ProducerLink:
         """Adds a flow to the link. The link opens the flow as soon as the link has a stream."""
         self._require_connection()
         self._flows[flow.key] = flow
-        flow.join(self._leases, self._attend)
+        flow.join(self.leases, self._attend)
 
     def find(self, key: EdgeKey) -> OutletAttempt | None:
         """Returns the flow with this key, or None if the flow is unknown or has ended."""
@@ -106,23 +107,12 @@ class ProducerLink:
         assert self._failure is not None, "the loop ends when the link has failed"
         raise copy(self._failure)
 
-    def end_lease(self, lease_id: int) -> None:
-        """Ends a lease that this link has granted. Does nothing if there is no such lease."""
-        self._leases.end(lease_id)
-
-    def accept_tickets(self, lease_id: int) -> bool:
-        """Restarts the time limits of a lease's tickets.
-
-        Returns False if this link has granted no such lease, or if the state has been released.
-        """
-        return self._leases.accept(lease_id)
-
     async def close(self) -> None:
         """Ends the connection and all flows. Idempotent."""
         if self._task is not None:
             await end_tasks((self._task,))
         self._fail_flows(UnavailableError(f"{self._peer.hello.replica} shuts down", reason="SHUTTING_DOWN"))
-        self._leases.end_all()
+        self.leases.end_all()
         self._stop_watching()
 
     def _attend(self, flow: OutletAttempt) -> None:
@@ -140,7 +130,7 @@ class ProducerLink:
     @property
     def _is_needed(self) -> bool:
         """Whether a connection is needed for flows, for probes, or to receive the ids of ended leases."""
-        return bool(self._flows or self._probes or self._leases)
+        return bool(self._flows or self._probes or self.leases)
 
     def _require_connection(self) -> None:
         """Begins to connect to the consumer, unless the link is already connected or connecting."""
@@ -198,9 +188,9 @@ class ProducerLink:
             restarted = UnavailableError(f"replica {self._peer.consumer} was restarted", reason="PEER_LOST")
             self._fail_flows(restarted, opened_only=True)
             self._peer.worked.clear()
-            self._leases.end_dead()
+            self.leases.end_dead()
         # Ends the leases of chunks whose messages never arrived.
-        self._leases.end_all(except_ids=set(welcome.held_lease_ids))
+        self.leases.end_all(except_ids=set(welcome.held_lease_ids))
         self._incarnation = welcome.incarnation
         self._inline_limit_bytes = min(self._inline_limit_bytes, welcome.inline_limit_bytes)
         self._refused_s = None
@@ -262,13 +252,13 @@ class ProducerLink:
 
     def _release(self, lease_ids: Iterable[int]) -> None:
         for lease_id in lease_ids:
-            if not self._leases.end(lease_id):
+            if not self.leases.end(lease_id):
                 for link in self._siblings():
-                    link.end_lease(lease_id)
+                    link.leases.end(lease_id)
 
     def _answer_acceptance(self, accept: stage_pb2.AcceptTickets) -> None:
         lease_id = accept.lease_id
-        is_kept = self._leases.accept(lease_id) or any(link.accept_tickets(lease_id) for link in self._siblings())
+        is_kept = self.leases.accept(lease_id) or any(link.leases.accept(lease_id) for link in self._siblings())
         answer = stage_pb2.TicketsAnswer(
             acceptance=accept.acceptance, error=None if is_kept else error_to_wire(expired_error())
         )
@@ -340,9 +330,9 @@ class ProducerLink:
             # The leases of a watched process on this host do not end here, because the process may still read the
             # arena. They end when the process releases them or terminates.
             if self._watch is None and is_unreachable:
-                self._leases.end_unreachable()
+                self.leases.end_unreachable()
             elif self._watch is None:
-                self._leases.end_dead()
+                self.leases.end_dead()
 
     async def _is_gone(self) -> bool:
         """Returns whether the consumer's address has refused connections for more than REFUSING_CONSUMER_S
@@ -350,17 +340,12 @@ class ProducerLink:
 
         Each call attempts one connection.
         """
-        host, _, port = self._peer.address.endpoint.rpartition(":")
-        try:
-            async with asyncio.timeout(_DIAL_S):
-                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-        except ConnectionRefusedError:
+        listening = await is_listening(self._peer.address.endpoint)
+        if listening is False:
             self._refused_s = self._refused_s or self._loop.time()
             return self._loop.time() - self._refused_s > peer_timeouts.REFUSING_CONSUMER_S
-        except (OSError, TimeoutError, ValueError):
-            return False
-        writer.close()
-        self._refused_s = None
+        if listening:
+            self._refused_s = None
         return False
 
     def _died(self) -> None:
@@ -371,7 +356,7 @@ class ProducerLink:
         self._watch = None
         died = UnavailableError(f"replica {self._peer.consumer} died", reason="PEER_LOST")
         self._fail_flows(died, opened_only=True)
-        self._leases.end_dead()
+        self.leases.end_dead()
 
     def _stop_watching(self) -> None:
         if self._watch is not None:

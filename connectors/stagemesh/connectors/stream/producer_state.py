@@ -210,14 +210,8 @@ class ProducerState:
 
         def make(handover: tensor_pb2.Handover) -> ReceivedTicket:
             self.held_lease_ids.add(lease_id)
-            return ReceivedTicket(
-                handover.kind,
-                handover.state_descriptor,
-                size_bytes=handover.size_bytes,
-                time_limit_s=handover.time_limit_s,
-                accept=partial(self.acceptances.accept, lease_id),
-                on_release=end_one,
-            )
+            accept = partial(self.acceptances.accept, lease_id)
+            return ReceivedTicket(handover, accept=accept, on_release=end_one)
 
         return make
 

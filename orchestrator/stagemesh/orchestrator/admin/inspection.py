@@ -9,9 +9,10 @@ from heapq import nlargest, nsmallest
 from stagemesh.common.errors import NotFoundError, NotReadyError
 from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.common.requests.request_checks import choice_id
+from stagemesh.common.wire.encoding import to_message
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admission.queue import Caller, Loads
-from stagemesh.orchestrator.descriptions import describe_edge, replica_status, to_message
+from stagemesh.orchestrator.descriptions import describe_edge, replica_status
 from stagemesh.orchestrator.fleet.replica import reported_load
 from stagemesh.orchestrator.metrics.scaling import ScalingSignals, StageSignals
 from stagemesh.orchestrator.orchestrator import Orchestrator
@@ -49,8 +50,7 @@ class Inspector:
 
     def totals(self) -> Totals:
         """Returns the totals over all requests, by state, stage and edge. Includes requests that are still running."""
-        running = self._orchestrator.requests.running
-        return self._orchestrator.totals.together_with(known.record.timeline for known in running)
+        return self._orchestrator.totals.together_with(self._running())
 
     def pipeline(self, totals: Totals) -> admin_pb2.PipelineStatus:
         """Returns the status of the pipeline as a whole, including its admission queue.

@@ -146,9 +146,7 @@ class Lifecycle:
 
 async def _poll(condition: Callable[[], Awaitable[bool]]) -> None:
     """Evaluates `condition` every _POLL_S seconds. Returns when the condition is true."""
-    while True:
-        if await condition():
-            return
+    while not await condition():  # noqa: ASYNC110 - replicas report no event
         await asyncio.sleep(_POLL_S)
 
 

@@ -18,6 +18,7 @@ import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, NotReadyError, StagemeshError, UnavailableError, error_class
 from stagemesh.common.plugins.connectors import AUTO, SHM
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe
@@ -28,7 +29,7 @@ from stagemesh.pipeline import Edge
 _log = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 3.0
-_FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 16.0
+_PAUSES = Backoff(first_s=1.0, longest_s=16.0)
 _MAX_PROBES = 16
 """The maximum number of concurrent probes."""
 PARTNERS = 4
@@ -42,7 +43,7 @@ class EdgeLink:
         self.edge, self.producer, self.consumer = edge, producer, consumer
         self.probe: EdgeProbe | None = None
         self.error: StagemeshError | None = None
-        self.retry_s = _FIRST_RETRY_S
+        self.retries = _PAUSES.retries()
 
     @property
     def is_answered(self) -> bool:
@@ -71,12 +72,7 @@ class EdgeLink:
         """
         try:
             probe = await self.producer.client.probe_edge(
-                self.edge.name,
-                consumer=self.consumer.name,
-                endpoint=self.consumer.endpoint,
-                server_name=self.consumer.server_name,
-                connector=self.edge.connector,
-                timeout_s=_PROBE_TIMEOUT_S,
+                self.edge.name, self.consumer.address, self.edge.connector, timeout_s=_PROBE_TIMEOUT_S
             )
         except StagemeshError as exc:
             error = error_class(exc.code, exc.reason)(
@@ -102,10 +98,10 @@ class EdgeConnectors:
     The connectors are determined only while `probe_links` runs.
     """
 
-    def __init__(self, edges: Sequence[Edge], *, partners: int = PARTNERS, rng: random.Random | None = None) -> None:
+    def __init__(self, edges: Sequence[Edge], *, partners: int = PARTNERS) -> None:
         self._edges = edges
         self._partners = partners
-        self._rng = rng or random.Random()  # noqa: S311
+        self._rng = random.Random()  # noqa: S311
         self._pools: RandomPools[Replica] = RandomPools()
         """The replicas that other replicas can connect to, by stage name and generation, and also by their host."""
         self._links: dict[str, dict[tuple[Replica, Replica], EdgeLink]] = {edge.name: {} for edge in edges}
@@ -182,8 +178,7 @@ class EdgeConnectors:
             _set_member(self._usable[link.edge.name], link, member=link.is_usable)
             _set_member(self._refused[link.edge.name], link, member=link.is_refused)
             if link.probe is None:
-                loop.call_later(link.retry_s, self._to_ask.put_nowait, link)
-                link.retry_s = min(_LAST_RETRY_S, 2 * link.retry_s)
+                loop.call_later(link.retries.next_s(), self._to_ask.put_nowait, link)
             self._update_holds([link.producer, link.consumer])
             on_change()
 

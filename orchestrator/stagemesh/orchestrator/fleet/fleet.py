@@ -13,6 +13,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.common.tasks import kept_in
 from stagemesh.common.wire.versions import NO_COMMON_VERSION
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeConnectors
 from stagemesh.orchestrator.fleet.membership import Member, MemberSource
@@ -358,6 +359,4 @@ class Fleet:
 
     def _start(self, work: Coroutine[object, object, None], *, name: str) -> None:
         assert self._group is not None, "only within `watched`"
-        task = self._group.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        kept_in(self._tasks, self._group.create_task(work, name=name))

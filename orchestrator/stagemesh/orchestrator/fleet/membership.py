@@ -19,7 +19,7 @@ from stagemesh.orchestrator.config import DnsName, ReplicaAddress
 from stagemesh.pipeline import Pipeline
 from stagemesh.rpc.callers import check_replica
 from stagemesh.rpc.handlers import answering, streaming
-from stagemesh.v1 import membership_pb2, membership_pb2_grpc
+from stagemesh.v1 import membership_pb2, membership_pb2_grpc, stage_pb2
 
 if TYPE_CHECKING:
     import grpc
@@ -70,15 +70,8 @@ class MemberSource(Protocol):
         """
 
 
-class Belonging(Protocol):
-    """The fields that identify the pipeline and the stage to which a replica belongs.
-
-    The messages DescribeResponse and ReplicaIdentity have these fields.
-    """
-
-    pipeline: str
-    generation: str
-    stage: str
+Belonging: TypeAlias = stage_pb2.DescribeResponse | membership_pb2.ReplicaIdentity
+"""A message that identifies the pipeline and the stage to which a replica belongs."""
 
 
 def find_refusal(description: Belonging, *, stage: str, pipeline: Pipeline, generations: Collection[str] = ()) -> str:

@@ -10,6 +10,7 @@ from stagemesh.common.notification import Notifier
 from stagemesh.common.plugins.descriptors import differing_fields
 from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.common.wire.versions import check_version
+from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.orchestrator.fleet.membership import Member, find_refusal
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_loss import REPLICA_LOST
@@ -185,6 +186,11 @@ class Replica:
         self.end_cause: StagemeshError | None = None
         """The error that is the reason why the replica counts as ended, or None if the replica has not ended."""
         self._end_callbacks: dict[object, Callable[[StagemeshError], None]] = {}
+
+    @property
+    def address(self) -> ConsumerAddress:
+        """The address at which other replicas send data to this replica."""
+        return ConsumerAddress(self.name, self.endpoint, self.server_name)
 
     @property
     def state(self) -> ReplicaState:

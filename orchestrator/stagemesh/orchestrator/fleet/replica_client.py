@@ -1,6 +1,5 @@
 """Calls from the orchestrator to one replica of a stage."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable
 from typing import TypeAlias, TypeVar
 
@@ -11,17 +10,17 @@ from grpc_health.v1 import health_pb2
 from stagemesh.common.errors import UnavailableError, UnsupportedError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, ConnectorName, number_of
 from stagemesh.common.wire.versions import own_protocol
+from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe, probe_from_wire
 from stagemesh.orchestrator.fleet.replica_loss import STEP_PING_S, STEP_PING_TIMEOUT_S, ReplicaErrors
 from stagemesh.orchestrator.fleet.step_stream import StepStream, TakeEvent
-from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.channels import is_listening, open_channel
 from stagemesh.rpc.credentials import PROCESS
 from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc
 
 CONTROL_NAME = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].full_name
 _LOAD_INTERVAL_S = 0.5
 _IDLE_INTERVAL_S = 30.0
-_DIAL_S = 1.0
 
 Verdict: TypeAlias = "stage_pb2.RolloutVerdict.ValueType"
 """Whether a rolling update may count a replica as ready."""
@@ -105,23 +104,16 @@ class ReplicaClient:
             await self._step_stub.RebindStep(request, timeout=timeout_s)
 
     async def probe_edge(
-        self,
-        edge: str,
-        *,
-        consumer: str,
-        endpoint: str,
-        server_name: str = "",
-        connector: ConnectorName,
-        timeout_s: float,
+        self, edge: str, consumer: ConsumerAddress, connector: ConnectorName, *, timeout_s: float
     ) -> EdgeProbe:
-        """Returns the connector that the replica would use to send data to `consumer`, which listens at `endpoint`.
+        """Returns the connector that the replica would use to send data to `consumer`.
 
-        `server_name` is the name in the TLS certificate of `consumer`, or empty if it is the host in `endpoint`.
         `connector` is the connector that the pipeline file names for the edge. If no connector works, raises a
         StagemeshError that contains the reason. A replica that does not serve ProbeEdge sends by the grpc connector.
         """
+        name, endpoint, server_name = consumer
         request = stage_pb2.ProbeEdgeRequest(
-            edge=edge, consumer=consumer, endpoint=endpoint, server_name=server_name, connector=number_of(connector)
+            edge=edge, consumer=name, endpoint=endpoint, server_name=server_name, connector=number_of(connector)
         )
         try:
             with self._errors.mapped():
@@ -183,16 +175,7 @@ class ReplicaClient:
 
     async def is_port_closed(self) -> bool:
         """Returns whether it is certain that no process listens at the address."""
-        host, _, port = self._endpoint.rpartition(":")
-        try:
-            async with asyncio.timeout(_DIAL_S):
-                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-        except ConnectionRefusedError:
-            return True
-        except (OSError, TimeoutError, ValueError):
-            return False
-        writer.close()
-        return False
+        return await is_listening(self._endpoint) is False
 
     async def control(self, request: Message, response: type[_Response], *, timeout_s: float) -> _Response:
         """Calls the method of StageControlService whose request is `request`, and returns its response."""

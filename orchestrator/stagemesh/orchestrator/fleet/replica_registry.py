@@ -25,9 +25,6 @@ class RandomPool(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(self._items)
 
-    def __contains__(self, item: object) -> bool:
-        return item in self._indexes
-
     def add(self, item: T) -> None:
         if item not in self._indexes:
             self._indexes[item] = len(self._items)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, PlayoutPace, WholePolicy
+from stagemesh.common.wire.encoding import to_message
 from stagemesh.orchestrator.planning.planner import Plan
 from stagemesh.pipeline.graph import Edge
 from stagemesh.pipeline.schema import FramesEntry
@@ -64,23 +65,13 @@ def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
     if isinstance(policy, WholePolicy):
         return stage_pb2.ChunkPolicy(whole=stage_pb2.WholePolicy())
     if isinstance(policy, FramesPolicy):
-        frames = stage_pb2.FramesPolicy(
-            frames=policy.frames,
-            initial_frames=policy.ramp[0] if policy.ramp else 0,
-            ramp=policy.ramp,
-            left_context_frames=policy.left_context_frames,
-        )
-        if policy.pace is not None:
-            frames.pace.CopyFrom(_pace_to_wire(policy.pace))
+        pace = None if policy.pace is None else _pace_to_wire(policy.pace)
+        initial_frames = policy.ramp[0] if policy.ramp else 0
+        frames = to_message(stage_pb2.FramesPolicy, policy, initial_frames=initial_frames, pace=pace)
         return stage_pb2.ChunkPolicy(frames=frames)
     return stage_pb2.ChunkPolicy()
 
 
 def _pace_to_wire(pace: PlayoutPace) -> stage_pb2.PlayoutPace:
     costs = [stage_pb2.CallCost(frames=frames, seconds=cost_s) for frames, cost_s in pace.call_costs_s.items()]
-    return stage_pb2.PlayoutPace(
-        frame_interval_s=pace.frame_interval_s,
-        frame_audio_s=pace.frame_audio_s,
-        call_costs=costs,
-        reserve_s=pace.reserve_s,
-    )
+    return to_message(stage_pb2.PlayoutPace, pace, call_costs=costs)

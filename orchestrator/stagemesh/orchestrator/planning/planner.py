@@ -144,7 +144,6 @@ class Planner:
         adapters: StageAdapters | None = None,
         warm: Collection[str] = (),
         choice: Choice | None = None,
-        rng: random.Random | None = None,
     ) -> None:
         """Creates a planner. `adapters` are the adapters that replicas load when they become ready.
 
@@ -154,7 +153,7 @@ class Planner:
         self._adapters = adapters or StageAdapters()
         self._pipeline = pipeline
         self._registry = registry
-        self._rng = rng or random.Random()  # noqa: S311
+        self._rng = random.Random()  # noqa: S311
         self._choice = choice or LeastWork(self._rng)
 
     def plan(
@@ -252,11 +251,10 @@ class Planner:
         expected = self._adapters.path_of(stage, adapter) is not None
         ready = [replica for replica in self._registry.of(stage) if replica.state is ReplicaState.READY]
         if expected or any(replica.adapters is None for replica in ready):
-            return NotReadyYetError(
+            return _unready(
                 f"no ready replica of stage {stage!r} has loaded adapter {adapter!r} yet; try again later",
-                reason="STAGE_NOT_READY",
+                soon=True,
                 metadata={"stage": stage, "adapter": adapter},
-                retry_after_s=_RETRY_AFTER_S,
             )
         known = sorted({name for replica in ready for name in replica.adapters or ()})
         return NotFoundError(

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from stagemesh.common.backoff import Backoff
@@ -35,7 +34,6 @@ STAGE_WAIT_S = 15.0
 This applies only if a replica of the stage may become ready soon. Otherwise the request fails immediately.
 """
 _PAUSES = Backoff(first_s=0.05, longest_s=0.25)
-_NO_FACTS: Facts = MappingProxyType({})
 KEEP_S = 30.0
 KEEP_BYTES = 64 << 20
 
@@ -74,8 +72,8 @@ class RequestLifecycle:
         admission: Admission,
         admission_request: AdmissionRequest,
         failover: Failover,
-        facts: Facts = _NO_FACTS,
-        input_planes: InputPlanes | None = None,
+        facts: Facts,
+        input_planes: InputPlanes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.record = record

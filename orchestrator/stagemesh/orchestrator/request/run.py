@@ -10,7 +10,7 @@ from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, InternalError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.process.logs import bind_log_context
-from stagemesh.common.tasks import end_tasks
+from stagemesh.common.tasks import end_tasks, kept_in
 from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.connectors.packets import EdgeKey
 from stagemesh.orchestrator.planning.planner import Plan
@@ -65,11 +65,11 @@ class RequestRun:
         failover: Failover,
         timeout_s: float,
         failed: Callable[[StagemeshError], None],
-        input_planes: InputPlanes | None = None,
+        input_planes: InputPlanes,
     ) -> None:
         """`failed` is called with the error if the choice fails, before its steps are cancelled.
 
-        `input_planes` sends the input of a request that streams it. None if the request has no such input.
+        `input_planes` sends the input of a request that streams it.
         """
         self._input_planes = input_planes
         self._failed = failed
@@ -90,7 +90,7 @@ class RequestRun:
             record=record,
             failures=self._failures,
             changed=self._changed,
-            input_producer=input_planes.producer if input_planes is not None else "",
+            input_producer=input_planes.producer,
         )
         if request.stream is not None:
             request.stream.begin(plan.route.input_edges)
@@ -331,12 +331,11 @@ class RequestRun:
         If this fails although the attempt does not fail, adds a failure of the attempt.
         """
         bind_log_context(stage=state.name, replica=state.replica.name, attempt=str(state.attempt))
-        attempt, stream, planes = state.attempt, self._request.stream, self._input_planes
+        attempt, stream = state.attempt, self._request.stream
         assert stream is not None, "only such a request has edges from @input"
-        assert planes is not None, "only such a request has edges from @input"
         try:
             key = EdgeKey(self._request.choice_id, edge.name, attempt)
-            async with planes.open_outlet(key, state.replica) as outlet:
+            async with self._input_planes.open_outlet(key, state.replica) as outlet:
                 notes = state.notes
                 if self._record.timeline.trace is not None and notes is not None:
                     outlet.chunks.trace = StepTrace("", began_s=notes.began_s)
@@ -411,10 +410,7 @@ class RequestRun:
     ) -> asyncio.Task[None]:
         """Starts a task that runs `work`. The task is in `tasks` until it ends."""
         assert self._group is not None, "only while it runs"
-        task = self._group.create_task(work, name=name)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        return task
+        return kept_in(tasks, self._group.create_task(work, name=name))
 
     def _end_busy(self, state: StepState, task: "asyncio.Task[None]") -> None:
         if state.busy is task:

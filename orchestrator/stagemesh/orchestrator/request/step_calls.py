@@ -63,7 +63,7 @@ class StepCalls:
         record: RequestRecord,
         failures: Failures,
         changed: Notifier,
-        input_producer: str = "",
+        input_producer: str,
     ) -> None:
         """`input_producer` is the name by which stages know the producer of the edges from "@input"."""
         self._input_producer = input_producer

@@ -21,7 +21,7 @@ from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.edge_meters import EdgeMeters
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
+from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.pipeline import Edge
 from stagemesh.v1 import request_pb2
@@ -205,11 +205,6 @@ class InputPlanes:
         self._flows = Counter[str]()
         """The number of open flows, by generation."""
 
-    @property
-    def generations(self) -> frozenset[str]:
-        """The generations that have a data plane."""
-        return frozenset(self._planes)
-
     @asynccontextmanager
     async def open_outlet(self, key: EdgeKey, consumer: Replica) -> AsyncGenerator[Outlet]:
         """Opens a flow to `consumer`, which must expect it. Aborts an unfinished flow at the end of the block.
@@ -220,12 +215,7 @@ class InputPlanes:
         self._flows[generation] += 1
         try:
             plane = self._planes.get(generation) or await self._add(generation)
-            outlet = plane.open_outlet(
-                key,
-                ConsumerAddress(consumer.name, consumer.endpoint, consumer.server_name),
-                connector=GRPC,
-                policy=StepPolicy(),
-            )
+            outlet = plane.open_outlet(key, consumer.address, connector=GRPC, policy=StepPolicy())
             try:
                 yield outlet
             finally:

@@ -4,6 +4,7 @@ import secrets
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, UnsupportedError
 from stagemesh.common.requests.request_checks import (
@@ -28,13 +29,6 @@ ATTEMPTS_A_CALL = 1000
 """The attempts of each of a client's calls have numbers of their own: from 1, from 1001, and so on."""
 SEEDS = 1 << 63
 """The number of possible seeds."""
-_INPUT_KINDS: Mapping[str, InputKind] = {
-    "text": "text",
-    "image": "image",
-    "audio": "audio",
-    "audio_file": "audio",
-    "video_file": "video",
-}
 
 
 @dataclass(frozen=True)
@@ -292,6 +286,6 @@ def _input_kinds(given: request_pb2.Input) -> Iterator[InputKind]:
     for part in parts_of(given):
         content = part.WhichOneof("content")
         if content is not None:
-            yield _INPUT_KINDS[content]
+            yield cast("InputKind", content.removesuffix("_file"))
         if part.use_audio_in_video:
             yield "audio"

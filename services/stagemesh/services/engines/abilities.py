@@ -7,14 +7,12 @@ each other. A cancelled call has either its full effect or no effect.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from stagemesh.connectors.arena.arena import Written
-from stagemesh.connectors.arena.worker_writer import Handle, PartitionAddress
+from prometheus_client.core import Metric
+
+from stagemesh.connectors.arena.arena import Arena
 from stagemesh.services.engines.controls import Profiles
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
 
 
 @dataclass(frozen=True)
@@ -131,32 +129,6 @@ class CacheControl(Protocol):
     def cache_statistics(self) -> CacheStatistics: ...
 
 
-class PartitionsArena(Protocol):
-    """The interface through which an engine reserves partitions of the replica's arena.
-
-    A worker process of the engine writes tensors into a partition.
-    """
-
-    def open_partition(self, size_bytes: int) -> PartitionAddress:
-        """Reserves a partition of `size_bytes` bytes for one worker process.
-
-        Returns the address at which the worker opens the partition. Raises NotReadyError if the arena has too little
-        free space.
-        """
-        ...
-
-    def adopt(self, handle: Handle) -> Written:
-        """Returns the tensors that a worker has written into its partition, without copying them.
-
-        `handle` is the tensors' location, which the worker has reported. Raises InvalidChunkError if `handle` does not
-        refer to tensors that a worker has written.
-        """
-        ...
-
-    def close_partition(self, address: PartitionAddress) -> None:
-        """Frees a partition. Must be called only after the partition's worker has terminated."""
-
-
 @dataclass(frozen=True)
 class HandsOver:
     """The kinds of state that an engine hands over to engines of other stages by a transport of its own.
@@ -187,7 +159,7 @@ class EngineAbilities:
     """Whether a task of this engine pauses after `Task.max_steps` steps and when `Task.pause_requested` is set."""
     can_resume: bool = False
     """Whether `Engine.submit` yields checkpoints and can resume a task from `Task.resume_from`."""
-    use_partitions: Callable[[PartitionsArena], None] | None = None
+    use_partitions: Callable[[Arena], None] | None = None
     """A function that passes the replica's arena to the engine, or None if the engine does not need the arena.
 
     The runtime calls the function once, before the engine starts. An engine needs the arena if its worker processes
@@ -197,6 +169,6 @@ class EngineAbilities:
     sleep: SleepControl | None = None
     profiles: Profiles | None = None
     caches: CacheControl | None = None
-    metrics: Callable[[], Iterable["Metric"]] | None = None
+    metrics: Callable[[], Iterable[Metric]] | None = None
     """A function that returns the engine's own metrics, or None if it has none."""
     hands_over: HandsOver | None = None

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, NotReadyError, OverloadedError
+from stagemesh.common.notification import Notifier
 from stagemesh.services.engines.abilities import Adapter
 from stagemesh.services.engines.controls import run_to_completion
 
@@ -86,7 +87,7 @@ class AdapterManager(ABC):
         self._lock, self._pinning = lock, asyncio.Lock()
         self._entries: dict[str, Entry] = {}
         self._numbers = itertools.count(1)
-        self._changed = asyncio.Event()
+        self._changed = Notifier()
 
     def list_adapters(self) -> Sequence[Adapter]:
         return [entry.adapter for _, entry in sorted(self._entries.items()) if not entry.unloading]
@@ -108,7 +109,7 @@ class AdapterManager(ABC):
             yield entry
         finally:
             entry.users -= 1
-            self._notify()
+            self._changed.fire()
 
     async def load(self, name: str, path: str) -> Adapter:
         self._check_enabled()
@@ -138,7 +139,7 @@ class AdapterManager(ABC):
                 await run_to_completion(self._remove(entry))
         finally:
             entry.unloading = False
-            self._notify()
+            self._changed.fire()
 
     async def pin(self, name: str) -> Adapter:
         self._check_enabled()
@@ -154,7 +155,7 @@ class AdapterManager(ABC):
                     await run_to_completion(self._pin(entry))
             finally:
                 entry.reserved = entry.pinned
-                self._notify()
+                self._changed.fire()
             return entry.adapter
 
     # -- to be implemented by an engine
@@ -273,7 +274,3 @@ class AdapterManager(ABC):
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             await self._changed.wait()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()

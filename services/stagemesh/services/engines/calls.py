@@ -1,12 +1,10 @@
 """The calls of an engine: how long they take, and for how many requests each computes."""
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+
+from prometheus_client.core import HistogramMetricFamily, Metric
 
 from stagemesh.common.wire.telemetry import Histogram, StepTrace
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -32,10 +30,8 @@ class EngineCalls:
             links = (other.traceparent for other in traced if other is not trace)
             trace.add_call(seconds=seconds, requests=len(traces), links=links)
 
-    def metrics(self) -> Iterator["Metric"]:
+    def metrics(self) -> Iterator[Metric]:
         """Yields the metrics of all calls so far."""
-        from prometheus_client.core import HistogramMetricFamily
-
         for name, text, histogram in (
             ("seconds", "Seconds of a call of the engine: of a function, or a denoising step.", self._seconds),
             ("requests", "Requests that a call of the engine computes together.", self._requests),

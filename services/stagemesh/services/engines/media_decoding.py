@@ -17,7 +17,6 @@ from stagemesh.services.engines.prompts import MEDIA_TYPES, MediaFile, MediaKind
 
 if TYPE_CHECKING:
     from av.container import InputContainer
-    from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
 _RGB = 3
@@ -278,14 +277,11 @@ def _frames(
     for index, frame in enumerate(container.decode(stream)):
         if index in left:
             left.remove(index)
-            yield index, _pixels(frame, width, height)
+            # The frame size may change within a video.
+            pixels = frame.to_ndarray(format="rgb24", width=width, height=height)
+            yield index, pixels.astype(np.uint8, copy=False)
         if not left:
             return
-
-
-def _pixels(frame: "VideoFrame", width: int, height: int) -> npt.NDArray[np.uint8]:
-    # The frame size may change within a video.
-    return frame.to_ndarray(format="rgb24", width=width, height=height).astype(np.uint8, copy=False)
 
 
 def _damaged(kind: MediaKind, cause: str) -> InvalidRequestError:

@@ -5,7 +5,6 @@ No other module sets the state of torch that the engines and models of one proce
 
 import ctypes
 import gc
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -100,10 +99,9 @@ def release_unused_memory() -> None:
         gc.freeze()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if sys.platform.startswith("linux"):
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def freeze_loaded_objects() -> None:

@@ -30,12 +30,7 @@ class UserErrors:
         raised = type(exc).__name__
         if self.details:
             raised += f": {_shortened(str(exc))}{_place(exc, package=module.partition('.')[0])}"
-        return f"{what} raised {raised}; {self.hint}"
-
-    @property
-    def hint(self) -> str:
-        """Says where the traceback is."""
-        return f"the log {self.log} has the traceback" if self.log else "the log of this replica has the traceback"
+        return f"{what} raised {raised}; the log {self.log or 'of this replica'} has the traceback"
 
 
 def _shortened(text: str) -> str:

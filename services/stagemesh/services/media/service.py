@@ -4,9 +4,6 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any, TypeAlias
-
-import grpc
 
 from stagemesh.common.errors import DeadlineError, InvalidRequestError
 from stagemesh.common.media.files import MEDIA_PART_BYTES, check_content, suffix_of
@@ -16,7 +13,7 @@ from stagemesh.common.process import settings
 from stagemesh.common.process.media_config import MediaServiceConfig
 from stagemesh.rpc.call_limits import CALLS_PER_CALLER
 from stagemesh.rpc.callers import CLIENT
-from stagemesh.rpc.handlers import answered, streaming
+from stagemesh.rpc.handlers import Context, answered, streaming
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import media_pb2, media_pb2_grpc, request_pb2
 
@@ -99,8 +96,6 @@ SERVICE_NAME = media_pb2.DESCRIPTOR.services_by_name["MediaService"].full_name
 _PART_S = 60.0
 _GRACE_S = 10.0
 
-_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
 
 async def serve(config: MediaServiceConfig, stopping: asyncio.Event) -> None:
     """Serves MediaService until `stopping` is set. Running transfers then have 10 seconds to end.
@@ -130,7 +125,7 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
     async def UploadMedia(  # noqa: N802
         self,
         request_iterator: AsyncIterator[media_pb2.UploadMediaRequest],
-        context: _Context,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
     ) -> media_pb2.UploadMediaResponse:
         async with aclosing(Upload(self._store)) as upload:
             while (message := await _next(request_iterator)) is not None:
@@ -141,7 +136,7 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
     async def DownloadMedia(  # noqa: N802
         self,
         request: media_pb2.DownloadMediaRequest,
-        context: _Context,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
     ) -> AsyncIterator[media_pb2.DownloadMediaResponse]:
         offset = 0
         async with aclosing(self._store.read(request.uri)) as blocks:

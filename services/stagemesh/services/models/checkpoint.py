@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
@@ -30,7 +31,8 @@ def require_folder(model: Path | None, needed_by: str, *, setting: str = "the st
     return model
 
 
-def read_config(folder: Path, *, model_type: str | None = None) -> dict[str, Any]:
+@lru_cache(maxsize=8)
+def read_config(folder: Path, *, model_type: str | None = None) -> Mapping[str, Any]:
     """Returns the content of the checkpoint's config.json. The index of an absent field raises LOAD_FAILED, too.
 
     Raises NotReadyError (LOAD_FAILED) if the file is missing or is not a JSON object, or if its `model_type` differs

@@ -114,8 +114,7 @@ class ModelStore:
         return bool(manifest == _describe(folder, recipe))
 
     def require_space(self, recipe: Recipe) -> None:
-        """Raises NotReadyError if the disk does not have enough free space to fetch a model."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        """Raises NotReadyError if the disk does not have enough free space to fetch a model. Call it in `exclusive`."""
         if shutil.disk_usage(self.root).free < recipe.disk_bytes:
             raise disk_full(self.root, recipe)
 

@@ -9,8 +9,6 @@ from stagemesh.connectors.flow.edge_meters import sent_metrics
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.v1 import control_pb2
 
-_EDGE = ("edge",)
-
 
 class ReplicaMetrics:
     """The metrics of one replica. Call all methods on the replica's event loop."""
@@ -60,7 +58,7 @@ class ReplicaMetrics:
             sums = Counter[str]()
             for edge, value in flows:
                 sums[edge] += value
-            family = GaugeMetricFamily(name, text, labels=_EDGE)
+            family = GaugeMetricFamily(name, text, labels=("edge",))
             for edge, total in sums.items():
                 family.add_metric((edge,), total)
             yield family

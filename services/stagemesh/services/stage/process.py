@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import Coroutine
 from dataclasses import asdict
 
 from stagemesh.common.errors import InvalidRequestError
@@ -18,10 +18,11 @@ from stagemesh.common.tasks import end_tasks
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.rpc.callers import OPERATOR, ORCHESTRATOR, STAGE
 from stagemesh.rpc.handlers import add_stage_service
-from stagemesh.rpc.server import Server
+from stagemesh.rpc.server import Server, serving_metrics
 from stagemesh.services.engines.base import Engine
 from stagemesh.services.stage.control_servicer import SERVICE_NAME as CONTROL_NAME
 from stagemesh.services.stage.control_servicer import StageControlServicer
+from stagemesh.services.stage.metrics import ReplicaMetrics
 from stagemesh.services.stage.registration import registered
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.servicer import SERVICE_NAME, StageServicer
@@ -69,10 +70,12 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     lifecycle.on_serving(False)
     try:
         port = await server.start()
-        async with (
-            _serving_metrics(runtime),
-            registered(config, incarnation=runtime.data_plane.incarnation, port=port),
-        ):
+        async with contextlib.AsyncExitStack() as stack:
+            if config.metrics_listen is not None:
+                collect = ReplicaMetrics(runtime).collect
+                await stack.enter_async_context(serving_metrics(collect, config.metrics_listen, labels=runtime.where))
+            incarnation = runtime.data_plane.incarnation
+            await stack.enter_async_context(registered(config, incarnation=incarnation, port=port))
             await work(runtime, server, stopping)
             lifecycle.begin_shutdown()
     finally:
@@ -120,20 +123,6 @@ async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None
         return working.done()
     finally:
         await end_tasks((working, stopped))
-
-
-@contextlib.asynccontextmanager
-async def _serving_metrics(runtime: StageRuntime) -> AsyncGenerator[None]:
-    """Serves the metrics of the replica within the block, if its config has a port for them."""
-    if runtime.config.metrics_listen is None:
-        yield
-        return
-    from stagemesh.rpc.server import serving_metrics
-    from stagemesh.services.stage.metrics import ReplicaMetrics
-
-    collect = ReplicaMetrics(runtime).collect
-    async with serving_metrics(collect, runtime.config.metrics_listen, labels=runtime.where):
-        yield
 
 
 def _make_runtime(config: StageConfig) -> StageRuntime:

@@ -8,12 +8,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from stagemesh.v1.stage_pb2 import ROLLOUT_VERDICT_RELEASED, ROLLOUT_VERDICT_WITHHELD
-
-if TYPE_CHECKING:
-    from stagemesh.v1.stage_pb2 import RolloutVerdict
+from stagemesh.v1.stage_pb2 import ROLLOUT_VERDICT_RELEASED, ROLLOUT_VERDICT_WITHHELD, RolloutVerdict
 
 _LATCH_S = 10.0
 

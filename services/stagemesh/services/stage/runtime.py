@@ -137,7 +137,18 @@ class StageRuntime:
         deadline in seconds, or None without a deadline.
         """
         deadline_s = None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s
-        return self._admit(spec, deadline_s=deadline_s).journal
+        check_spec(spec, self.signature, engine=self.config.engine, abilities=self.engine.abilities)
+        known = self._runs.find(spec)
+        if known is not None:
+            known.extend(deadline_s=deadline_s)
+            return known.journal
+        self.lifecycle.check_accepts()
+        self._check_capacity()
+        run = StepRun(spec, self._context)
+        self._runs.add(run)
+        self.lifecycle.note_use()
+        run.start(deadline_s=deadline_s, on_ended=self._retire)
+        return run.journal
 
     async def execute(
         self, spec: StepSpec, *, time_left_s: float | None
@@ -247,20 +258,6 @@ class StageRuntime:
             pin_if_cuda(arena.address, arena.file_bytes)
         except NotReadyError as exc:
             _log.warning("the arena is not page-locked: %s", exc.message)
-
-    def _admit(self, spec: StepSpec, *, deadline_s: float | None) -> StepRun:
-        check_spec(spec, self.signature, engine=self.config.engine, abilities=self.engine.abilities)
-        known = self._runs.find(spec)
-        if known is not None:
-            known.extend(deadline_s=deadline_s)
-            return known
-        self.lifecycle.check_accepts()
-        self._check_capacity()
-        run = StepRun(spec, self._context)
-        self._runs.add(run)
-        self.lifecycle.note_use()
-        run.start(deadline_s=deadline_s, on_ended=self._retire)
-        return run
 
     def _retire(self, run: StepRun, left: StepEdges | None) -> None:
         self._runs.retire(run, left)

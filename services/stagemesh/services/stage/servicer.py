@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias
 
 from google.protobuf.message import DecodeError
 
@@ -25,16 +25,12 @@ from stagemesh.connectors.stream.connector_agreement import probe_to_wire
 from stagemesh.connectors.wire import key_from_wire
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import error_to_wire
-from stagemesh.rpc.handlers import answered, checked_time_left_s, streaming, time_left_s, to_error
+from stagemesh.rpc.handlers import Context, answered, checked_time_left_s, streaming, time_left_s, to_error
 from stagemesh.rpc.message_streams import ServerStream
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.step.spec import STATE_EDGE, rebinding_from_wire, spec_from_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 
-if TYPE_CHECKING:
-    import grpc
-
-_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Attach: TypeAlias = Callable[[stage_pb2.ExecuteStepRequest, float | None], Journal[bytes]]
 """A function that starts a step, or attaches to it. Its arguments are the request and the remaining time in seconds, or
 None if there is no deadline. Returns the journal of the step's events, which are serialized ExecuteStepResponses."""
@@ -60,39 +56,39 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
 
     @streaming
     def ExecuteStep(
-        self, request: stage_pb2.ExecuteStepRequest, context: _Context
+        self, request: stage_pb2.ExecuteStepRequest, context: Context
     ) -> AsyncIterator[stage_pb2.ExecuteStepResponse]:
         return self._runtime.execute(spec_from_wire(request), time_left_s=time_left_s(context))
 
     @streaming
     def ExecuteSteps(  # type: ignore[override]
-        self, request_iterator: AsyncIterator[bytes], context: _Context
+        self, request_iterator: AsyncIterator[bytes], context: Context
     ) -> AsyncIterator[bytes]:
         """Messages are serialized bytes, because `add_stage_service` registers this method without protobuf codecs."""
         session = StepSession(self._attach, closing=self._runtime.closed, where=self.where)
         return session.serve(request_iterator)
 
-    async def RebindStep(self, request: stage_pb2.RebindStepRequest, context: _Context) -> stage_pb2.RebindStepResponse:
+    async def RebindStep(self, request: stage_pb2.RebindStepRequest, context: Context) -> stage_pb2.RebindStepResponse:
         self._runtime.rebind(rebinding_from_wire(request))
         return stage_pb2.RebindStepResponse()
 
     @streaming
     def PutChunk(  # type: ignore[override]
-        self, request_iterator: AsyncIterator[bytes], context: _Context
+        self, request_iterator: AsyncIterator[bytes], context: Context
     ) -> AsyncIterator[bytes]:
         """Messages are serialized bytes, because `add_stage_service` registers this method without protobuf codecs."""
         return self._runtime.data_plane.serve_put(request_iterator)
 
     @streaming
     def GetChunk(
-        self, request: stage_pb2.GetChunkRequest, context: _Context
+        self, request: stage_pb2.GetChunkRequest, context: Context
     ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
         key = key_from_wire(request.key)
         if key.edge == STATE_EDGE:
             return self._runtime.states.read(key)
         return self._runtime.data_plane.replay(key, first_seq=request.first_seq)
 
-    async def Describe(self, request: stage_pb2.DescribeRequest, context: _Context) -> stage_pb2.DescribeResponse:
+    async def Describe(self, request: stage_pb2.DescribeRequest, context: Context) -> stage_pb2.DescribeResponse:
         if request.HasField("protocol"):
             check_version(request.protocol, peer="the caller", own_name=f"replica {self._runtime.config.replica}")
         runtime, config, abilities = self._runtime, self._runtime.config, self._runtime.engine.abilities
@@ -117,7 +113,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
 
     @streaming
     async def WatchLoad(
-        self, request: stage_pb2.WatchLoadRequest, context: _Context
+        self, request: stage_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
         interval_s = _checked_interval_s(request)
         intervals = idle_intervals = max(1, round(request.idle_interval_s / interval_s))
@@ -133,12 +129,12 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
                 intervals, was_busy, adapters = intervals + 1, is_busy, list(load.adapters)
                 await wait_within(interval_s, self._runtime.closed.wait())
 
-    async def CancelStep(self, request: stage_pb2.CancelStepRequest, context: _Context) -> stage_pb2.CancelStepResponse:
+    async def CancelStep(self, request: stage_pb2.CancelStepRequest, context: Context) -> stage_pb2.CancelStepResponse:
         return await self._runtime.cancel(
             request.request_id, attempt=request.attempt, reason=request.reason, when_left=request.when_left
         )
 
-    async def ProbeEdge(self, request: stage_pb2.ProbeEdgeRequest, context: _Context) -> stage_pb2.ProbeEdgeResponse:
+    async def ProbeEdge(self, request: stage_pb2.ProbeEdgeRequest, context: Context) -> stage_pb2.ProbeEdgeResponse:
         consumer = ConsumerAddress(request.consumer, request.endpoint, request.server_name)
         return probe_to_wire(await self._runtime.data_plane.probe(consumer, name_of(request.connector)))
 

@@ -2,11 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from stagemesh.services.stage.step.run import StepRun
-
+from stagemesh.services.stage.step.run import StepRun
 
 _CHECKS = 20
 """The number of checks for hangs within the time limit `stall_s`. Determines the interval between two checks, which is
@@ -34,7 +32,7 @@ class StallWatch:
     """
 
     def __init__(
-        self, runs: Callable[[], Sequence["StepRun"]], *, stall_s: float, on_hung: Callable[["StepRun"], None]
+        self, runs: Callable[[], Sequence[StepRun]], *, stall_s: float, on_hung: Callable[[StepRun], None]
     ) -> None:
         """`runs` returns the runs that have not ended. `stall_s` is the time limit for a run without events, in
         seconds.
@@ -96,7 +94,7 @@ class StallWatch:
                     self._on_hung(working[number])
         return is_stuck
 
-    def _hangs(self, run: "StepRun", others: Iterable["StepRun"]) -> bool:
+    def _hangs(self, run: StepRun, others: Iterable[StepRun]) -> bool:
         since = self._silent[run.number]
         return since.lasts_s >= self._stall_s and any(
             other.event_count - since.counts_then.get(other.number, 0) >= _OVERTAKEN

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
+from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.packets import MetadataValue, Packet
@@ -158,8 +158,7 @@ class DiffusionEngine:
         )
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        if self._facts is None:
-            raise NotReadyError(f"stage {self._stage} is still loading its model")
+        assert self._facts is not None, "tasks are submitted after `start`"
         self._controls.check_awake()
         run = self._decode_all(task) if self._options.part == "decode" else self._run(task, self._facts)
         async with aclosing(run) as events:

@@ -227,9 +227,7 @@ class ProcessExecutor:
             raise UnavailableError(self._failure, reason="ENGINE_FAILED") from exc
         finally:
             # Pending requests end at once, because their ranks have been killed.
-            await asyncio.wait(requests)
-            for request in requests:
-                request.exception()
+            await asyncio.gather(*requests, return_exceptions=True)
         if first.error is not None:
             raise first.error
         return first.value

@@ -129,21 +129,18 @@ class GuidanceBranches:
         """
         own_predictions, error = dict[Call, Prediction](), None
         try:
-            own_predictions = compute([self._calls_of(self._own, calls) for calls in recorded])
+            own_predictions = compute([calls[self._own :: self._count] for calls in recorded])
             _check_shapes(own_predictions)
         except Exception as exc:  # noqa: BLE001  # models raise any exception
             error = to_stagemesh_error(exc)
         self._raise_first_error(error)
         predictions: dict[Call, Prediction] = {}
         for branch in range(self._count):
-            calls = [call for each in recorded for call in self._calls_of(branch, each)]
+            calls = [call for each in recorded for call in each[branch :: self._count]]
             predictions |= self._exchange(calls, own_predictions, branch)
         return predictions
 
     # -- inner workings
-
-    def _calls_of(self, branch: int, calls: Sequence[Call]) -> Sequence[Call]:
-        return calls[branch :: self._count]
 
     def _raise_first_error(self, error: StagemeshError | None) -> None:
         # The tensor is on the CPU, so that a GPU does not have to finish its queued work first.

@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import diffusers as _diffusers
 from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineState
@@ -123,7 +123,7 @@ class RequestTransfer:
             "values": self._values(state, STATE),
             "kinds": state.values.kwargs_mapping,
             "loop": state.loop.as_dict() if state.loop is not None else None,
-            "scheduler": _attributes(state.scheduler),
+            "scheduler": {name: value for name, value in vars(state.scheduler).items() if name != _CONFIG},
             "kept": self._caches.export(state.request_id) if self._caches is not None else [],
         }
 
@@ -150,11 +150,6 @@ def _prompt_digest(inputs: DiffusionInputs) -> str:
         data = value if isinstance(value, bytes) else value.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
-
-
-def _attributes(scheduler: Any) -> dict[str, Tree]:
-    attributes = cast("dict[str, Any]", vars(scheduler))
-    return {name: value for name, value in attributes.items() if name != _CONFIG}
 
 
 def _names(params: Iterable[Any]) -> set[str]:

@@ -7,7 +7,6 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Hashable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TypeAlias
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.common.wire.telemetry import StepTrace
@@ -208,9 +207,6 @@ def _can_join(request: RequestProgress, first: RequestProgress) -> bool:
     return is_similar and request.steps_left <= _MAX_STEPS_RATIO * first.steps_left
 
 
-_StepErrors: TypeAlias = Sequence[StagemeshError | None]
-
-
 class StepLoop:
     """Runs the denoising steps of all requests, one batch at a time.
 
@@ -294,7 +290,7 @@ class StepLoop:
         self._batch, self._began_s = self._scheduler.next_batch(time.monotonic()), time.monotonic()
         return ([request.request_id for request in self._batch],) if self._batch else None
 
-    def _record(self, errors: _StepErrors) -> None:
+    def _record(self, errors: Sequence[StagemeshError | None]) -> None:
         batch, seconds, self._batch = self._batch, time.monotonic() - self._began_s, ()
         self._has_stopped = self._scheduler.record(batch, errors, seconds=seconds)
         assert self._loop is not None, "`serve` has not been called"

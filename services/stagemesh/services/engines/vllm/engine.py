@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError, needs_extra
 from stagemesh.common.process.settings import set_library_variables
 from stagemesh.common.process.stage_process import StageConfig
-from stagemesh.services.engines.abilities import EngineAbilities, HandsOver, PartitionsArena
+from stagemesh.connectors.arena.arena import Arena
+from stagemesh.services.engines.abilities import EngineAbilities, HandsOver
 from stagemesh.services.engines.base import EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.engines.vllm.control import Control
 from stagemesh.services.engines.vllm.engine_core import LoadFailure, forked_core, prepare_environment, shut_down
@@ -52,7 +53,7 @@ class VllmEngine:
         self._options = own_options(config.options, stage=config.stage)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-owner")
         self._control: Control | None = None
-        self._arena: PartitionsArena | None = None
+        self._arena: Arena | None = None
         self._features: list[RequestFeature] = []
         self._sampling_defaults: Mapping[str, Any] = {}
         self._meter = LoadMeter()
@@ -186,7 +187,7 @@ class VllmEngine:
 
     # -- internals
 
-    def _use_partitions(self, partitions: PartitionsArena) -> None:
+    def _use_partitions(self, partitions: Arena) -> None:
         self._arena = partitions
 
     def _load(self, report: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:

@@ -185,16 +185,13 @@ def check_audio_tracks(media: Sequence[Medium], *, stage: str) -> None:
 
     vLLM pairs the first audio with the first video, and so on. It pairs all of them or none.
     """
-    if any(map(_has_audio_track, media)) and not all(map(_has_audio_track, _moving(media))):
+    moving = [medium for medium in media if medium.kind != "image"]
+    if any(map(_has_audio_track, media)) and not all(map(_has_audio_track, moving)):
         raise UnsupportedError(
             f"stage {stage}: with use_audio_in_video, a request can have no other audio, and no video without it; set "
             "it for all videos or none, and omit the other audio",
             metadata={"stage": stage, "ability": "audio"},
         )
-
-
-def _moving(media: Sequence[Medium]) -> list[Medium]:
-    return [medium for medium in media if medium.kind != "image"]
 
 
 def check_placeholders(features: "MultiModalInput") -> None:

@@ -3,7 +3,7 @@
 """
 
 import multiprocessing
-from collections.abc import Callable
+import operator
 from typing import Any
 
 from vllm import ModelRegistry
@@ -34,13 +34,9 @@ def register() -> None:
         # vLLM inspects a class in a process of its own, so that this one does not initialize CUDA. That process imports
         # vLLM again, which takes ten seconds.
         inspection: Any = registry
-        inspection._run_in_subprocess = _run_here  # noqa: SLF001  # vLLM has no option for it
+        inspection._run_in_subprocess = operator.call  # noqa: SLF001  # vLLM has no option for it
     for descriptor in codec_model_descriptors():
         ModelRegistry.register_model(descriptor.architecture, descriptor.model_class)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)
-
-
-def _run_here(function: Callable[[], object]) -> object:
-    return function()

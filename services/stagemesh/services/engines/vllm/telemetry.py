@@ -3,22 +3,18 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+
+from prometheus_client import REGISTRY, Metric
 
 from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.services.engines.base import EngineLoad
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook
 
-if TYPE_CHECKING:
-    from prometheus_client import Metric
-
 _LOAD_SMOOTHING = 0.1
 
 
-def vllm_metrics() -> "Iterator[Metric]":
+def vllm_metrics() -> Iterator[Metric]:
     """Yields vLLM's own metrics, which it adds to the process's default registry."""
-    from prometheus_client import REGISTRY
-
     return (metric for metric in REGISTRY.collect() if metric.name.startswith("vllm:"))
 
 

@@ -269,8 +269,8 @@ class RotaryConfig:
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
-    """The config of a `WindowTransformer`. It has the names and defaults of transformers' configs."""
+class DecoderConfig:
+    """The config of a decoder of codec frames. It has the names and defaults of transformers and qwen-tts."""
 
     hidden_size: PositiveInt = 1024
     intermediate_size: PositiveInt = 3072
@@ -284,6 +284,11 @@ class TransformerConfig:
     hidden_act: Literal["silu"] = "silu"
     rope_theta: PositiveFloat | None = None
     rope_parameters: RotaryConfig | None = None
+    codebook_size: PositiveInt = 2048
+    num_quantizers: PositiveInt = 16
+    decoder_dim: PositiveInt = 1536
+    upsample_rates: tuple[PositiveInt, ...] = (8, 5, 4, 3)
+    upsampling_ratios: tuple[PositiveInt, ...] = (2, 2)
 
     @property
     def head_size(self) -> int:
@@ -294,17 +299,6 @@ class TransformerConfig:
     def rotary_base(self) -> float:
         """The base of the rotary embedding's wavelengths. Older versions of transformers store it as `rope_theta`."""
         return self.rope_theta or (self.rope_parameters or RotaryConfig()).rope_theta
-
-
-@dataclass(frozen=True)
-class DecoderConfig(TransformerConfig):
-    """The config of a decoder of codec frames. It has the names and defaults of transformers and qwen-tts."""
-
-    codebook_size: PositiveInt = 2048
-    num_quantizers: PositiveInt = 16
-    decoder_dim: PositiveInt = 1536
-    upsample_rates: tuple[PositiveInt, ...] = (8, 5, 4, 3)
-    upsampling_ratios: tuple[PositiveInt, ...] = (2, 2)
 
 
 class WaveDecoder:
@@ -369,7 +363,7 @@ class WaveDecoder:
 class WindowTransformer:
     """A transformer in which a position attends to itself and to the `sliding_window - 1` positions before it."""
 
-    def __init__(self, weights: Weights, config: TransformerConfig) -> None:
+    def __init__(self, weights: Weights, config: DecoderConfig) -> None:
         self._history = config.sliding_window - 1
         self.reach = config.num_hidden_layers * self._history
         """The number of earlier positions on which the hidden state of a position depends."""
@@ -403,7 +397,7 @@ class WindowTransformer:
 class WindowLayer:
     """One layer of a `WindowTransformer`."""
 
-    def __init__(self, weights: Weights, config: TransformerConfig) -> None:
+    def __init__(self, weights: Weights, config: DecoderConfig) -> None:
         self._heads, self._key_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_size, self._history = config.head_size, config.sliding_window - 1
         self._epsilon = config.rms_norm_eps

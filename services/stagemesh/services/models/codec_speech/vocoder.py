@@ -158,7 +158,8 @@ class CodecVocoder(Saves[VocoderState]):
         outputs: list[list[Packet]] = [[] for _ in batch]
         decoded: list[tuple[Sequence[int], Codes, BatchState]] = []
         for numbers in self._groups(batch):
-            padding = self._padding(len(numbers))
+            # The next permitted size of the batch.
+            padding = next(size for size in self._batches if size >= len(numbers)) - len(numbers)
             last = batch[numbers[-1]].state
             copies = [StreamState(last.frames, last.memory) for _ in range(padding)]
             rows = BatchState([*(batch[number].state for number in numbers), *copies])
@@ -184,16 +185,8 @@ class CodecVocoder(Saves[VocoderState]):
                 )
                 groups[len(_codes(call)), call.state.memory is None].append(number)
         for (frames, _), numbers in groups.items():
-            rows = self._most_rows(frames)
+            rows = max(size for size in self._batches if size <= max(1, self._max_frames // frames))
             yield from (numbers[start : start + rows] for start in range(0, len(numbers), rows))
-
-    def _most_rows(self, frames: int) -> int:
-        """Returns the maximum number of streams that are decoded together if each has `frames` new frames."""
-        return max(size for size in self._batches if size <= max(1, self._max_frames // frames))
-
-    def _padding(self, rows: int) -> int:
-        """Returns the number of rows by which the next permitted size of a batch exceeds `rows`."""
-        return next(size for size in self._batches if size >= rows) - rows
 
     def _decode(self, codes: Codes, rows: BatchState) -> Iterator[npt.NDArray[np.float32]]:
         """Decodes int32[rows, frames, groups] in pieces. Yields float32[rows, samples] of each piece."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -58,13 +58,10 @@ def _read_speaker(entry: Any) -> Speaker:
 _SAMPLING = {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "repetition_penalty": 1.05, "max_new_tokens": 4096}
 
 
-@lru_cache(maxsize=8)
-def read_config(model: Path) -> Mapping[str, Any]:
-    """Returns the config of a Qwen2.5-Omni checkpoint.
+read_config = partial(checkpoint.read_config, model_type=MODEL_TYPE)
+"""Returns the config in the folder of a Qwen2.5-Omni checkpoint.
 
-    Raises NotReadyError (LOAD_FAILED) if the folder has no readable config of a Qwen2.5-Omni model.
-    """
-    return checkpoint.read_config(model, model_type=MODEL_TYPE)
+Raises NotReadyError (LOAD_FAILED) if the folder has no readable config of a Qwen2.5-Omni model."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,6 @@ class MelDecoder:
         self._model, self._repeats, self.mel_size = model, config.repeats, config.mel_dim
         self.block, self._heads, self._head_size = config.block_size, config.num_attention_heads, config.head_dim
         self.codes_in_block, self.codebook_size = config.block_size // config.repeats, config.num_embeds + 1
-        self.evaluations = 4 * (steps - 1)
         device = model.proj_out.weight.device
         self._times = 1 - torch.cos(torch.pi / 2 * torch.linspace(0, 1, steps, device=device))
         positions = torch.arange(-self.block, 2 * self.block, device=device)[None]

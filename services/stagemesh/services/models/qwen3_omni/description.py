@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,10 @@ from stagemesh.services.models.qwen3_omni import MODEL_TYPE
 _SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "max_new_tokens": 4096}
 
 
-@lru_cache(maxsize=8)
-def read_config(model: Path) -> Mapping[str, Any]:
-    """Returns the config of a Qwen3-Omni checkpoint.
+read_config = partial(checkpoint.read_config, model_type=MODEL_TYPE)
+"""Returns the config in the folder of a Qwen3-Omni checkpoint.
 
-    Raises NotReadyError (LOAD_FAILED) if the folder has no readable config of a Qwen3-Omni model.
-    """
-    return checkpoint.read_config(model, model_type=MODEL_TYPE)
+Raises NotReadyError (LOAD_FAILED) if the folder has no readable config of a Qwen3-Omni model."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,8 @@ class Talker(CodecModel):
         # The transform of the stage's edge needs them. A checkpoint without them is rejected at the start.
         TextTokens.of(model)
         speech.check_talker_weights(model, config, _weight_names(talker))
-        self.sampling = {**_SAMPLING, **_talker_sampling(model)}
+        given = checkpoint.read_generation_config(model)
+        self.sampling = {name: given.get(f"talker_{name}", value) for name, value in _SAMPLING.items()}
 
     def codec_prefix(self, options: Mapping[str, Value]) -> Sequence[int]:
         """Returns the codes that precede the first audio frame.
@@ -90,13 +88,6 @@ def talker_config(config: Any) -> Any:
         return config
     talker.tts_pad_token_id = config.tts_pad_token_id
     return talker
-
-
-def _talker_sampling(model: Path) -> dict[str, Any]:
-    """Returns the talker's sampling parameters in the checkpoint's generation_config.json."""
-    values = checkpoint.read_generation_config(model)
-    given = {name.removeprefix("talker_"): value for name, value in values.items() if name.startswith("talker_")}
-    return {name: value for name, value in given.items() if name in _SAMPLING}
 
 
 def _weight_names(talker: Mapping[str, Any]) -> list[str]:

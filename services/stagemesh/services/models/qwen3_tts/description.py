@@ -3,7 +3,7 @@ between talker and codec_decoder. Does not import torch.
 """
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,10 @@ _SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty"
 _MIN_FRAMES = 2
 
 
-@lru_cache(maxsize=8)
-def read_config(model: Path) -> Mapping[str, Any]:
-    """Returns the config of a Qwen3-TTS checkpoint.
+read_config = partial(checkpoint.read_config, model_type=MODEL_TYPE)
+"""Returns the config in the folder of a Qwen3-TTS checkpoint.
 
-    Raises NotReadyError (LOAD_FAILED) if the folder has no readable config of a Qwen3-TTS model.
-    """
-    return checkpoint.read_config(model, model_type=MODEL_TYPE)
+Raises NotReadyError (LOAD_FAILED) if the folder has no readable config of a Qwen3-TTS model."""
 
 
 class Talker(CodecModel):

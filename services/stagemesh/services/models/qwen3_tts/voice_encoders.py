@@ -76,8 +76,6 @@ _WINDOW, _HOP = 1024, 256
 _LEAST_POWER, _LEAST_AMPLITUDE = 1e-9, 1e-5
 """Bounds of spectrum and mel spectrogram. The logarithm of silence would be infinite otherwise."""
 
-Samples = npt.NDArray[np.float32]
-
 
 @dataclass(frozen=True)
 class SpeakerEncoderConfig:
@@ -112,7 +110,7 @@ class SpeakerEncoder:
         self._window = torch.hann_window(_WINDOW, device=device)
 
     @torch.inference_mode()
-    def embed(self, audio: Samples) -> npt.NDArray[np.float32]:
+    def embed(self, audio: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Returns the vector of a voice, float32[width]. `audio` is float32[samples] at 24 kHz, at least 0.1 s long."""
         spectrogram = self.convert(torch.from_numpy(audio).to(self._device))
         vector: Tensor = self._network(spectrogram[None])

@@ -15,9 +15,9 @@ import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
 from stagemesh.common.plugins.entry_points import import_factory, load_codec_model_descriptor
-from stagemesh.common.wire.tensors import Array, Tensors, TensorSpec, Value
+from stagemesh.common.wire.tensors import Array, Tensors, TensorSpec
+from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.packets import Packet
-from stagemesh.services.engines.abilities import PartitionsArena
 from stagemesh.services.engines.base import Checkpoint, Task
 from stagemesh.services.engines.options import request_options
 from stagemesh.services.engines.vllm.codec.base import CodecModel
@@ -104,7 +104,7 @@ class CodecRows(InputRows):
         for name, spec in self._specs.items():
             if name in tensors:
                 spec.check(name, tensors[name])
-        options = self._options(task)
+        options = request_options(task.options, self._descriptor.options, stage=self._stage)
         text_ids = self._description.choose_texts(tensors["text_ids"].astype(np.int32, copy=False), options)
         _check_range("text_ids", text_ids, self._description.text_vocabulary)
         rows: dict[str, Array] = {"text_ids": text_ids.astype(np.int32) + TEXT_OFFSET}
@@ -152,9 +152,6 @@ class CodecRows(InputRows):
         first = len(prompt.token_ids)
         prompt.flow.write(RESIDUALS, first, residuals.astype(np.int32) + CODE_OFFSET)
 
-    def _options(self, task: Task) -> Mapping[str, Value]:
-        return request_options(task.options, self._descriptor.options, stage=self._stage)
-
 
 class EmittedFrames(EmittedRows):
     """Buffers and emits the frames of one request, and retains their codes for checkpoints."""
@@ -192,7 +189,7 @@ class EmittedFrames(EmittedRows):
 class CodecFrames(RequestFeature):
     """The request feature that emits the codes of each frame. The runner mixin of `CodecRows` writes them."""
 
-    def __init__(self, arena: PartitionsArena | None, *, share_bytes: int) -> None:
+    def __init__(self, arena: Arena | None, *, share_bytes: int) -> None:
         """`share_bytes` is the total size of the worker's partitions of the arena, in bytes."""
         self._rows = RowReceiver(arena, share_bytes=share_bytes)
 

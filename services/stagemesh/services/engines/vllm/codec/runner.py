@@ -1,4 +1,4 @@
-"""Mixins for vLLM's model runners that run a codec language model.
+"""The mixin for vLLM's model runner that runs a codec language model.
 
 After vLLM has sampled the first codes of a step, the mixin predicts the other codes of these frames, and writes all
 codes into the replica's arena. It retains the codes, because they are the next step's input, and because vLLM computes
@@ -18,7 +18,7 @@ from stagemesh.services.engines.vllm.codec.base import CodecModule, RowParts, Sa
 from stagemesh.services.engines.vllm.codec.feature import CODE_OFFSET, RESIDUALS, TEXT_OFFSET, Drawing
 from stagemesh.services.engines.vllm.features import track_arguments
 from stagemesh.services.engines.vllm.options import CODES, STATES
-from stagemesh.services.engines.vllm.rows.input_memory import StepRows, TakesRows, TakesRowsV1, as_tensor
+from stagemesh.services.engines.vllm.rows.input_memory import StepRows, TakesRowsV1, as_tensor
 from stagemesh.services.engines.vllm.rows.row_writer import Attachment, RequestedRows, RowWriter, Slice
 
 if TYPE_CHECKING:
@@ -32,8 +32,11 @@ class _Frames(NamedTuple):
     slices: list[Slice]
 
 
-class _PredictsCodes(TakesRows):
-    """Base class of the mixins. All requests of the stage have input rows."""
+class RunnerV1(TakesRowsV1):
+    """A mixin for the model runner in `vllm.v1.worker.gpu_model_runner` and its subclasses.
+
+    All requests of the stage have input rows.
+    """
 
     _rows: RowWriter | None = None
     _requested: dict[str, RequestedRows]
@@ -96,6 +99,8 @@ class _PredictsCodes(TakesRows):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Samples the first codes, predicts the other codes, and reports the frames to the replica."""
+        state = cast("Any", self).execute_model_state
+        self._sample_states = None if state is None else state.sample_hidden_states
         self._frames = None
         output = cast("Any", super()).sample_tokens(*args, **kwargs)
         if self._frames is not None and self._rows is not None and self._frames.slices:
@@ -128,15 +133,6 @@ class _PredictsCodes(TakesRows):
             if each is not None and positions[number] > each.first_position
         ]
         self._frames = _Frames(codes, slices)
-
-
-class RunnerV1(_PredictsCodes, TakesRowsV1):
-    """A mixin for the model runner in `vllm.v1.worker.gpu_model_runner` and its subclasses."""
-
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        state = cast("Any", self).execute_model_state
-        self._sample_states = None if state is None else state.sample_hidden_states
-        return super().sample_tokens(*args, **kwargs)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         output = cast("Any", super())._sample(*args, **kwargs)  # noqa: SLF001  # our own class

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.wire.tensors import Array, TensorSpec
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Task
@@ -39,11 +38,8 @@ class Embeddings(InputRows):
         return [input_memory.Column(INPUTS_EMBEDS, self._dtype, width)]
 
     def read_rows(self, task: Task, packet: Packet) -> Mapping[str, Array]:  # noqa: ARG002  # no options
-        rows = packet.tensors.get(INPUTS_EMBEDS)
-        if rows is None:
-            raise InvalidChunkError(
-                f"a chunk contains {', '.join(packet.tensors) or 'no tensor'} instead of {INPUTS_EMBEDS}"
-            )
+        # The stage accepts no other tensor. Each packet from an edge therefore contains this one.
+        rows = packet.tensors[INPUTS_EMBEDS]
         self._spec.check(INPUTS_EMBEDS, rows)
         return {INPUTS_EMBEDS: rows}
 

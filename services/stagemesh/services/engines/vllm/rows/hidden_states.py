@@ -15,12 +15,12 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.outputs import ModelRunnerOutput
 
 from stagemesh.common.wire.tensors import DTYPES
-from stagemesh.services.engines.abilities import PartitionsArena
+from stagemesh.connectors.arena.arena import Arena
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, track_arguments
 from stagemesh.services.engines.vllm.options import ACCEPT, LAST, POSITIONS, HiddenStatesOptions, tensor_name
 from stagemesh.services.engines.vllm.rows.input_memory import StepRows
-from stagemesh.services.engines.vllm.rows.row_receiver import EmittedRows, RowReceiver, min_share_bytes
-from stagemesh.services.engines.vllm.rows.row_writer import Attachment, RequestedRows, RowWriter, Slice
+from stagemesh.services.engines.vllm.rows.row_receiver import EmittedRows, RowReceiver
+from stagemesh.services.engines.vllm.rows.row_writer import Attachment, RequestedRows, RowWriter, Slice, min_share_bytes
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -41,9 +41,7 @@ class HiddenStates(RequestFeature):
 
     runner_module = __name__
 
-    def __init__(
-        self, options: HiddenStatesOptions, arena: PartitionsArena | None, *, share_bytes: int, stage: str
-    ) -> None:
+    def __init__(self, options: HiddenStatesOptions, arena: Arena | None, *, share_bytes: int, stage: str) -> None:
         """Creates the feature. `share_bytes` is the total size of the worker's partitions of the arena, in bytes."""
         self._options, self._stage, self._share_bytes = options, stage, share_bytes
         self._rows = RowReceiver(arena, share_bytes=share_bytes)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
+from stagemesh.common.tasks import end_tasks
 from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import EngineEvent, Task
@@ -99,11 +100,7 @@ class InputFlow(features.RequestHook):
 
     async def stop(self) -> None:
         """Stops the task that reads packets. Does not raise the error of a failed reading."""
-        reading = self._reading
-        reading.cancel()
-        await asyncio.wait([reading])
-        if not reading.cancelled():
-            reading.exception()
+        await end_tasks([self._reading])
         # The task's error references this object, and a packet that was being read.
         del self._reading
 

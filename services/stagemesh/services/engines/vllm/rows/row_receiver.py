@@ -20,9 +20,9 @@ import numpy as np
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.wire.tensors import Tensors
+from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.arena.worker_writer import PartitionAddress
 from stagemesh.connectors.packets import Packet
-from stagemesh.services.engines.abilities import PartitionsArena
 from stagemesh.services.engines.base import Emission
 from stagemesh.services.engines.vllm.engine_core import runner_call
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestHook, set_argument
@@ -137,7 +137,7 @@ class RowReceiver:
     All methods must be called on the event loop's thread.
     """
 
-    def __init__(self, arena: PartitionsArena | None, *, share_bytes: int) -> None:
+    def __init__(self, arena: Arena | None, *, share_bytes: int) -> None:
         """`share_bytes` is the total size of the worker's partitions of the arena, in bytes."""
         self._arena, self._share_bytes = arena, share_bytes
         self._tickets: list[PartitionAddress] = []
@@ -193,7 +193,7 @@ class RowReceiver:
 
     # -- internals
 
-    def _read_messages(self, arena: PartitionsArena) -> None:
+    def _read_messages(self, arena: Arena) -> None:
         """Reads all available messages from the worker, and adds the reported rows to their requests.
 
         Fails all requests if the worker has closed the connection or if a message is invalid.
@@ -211,15 +211,15 @@ class RowReceiver:
         for rows in self._requests.values():
             rows.fail(RowsLostError("vLLM's worker has stopped writing rows; the worker's log has the cause"))
 
-    def _push(self, step: row_writer.StepRows, arena: PartitionsArena) -> None:
+    def _push(self, step: row_writer.StepRows, arena: Arena) -> None:
         tensors = arena.adopt(step.handle).held()
         if step.overflow:
             tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
         for part in step.requests:
             rows = self._requests.get(part.name)
-            if rows is not None and part.count:
-                end = part.first + part.count
-                rows.push(part.position, {name: tensor[part.first : end] for name, tensor in tensors.items()})
+            if rows is not None and part.rows:
+                end = part.start + part.rows
+                rows.push(part.position, {name: tensor[part.start : end] for name, tensor in tensors.items()})
 
 
 async def _accept(listener: socket.socket, token: bytes) -> socket.socket:
@@ -231,14 +231,6 @@ async def _accept(listener: socket.socket, token: bytes) -> socket.socket:
         if secrets.compare_digest(await loop.sock_recv(connection, 64), token):
             return connection
         connection.close()
-
-
-def min_share_bytes(*, row_bytes: int, tensors: int) -> int:
-    """Returns the smallest usable size of the worker's partitions of the arena, in bytes.
-
-    `row_bytes` is the size of one row in all tensors together. `tensors` is the number of tensors.
-    """
-    return row_writer.OVERFLOW_DIVISOR * row_writer.min_overflow_bytes(row_bytes=row_bytes, tensors=tensors)
 
 
 def _count(tensors: Tensors) -> int:

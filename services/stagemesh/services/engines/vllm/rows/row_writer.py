@@ -46,12 +46,13 @@ def max_rows(overflow_bytes: int, *, row_bytes: int, tensors: int) -> int:
     return (overflow_bytes // _WRITES_IN_OVERFLOW - tensors * ALIGNMENT_BYTES) // row_bytes
 
 
-def min_overflow_bytes(*, row_bytes: int, tensors: int) -> int:
-    """Returns the size of the smallest usable overflow memory, in bytes. It suffices for writes of one row each.
+def min_share_bytes(*, row_bytes: int, tensors: int) -> int:
+    """Returns the smallest usable size of the worker's total memory in the arena, in bytes.
 
-    `row_bytes` is the size of one row in all tensors together. `tensors` is the number of tensors.
+    Its overflow memory suffices for writes of one row each. `row_bytes` is the size of one row in all tensors together.
+    `tensors` is the number of tensors.
     """
-    return _WRITES_IN_OVERFLOW * (row_bytes + tensors * ALIGNMENT_BYTES)
+    return OVERFLOW_DIVISOR * _WRITES_IN_OVERFLOW * (row_bytes + tensors * ALIGNMENT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,15 @@ class RequestedRows(msgspec.Struct, frozen=True):
     """The token position after the last emitted row, or None if all later rows are emitted."""
 
 
-class RequestRows(msgspec.Struct, frozen=True, array_like=True):
-    """The location of one request's rows in the tensors of a `StepRows` message."""
+class Slice(NamedTuple):
+    """Consecutive rows of one request, within tensors with the rows of several requests."""
 
     name: str
     position: int
     """The token position of the first row within the request."""
-    first: int
-    """The index of the first row within the tensors."""
-    count: int
+    start: int
+    """The index of the first row within the tensors, which belong to a model's batch or to a `StepRows` message."""
+    rows: int
 
 
 class StepRows(msgspec.Struct, frozen=True, array_like=True):
@@ -109,20 +110,9 @@ class StepRows(msgspec.Struct, frozen=True, array_like=True):
     """
 
     handle: Handle
-    requests: list[RequestRows]
+    requests: list[Slice]
     overflow: bool
     """Whether the rows are in the overflow memory."""
-
-
-class Slice(NamedTuple):
-    """Consecutive rows of one request, within a batch with the rows of several requests."""
-
-    name: str
-    position: int
-    """The token position of the first row within the request."""
-    start: int
-    """The index of the first row within the batch."""
-    rows: int
 
 
 class Written(NamedTuple):
@@ -131,7 +121,7 @@ class Written(NamedTuple):
     The rows are copied into the arena, or staged in the worker's memory if the arena does not have enough space.
     """
 
-    requests: list[RequestRows]
+    requests: list[Slice]
     handle: Handle | None
     """The location of the rows in the arena, or None if the rows are staged."""
     overflow: bool
@@ -218,10 +208,7 @@ class RowWriter:
         pieces = {name: [rows[run] for run in _runs(slices)] for name, rows in states.items()}
         copied = _copy(pieces, targets, stream=self._stream)
         ends = accumulate(each.rows for each in slices)
-        requests = [
-            RequestRows(each.name, each.position, end - each.rows, each.rows)
-            for each, end in zip(slices, ends, strict=True)
-        ]
+        requests = [each._replace(start=end - each.rows) for each, end in zip(slices, ends, strict=True)]
         handle = reserved.handle if reserved else None
         return Written(requests, handle, overflow, {} if reserved else targets, copied)
 
@@ -240,7 +227,7 @@ class RowWriter:
         with self._staged_lock:
             self._staged_bytes += size_bytes
 
-    def _finish(self, written: Written, requests: list[RequestRows]) -> None:
+    def _finish(self, written: Written, requests: list[Slice]) -> None:
         """Waits until the rows are copied, moves staged rows into the arena, and reports the rows to the replica.
 
         Runs on the reporting thread.
@@ -257,7 +244,7 @@ class RowWriter:
             self._count_staged(-sum(rows.nbytes for rows in written.staged.values()))
         self._report(handle, requests, overflow=written.overflow)
 
-    def _report(self, handle: Handle, requests: list[RequestRows], *, overflow: bool) -> None:
+    def _report(self, handle: Handle, requests: list[Slice], *, overflow: bool) -> None:
         self._socket.send(msgspec.msgpack.encode(StepRows(handle, requests, overflow)))
 
 
@@ -326,17 +313,17 @@ def _runs(slices: Sequence[Slice]) -> list[slice]:
     return runs
 
 
-def _limit_rows(requests: list[RequestRows], left: dict[str, int]) -> list[RequestRows]:
+def _limit_rows(requests: list[Slice], left: dict[str, int]) -> list[Slice]:
     """Returns the requests, each with at most the number of rows that `left` contains for the request's name.
 
     Does not limit a request that is not in `left`. Subtracts the number of returned rows of each request from `left`.
     """
     if not left:
         return requests
-    limited: list[RequestRows] = []
+    limited: list[Slice] = []
     for each in requests:
-        count = min(each.count, left.get(each.name, each.count))
+        count = min(each.rows, left.get(each.name, each.rows))
         if each.name in left:
             left[each.name] -= count
-        limited.append(RequestRows(each.name, each.position, each.first, count))
+        limited.append(each._replace(rows=count))
     return limited
