@@ -44,7 +44,7 @@ COMPARED = $(addprefix tests/, $(patsubst %, diffusion/test_%.py, adapters ident
 .PHONY: help preflight venv typescript kubernetes livekit browser go models demo demo-image test test-durations models-check packages-check deployments-check avx2-check soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
 
 help: ## List the commands
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
 
 preflight: # Say what this machine lacks
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not installed; install Python 3.11, or run make with PYTHON=PROGRAM" >&2; exit 1; }

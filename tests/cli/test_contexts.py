@@ -19,6 +19,8 @@ from stagemesh.common.errors import ExitCode
 from tests.cli.commands import Ran, invoke, stagemesh
 from tests.client.scripted import ScriptedOrchestrator
 
+REST = '"admin": "", "tls": "", "token_file": ""'
+"""The members of a context but its server, in a file."""
 ADMIN = ("--admin", "here:2")
 
 
@@ -111,9 +113,9 @@ def test_a_mistake_is_reported_and_changes_nothing(arguments: tuple[str, ...], c
         ("{", "Expecting property name"),
         ("[]", "the file must be an object with these members: contexts (dict), current (str)"),
         ('{"contexts": {"a": 1}, "current": ""}', "context 'a' must be an object"),
-        ('{"contexts": {"a": {"server": "h", "admin": ""}}, "current": ""}', "context 'a': 'h' is not"),
-        ('{"contexts": {"a": {"serve": "h:1", "admin": ""}}, "current": ""}', "context 'a' must be an object"),
-        ('{"current": "b", "contexts": {"a": {"server": "h:1", "admin": ""}}}', "'b' does not exist"),
+        (f'{{"contexts": {{"a": {{"server": "h", {REST}}}}}, "current": ""}}', "context 'a': 'h' is not"),
+        (f'{{"contexts": {{"a": {{"serve": "h:1", {REST}}}}}, "current": ""}}', "context 'a' must be an object"),
+        (f'{{"current": "b", "contexts": {{"a": {{"server": "h:1", {REST}}}}}}}', "'b' does not exist"),
     ],
 )
 def test_a_damaged_file_is_named(content: str, said: str, folder: Path) -> None:

@@ -147,6 +147,7 @@ def test_all_mistakes_of_a_kind_are_reported_at_once(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.timeout(300)  # vLLM may have to be compiled first
 def test_copied_arguments_are_arguments_of_vllm() -> None:
     arguments = pytest.importorskip("vllm.engine.arg_utils").AsyncEngineArgs
     assert {*arguments.__dataclass_fields__} >= VLLM_ARGUMENTS

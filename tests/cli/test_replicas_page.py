@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def _script() -> str:
 def test_the_page_deploys_and_upgrades_a_pipeline(folder: Path) -> None:
     command = folder / "bin" / "stagemesh"
     command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec {" ".join(COMMAND)} "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {shlex.join(COMMAND)} "$@"\n')
     command.chmod(0o755)
     environment = {**os.environ, "PATH": f"{command.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     # set -e alone would ignore a failed command in a pipe.

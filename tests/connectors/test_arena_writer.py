@@ -237,7 +237,7 @@ def test_forged_handle_is_rejected(arena: Arena, forge: Callable[[Handle], Handl
 def test_packet_larger_than_the_partition_is_rejected(arena: Arena) -> None:
     with (
         closing(ArenaWriter(arena.open_partition(MIB))) as writer,
-        pytest.raises(InvalidChunkError, match="slab") as caught,
+        pytest.raises(InvalidChunkError, match="partition") as caught,
     ):
         write_tensors(writer, {"x": np.zeros(MIB + 1, np.uint8)}, 1)
     assert caught.value.reason == "CHUNK_TOO_LARGE"

@@ -4,7 +4,7 @@ import base64
 import io
 import wave
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -12,6 +12,8 @@ import openai
 import pytest
 from PIL import Image
 
+from stagemesh.gateway.routes import models
+from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 from tests.gateway.making import RATE_HZ, client, gateway, making
 from tests.gateway.sounds import tone, wav
 
@@ -263,3 +265,10 @@ def _png() -> tuple[str, bytes, str]:
     file = io.BytesIO()
     Image.new("RGB", (4, 4)).save(file, "PNG")
     return "image.png", file.getvalue(), "image/png"
+
+
+def test_connectors_and_states_that_the_gateway_does_not_know_are_shown_as_numbers() -> None:
+    link = orchestrator_pb2.EdgeLink(connector=cast("chunk_pb2.Connector.ValueType", 1000))
+    replica = orchestrator_pb2.ReplicaStatus(state=cast("stage_pb2.ReplicaState.ValueType", 99))
+    assert models._link(link)["connector"] == "connector 1000"
+    assert models._replica(replica)["state"] == "99"

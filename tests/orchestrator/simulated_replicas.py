@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.common.notification import Notifier
+from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe
 from stagemesh.orchestrator.fleet.membership import Member, MembershipListener
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient, Verdict
@@ -254,7 +255,7 @@ class SimulatedReplica:
             step.outlets[target.edge] = target
         self.world.changed.fire()
 
-    async def probe_edge(self, *_: object, **__: object) -> EdgeProbe:
+    async def probe_edge(self, edge: str, consumer: ConsumerAddress, *_: object, **__: object) -> EdgeProbe:
         return EdgeProbe("shm", {})
 
     async def control(self, request: Message, response: type[Message], *, timeout_s: float) -> Message:

@@ -11,11 +11,13 @@ from google.protobuf.duration import from_nanoseconds
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
-from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError, error_class
+from stagemesh.common.errors import Code, DeadlineError, StagemeshError, UnavailableError, error_class
 from stagemesh.common.wire.encoding import to_message
 from stagemesh.v1 import chunk_pb2
 
 DOMAIN = "stagemesh"
+BROKEN = frozenset({Code.UNAVAILABLE, Code.CANCELLED, Code.UNKNOWN, Code.INTERNAL})
+"""The codes that gRPC itself reports if the server or the connection to it fails. Errors of a service have a reason."""
 _FAILED_HANDSHAKE = re.compile("failed to connect.*(Socket closed|SSL|handshake)", re.IGNORECASE)
 _TLS_HINT = "; if only one of both uses TLS, or a certificate is refused, correct `tls` (the option --tls)"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
@@ -28,6 +30,16 @@ def to_status(error: StagemeshError) -> grpc.Status:
         delay = from_nanoseconds(int(error.retry_after_s * 1e9))
         details.append(pack(error_details_pb2.RetryInfo(retry_delay=delay)))
     return rpc_status.to_status(status_pb2.Status(code=int(error.code), message=error.message, details=details))
+
+
+def is_broken(failure: grpc.RpcError, error: StagemeshError, *, peer: str) -> bool:
+    """Returns whether a call failed because the server terminated or the connection to the server broke.
+
+    `error` is the error that `from_rpc_error` made of `failure`. gRPC itself reports such a failure, so that its
+    metadata names `peer`. An error that a service reports does not name `peer` in its metadata.
+    """
+    assert isinstance(failure, grpc.Call | grpc.aio.AioRpcError), "gRPC raises errors that are calls"
+    return failure.code().value[0] in BROKEN and error.metadata.get("peer") == peer
 
 
 def from_rpc_error(error: grpc.RpcError, *, peer: str) -> StagemeshError:

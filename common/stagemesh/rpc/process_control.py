@@ -12,7 +12,7 @@ from typing import TypeAlias
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.process.host import available_bytes
 from stagemesh.common.process.logs import LEVELS, set_level
-from stagemesh.common.process.settings import LOG_LEVELS, library_variable
+from stagemesh.common.process.settings import library_variable
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.rpc.credentials import PROCESS
 from stagemesh.v1 import control_pb2
@@ -61,7 +61,12 @@ def _version(package: str) -> str:
 
 _Level: TypeAlias = "control_pb2.LogLevel.ValueType"
 
-_WIRE = tuple(control_pb2.LogLevel.Value(f"LOG_LEVEL_{name}") for name in LOG_LEVELS)
+_WIRE = (
+    control_pb2.LOG_LEVEL_DEBUG,
+    control_pb2.LOG_LEVEL_INFO,
+    control_pb2.LOG_LEVEL_WARNING,
+    control_pb2.LOG_LEVEL_ERROR,
+)
 
 
 def set_log_level(level: _Level, logger: str) -> _Level:

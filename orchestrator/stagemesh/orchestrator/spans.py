@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Self, TypeAlias
 
-from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.plugins.connectors import name_of
+from stagemesh.common.plugins.connectors import shown_name
 from stagemesh.common.wire.telemetry import TraceParent
 from stagemesh.v1 import admin_pb2, request_pb2, stage_pb2
 
@@ -208,7 +207,7 @@ def _chunk_attributes(span: stage_pb2.StepSpan, *, end_s: float) -> Attributes:
         "edge": chunk.edge,
         "seq": min(chunk.seq, _MAX_INTEGER),
         "bytes": min(chunk.size_bytes, _MAX_INTEGER),
-        "connector": _connector_name(chunk.connector),
+        "connector": shown_name(chunk.connector),
         "wait_s": _within(chunk.sent_s - span.start_s, 0.0, end_s),
     }
 
@@ -216,13 +215,6 @@ def _chunk_attributes(span: stage_pb2.StepSpan, *, end_s: float) -> Attributes:
 def _within(value: float, least: float, most: float) -> float:
     """Returns the value in the range from `least` to `most` that is nearest to `value`, or `least` if it is NaN."""
     return least if math.isnan(value) else max(least, min(value, most))
-
-
-def _connector_name(number: int) -> str:
-    try:
-        return name_of(number)
-    except InvalidRequestError:
-        return str(number)
 
 
 def _stage_name(step: admin_pb2.StepStatus) -> str:

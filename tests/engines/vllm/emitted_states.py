@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import torch
 from pydantic import JsonValue
 
 from stagemesh.common.wire.tensors import Array
-from stagemesh.connectors.arena.arena import Written
+from stagemesh.connectors.arena.arena import Arena, Written
 from stagemesh.connectors.arena.worker_writer import Handle, PartitionAddress
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.packets import Packet
@@ -106,7 +106,7 @@ async def running(model: Path, **options: JsonValue) -> AsyncGenerator[Running]:
     """Runs an engine with `OPTIONS` and the changed `options`."""
     async with data_plane() as plane:
         arena = CountedArena(plane)
-        async with started(model, arena, **{**OPTIONS, **options}) as engine:
+        async with started(model, cast("Arena", arena), **{**OPTIONS, **options}) as engine:
             yield Running(engine, arena)
 
 

@@ -14,8 +14,9 @@ from stagemesh.cli.operation.admin_targets import complete_target
 from stagemesh.cli.terminal.connection_options import ADMIN_SERVER
 from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Kind, Parameters, argument, option, with_parameters
-from stagemesh.cli.terminal.output import enum_word, print_result, show_views, ticks, to_json
+from stagemesh.cli.terminal.output import print_result, show_views, ticks, to_json
 from stagemesh.common.errors import DeadlineError, ExitCode, NotFoundError, UnavailableError
+from stagemesh.common.wire.encoding import enum_word
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

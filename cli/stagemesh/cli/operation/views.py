@@ -4,8 +4,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from stagemesh.cli.terminal.output import connector_name, duration, enum_word, links_table, size
+from stagemesh.cli.terminal.output import connector_name, duration, links_table, size
 from stagemesh.cli.terminal.tables import Cell, Column, fields, make_table, number, numbers, state_cell, to_text
+from stagemesh.common.wire.encoding import enum_word
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -258,7 +259,7 @@ def attempt_text(attempt: int) -> str:
 
     A client calls again after a broken connection, and at another orchestrator.
     """
-    from stagemesh.orchestrator.request.validation import ATTEMPTS_A_CALL
+    from stagemesh.common.requests.request_checks import ATTEMPTS_A_CALL
 
     call, number = divmod(attempt - 1, ATTEMPTS_A_CALL)
     return f"{number + 1} of call {call + 1}" if call else str(number + 1)

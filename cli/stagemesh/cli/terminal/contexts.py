@@ -153,25 +153,23 @@ def save_contexts(contexts: Contexts) -> None:
 
 def _read_contexts(document: Any) -> Contexts:
     """Returns the contexts in a JSON document. Raises ValueError if the document is not valid."""
-    values = _members(document, "the file", {}, contexts=dict, current=str)
+    values = _members(document, "the file", contexts=dict, current=str)
     contexts = {name: _read_context(name, each) for name, each in values["contexts"].items()}
     return Contexts(contexts, values["current"])
 
 
 def _read_context(name: str, document: Any) -> Context:
     place = f"context {name!r}"
-    # Files of earlier versions lack the credentials.
-    defaults = {"tls": "", "token_file": ""}
-    values = _members(document, place, defaults, server=str, admin=str, tls=str, token_file=str)
+    values = _members(document, place, server=str, admin=str, tls=str, token_file=str)
     try:
         return Context(**values)
     except ValueError as exc:
         raise ValueError(f"{place}: {exc}") from exc
 
 
-def _members(document: Any, place: str, defaults: Mapping[str, Any], /, **kinds: type) -> dict[str, Any]:
-    """Returns the members of a JSON object, with defaults. Raises ValueError if they differ from `kinds`."""
-    members = {**defaults, **cast("dict[str, Any]", document)} if isinstance(document, dict) else {}
+def _members(document: Any, place: str, /, **kinds: type) -> dict[str, Any]:
+    """Returns the members of a JSON object. Raises ValueError if they differ from `kinds`."""
+    members = cast("dict[str, Any]", document) if isinstance(document, dict) else {}
     if {key: type(value) for key, value in members.items()} != kinds:
         expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in kinds.items())
         raise ValueError(f"{place} must be an object with these members: {expected}")

@@ -17,7 +17,6 @@ from stagemesh.cli.terminal.tables import Cell, Column, make_table
 from stagemesh.common.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from google.protobuf.descriptor import EnumDescriptor
     from google.protobuf.message import Message
     from rich.console import RenderableType
     from rich.table import Table
@@ -74,16 +73,6 @@ def writing(path: Path, *, remedy: str = "") -> Generator[None]:
         raise InvalidRequestError(f"{path} cannot be written: {exc.strerror}{remedy}", reason="CANNOT_WRITE") from exc
 
 
-def enum_word(enum: "EnumDescriptor", value: int) -> str:
-    """Returns the name of a protobuf enum value in lower case, without the prefix that all names of the enum share.
-
-    Returns the number as text if this version does not know the value.
-    """
-    named = enum.values_by_number.get(value)
-    prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
-    return str(value) if named is None else named.name.removeprefix(prefix).lower()
-
-
 def size(size_bytes: float) -> str:
     """Formats a number of bytes in decimal units, for example "17 bytes" or "1.5 MB"."""
     from rich.filesize import decimal
@@ -101,15 +90,11 @@ def duration(seconds: float) -> str:
 def connector_name(connector: int) -> str:
     """Returns the name of the connector with this number in the protobuf enum `Connector`.
 
-    Returns "not known" for 0, which means that no replica has reported a connector. If this version does not know the
-    number, returns a text that contains the number.
+    Returns "not known" for 0, which means that no replica has reported a connector.
     """
-    from stagemesh.common.plugins.connectors import name_of
+    from stagemesh.common.plugins.connectors import shown_name
 
-    try:
-        return name_of(connector) if connector else "not known"
-    except InvalidRequestError:
-        return f"connector {connector}"
+    return shown_name(connector) if connector else "not known"
 
 
 def links_table(edges: "Iterable[orchestrator_pb2.EdgeDescription]") -> "Table":

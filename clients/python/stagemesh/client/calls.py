@@ -12,7 +12,7 @@ import grpc
 
 from stagemesh.client.received_events import ClientPosition
 from stagemesh.client.responses import Event
-from stagemesh.client.retries import Attempts, RetryPolicy, is_broken
+from stagemesh.client.retries import Attempts, RetryPolicy
 from stagemesh.common.errors import (
     CancelledRequestError,
     NotFoundError,
@@ -22,7 +22,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.wire.versions import UNKNOWN_KIND
 from stagemesh.rpc.credentials import PROCESS, Credentials
-from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error, is_broken
 from stagemesh.v1 import orchestrator_pb2
 
 Headers = tuple[tuple[str, str], ...]

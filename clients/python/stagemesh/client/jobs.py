@@ -15,12 +15,12 @@ from stagemesh.client.media_transfer import ServiceAddress, stored_file
 from stagemesh.client.received_events import finish_reason, read_fields, to_progress
 from stagemesh.client.requests import GenerateArguments, build_request
 from stagemesh.client.responses import Progress, Usage
-from stagemesh.client.retries import RetryPolicy, is_broken
+from stagemesh.client.retries import RetryPolicy
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError, UnsupportedError
 from stagemesh.common.media.files import suffix_of
 from stagemesh.rpc.channels import open_async, open_sync
-from stagemesh.rpc.error_mapping import error_from_wire, from_rpc_error
+from stagemesh.rpc.error_mapping import error_from_wire, from_rpc_error, is_broken
 from stagemesh.v1 import jobs_pb2, orchestrator_pb2
 from stagemesh.v1.jobs_pb2_grpc import JobServiceStub
 

@@ -34,6 +34,7 @@ from stagemesh.client.responses import (
 from stagemesh.client.retries import RetryPolicy
 from stagemesh.common.errors import InternalError, InvalidChunkError
 from stagemesh.common.requests.output_position import OutputKey, Position
+from stagemesh.common.wire.encoding import enum_word
 from stagemesh.common.wire.tensors import read_inline
 from stagemesh.common.wire.versions import refuse_unknown
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, request_pb2, stage_pb2
@@ -151,7 +152,7 @@ def _audio(message: request_pb2.Output) -> AudioChunk:
 
 
 def _report(message: stage_pb2.StepFinished) -> StageReport:
-    edges = tuple(read_fields(EdgeUsage, each, connector=_connector_name(each.connector)) for each in message.edges)
+    edges = tuple(read_fields(EdgeUsage, each, connector=connector_name(each.connector)) for each in message.edges)
     reason = finish_reason(message.finish) if message.HasField("finish") else None
     warnings = tuple(StageWarning(each.reason, each.message, dict(each.metadata)) for each in message.warnings)
     usage, timings = read_fields(Usage, message.usage), read_fields(Timings, message.timings)
@@ -163,9 +164,10 @@ def to_progress(message: orchestrator_pb2.RequestProgress) -> Progress:
     return read_fields(Progress, message.progress, stage=message.stage, index=message.index)
 
 
-def _connector_name(number: int) -> str:
-    known = chunk_pb2.Connector.DESCRIPTOR.values_by_number.get(number)
-    return known.name.removeprefix("CONNECTOR_").lower() if known is not None else f"connector {number}"
+def connector_name(number: int) -> str:
+    """Returns the name of a connector. Connectors of other packages have no name here, only a number."""
+    word = enum_word(chunk_pb2.Connector.DESCRIPTOR, number)
+    return f"connector {word}" if word.isdecimal() else word
 
 
 def _read_logprobs(message: request_pb2.Output) -> tuple[TokenLogprobs, ...]:

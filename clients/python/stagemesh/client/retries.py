@@ -3,16 +3,9 @@
 import time
 from dataclasses import dataclass
 
-import grpc
-import grpc.aio
-
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
 
-# The codes that gRPC itself reports if the server or the connection to it breaks.
-_BROKEN = frozenset(
-    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
-)
 # The reason that a stopping server reports. After a request has started, any other error is the end of the request.
 _STOPPING = "NOT_RUNNING"
 _LONGEST_SEARCH_PAUSE_S = 1.0
@@ -151,13 +144,3 @@ class Attempts:
 
     def _left_s(self) -> float | None:
         return None if self._deadline_s is None else self._deadline_s - time.monotonic()
-
-
-def is_broken(failure: grpc.RpcError, error: StagemeshError, *, peer: str) -> bool:
-    """Returns whether a call failed because the server terminated or the connection to the server broke.
-
-    gRPC itself reports such a failure, so that the error's metadata names `peer`. An error that a service reports does
-    not name `peer` in its metadata.
-    """
-    assert isinstance(failure, grpc.Call | grpc.aio.AioRpcError), "gRPC raises calls"
-    return failure.code() in _BROKEN and error.metadata.get("peer") == peer

@@ -119,6 +119,14 @@ def number_of(name: ConnectorName) -> chunk_pb2.Connector.ValueType:
     return chunk_pb2.Connector.ValueType(number)
 
 
+def shown_name(number: int) -> str:
+    """Returns the name of a connector for people, or its number if no package adds it here."""
+    try:
+        return name_of(number)
+    except InvalidRequestError:
+        return f"connector {number}"
+
+
 def name_of(number: int) -> ConnectorName:
     """Returns the name of the connector whose value in the protobuf enum `Connector` is `number`.
 

@@ -17,6 +17,8 @@ from stagemesh.common.wire.tensors import Array, Value, from_message, read_inlin
 from stagemesh.common.wire.versions import refuse_unknown, refuse_unknown_fields
 from stagemesh.v1 import request_pb2, tensor_pb2
 
+ATTEMPTS_A_CALL = 1000
+"""The attempts of each of a client's calls have their own numbers: from 1, from 1001, and so on."""
 _CALLER_NAME = re.compile(r"[A-Za-z0-9._:@/-]{0,128}")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _CHOICE = re.compile(r"/[0-9]{1,10}$")

@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any, TypeVar
 
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.message import DecodeError, Message
 
 _LENGTH_DELIMITED = 2
@@ -87,3 +87,13 @@ def without_fields(message: _MessageT, *names: str) -> _MessageT:
 def digest_of(message: Message) -> bytes:
     """Returns a digest of a message, which is equal for equal messages of the same version of Stagemesh."""
     return hashlib.blake2b(message.SerializeToString(deterministic=True), digest_size=16).digest()
+
+
+def enum_word(enum: EnumDescriptor, value: int) -> str:
+    """Returns the name of a protobuf enum value in lower case, without the prefix that all names of the enum share.
+
+    Returns the number as text if this version does not know the value.
+    """
+    named = enum.values_by_number.get(value)
+    prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
+    return str(value) if named is None else named.name.removeprefix(prefix).lower()

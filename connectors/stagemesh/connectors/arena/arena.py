@@ -109,7 +109,7 @@ class _Partition(MemoryAccount):
     Counts the bytes of the regions adopted from the worker.
     """
 
-    slab: Region
+    region: Region
     closed: bool = False
 
 
@@ -290,23 +290,23 @@ class Arena:
                 reason="ARENA_NOT_SHARED",
             )
         fits = self._writers < (1 << 16) - 1 and size_bytes <= self.max_region_bytes
-        slab = self.try_allocate(size_bytes, MemoryAccount()) if fits else None
-        if slab is None:
+        region = self.try_allocate(size_bytes, MemoryAccount()) if fits else None
+        if region is None:
             raise NotReadyError(
-                f"the arena has no space for a worker's slab of {size_bytes} bytes; raise data_plane.arena_bytes",
+                f"the arena has no space for a worker's partition of {size_bytes} bytes; raise data_plane.arena_bytes",
                 reason="NO_MEMORY",
             )
-        memory.mark_pages(self.memory, offset=slab.offset, size_bytes=slab.size_bytes, generation=0)
+        memory.mark_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes, generation=0)
         self._writers += 1
-        self._partitions[self._writers] = _Partition(slab=slab)
-        self._partition_bytes += slab.size_bytes
+        self._partitions[self._writers] = _Partition(region=region)
+        self._partition_bytes += region.size_bytes
         return PartitionAddress(
             process_id=os.getpid(),
             file_descriptor=self.fd,
             token=self.token,
             writer=self._writers,
-            offset=slab.offset,
-            size_bytes=slab.size_bytes,
+            offset=region.offset,
+            size_bytes=region.size_bytes,
         )
 
     def adopt(self, handle: Handle) -> Written:
@@ -318,8 +318,8 @@ class Arena:
         partition = self._partitions.get(handle.generation >> WRITER_SHIFT)
         if partition is None or partition.closed or handle.generation in self._regions:
             raise InvalidChunkError("a worker's handle belongs to no open partition, or was adopted before")
-        slab = partition.slab
-        views = read_handle(handle, self.memory, slab_offset=slab.offset, slab_bytes=slab.size_bytes)
+        whole = partition.region
+        views = read_handle(handle, self.memory, offset=whole.offset, size_bytes=whole.size_bytes)
         region = self._region(handle.offset, handle.size_bytes, handle.generation, partition)
         return _written(region, views, [placed.offset for placed in handle.tensors])
 
@@ -329,7 +329,7 @@ class Arena:
         Returns 0 and the size of the arena in bytes if the region is outside all partitions.
         """
         writer = region.generation >> WRITER_SHIFT
-        return writer, self._partitions[writer].slab.size_bytes if writer else self.size_bytes
+        return writer, self._partitions[writer].region.size_bytes if writer else self.size_bytes
 
     def close_partition(self, address: PartitionAddress) -> None:
         """Closes the partition at `address`. Idempotent. Call it after the worker process has terminated.
@@ -412,8 +412,8 @@ class Arena:
         partition = self._partitions[writer]
         if partition.closed and not partition.held_bytes:
             del self._partitions[writer]
-            self._partition_bytes -= partition.slab.size_bytes
-            partition.slab.release()
+            self._partition_bytes -= partition.region.size_bytes
+            partition.region.release()
 
 
 def _written(region: Region, tensors: dict[str, Array], offsets: Sequence[int]) -> Written:

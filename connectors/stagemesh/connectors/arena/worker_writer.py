@@ -143,7 +143,8 @@ class ArenaWriter:
     def _wait_for_space(self, pages: int, timeout_s: float) -> int:
         if pages > len(self._generations):
             raise InvalidChunkError(
-                f"{pages * PAGE_BYTES} bytes exceed the worker's slab of {self._address.size_bytes}; raise its size",
+                f"{pages * PAGE_BYTES} bytes exceed the worker's partition of {self._address.size_bytes}; raise its "
+                "size",
                 reason="CHUNK_TOO_LARGE",
             )
         deadline_s = time.monotonic() + timeout_s
@@ -151,8 +152,8 @@ class ArenaWriter:
         while (page := self._find_free(pages)) is None:
             if time.monotonic() >= deadline_s:
                 raise DeadlineError(
-                    f"the worker's slab of {self._address.size_bytes} bytes had no space for {timeout_s} s, because "
-                    "the tensors in it were not read; allow more time or raise its size",
+                    f"the worker's partition of {self._address.size_bytes} bytes had no space for {timeout_s} s, "
+                    "because the tensors in it were not read; allow more time or raise its size",
                     reason="ARENA_FULL",
                 )
             if self._replica_has_ended():
@@ -183,15 +184,15 @@ class ArenaWriter:
         return bool(poll.poll(0))
 
 
-def read_handle(handle: Handle, memory: memoryview, *, slab_offset: int, slab_bytes: int) -> dict[str, Array]:
+def read_handle(handle: Handle, memory: memoryview, *, offset: int, size_bytes: int) -> dict[str, Array]:
     """Returns the tensors of a worker's handle, by tensor name, as views of `memory`. Called by the replica.
 
     Raises InvalidChunkError if the handle's pages or tensors are not inside the worker's partition. Also raises
     InvalidChunkError (STALE_REGION) if the pages do not have the handle's generation.
     """
-    inside = slab_offset <= handle.offset < handle.offset + handle.size_bytes <= slab_offset + slab_bytes
+    inside = offset <= handle.offset < handle.offset + handle.size_bytes <= offset + size_bytes
     if not inside or handle.offset % PAGE_BYTES or handle.size_bytes % PAGE_BYTES:
-        raise InvalidChunkError("a worker's handle is outside its slab")
+        raise InvalidChunkError("a worker's handle is outside its partition")
     if not memory_file.pages_are_of(
         memory, offset=handle.offset, size_bytes=handle.size_bytes, generation=handle.generation
     ):

@@ -5,8 +5,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from google.protobuf.message import Message
 
+from stagemesh.client.received_events import connector_name
+from stagemesh.common.wire.encoding import enum_word
 from stagemesh.gateway.catalog import Model, find_model, find_models
-from stagemesh.v1 import chunk_pb2, orchestrator_pb2, signature_pb2, stage_pb2
+from stagemesh.v1 import orchestrator_pb2, signature_pb2, stage_pb2
 
 router = APIRouter()
 
@@ -66,7 +68,7 @@ def _stage(stage: orchestrator_pb2.StageDescription) -> dict[str, Any]:
 def _replica(replica: orchestrator_pb2.ReplicaStatus) -> dict[str, Any]:
     return {
         **_fields(replica, "name", "detail", "planned"),
-        "state": stage_pb2.ReplicaState.Name(replica.state).removeprefix("REPLICA_STATE_").lower(),
+        "state": enum_word(stage_pb2.ReplicaState.DESCRIPTOR, replica.state),
         "load": _load(replica.load) if replica.HasField("load") else None,
     }
 
@@ -83,7 +85,7 @@ def _edge(edge: orchestrator_pb2.EdgeDescription) -> dict[str, Any]:
         "name": edge.name,
         "from": edge.from_stage,
         "to": edge.to_stage,
-        "connector": _connector(edge.connector),
+        "connector": connector_name(edge.connector),
         "links": [_link(each) for each in edge.links],
     }
 
@@ -91,17 +93,13 @@ def _edge(edge: orchestrator_pb2.EdgeDescription) -> dict[str, Any]:
 def _link(link: orchestrator_pb2.EdgeLink) -> dict[str, Any]:
     return {
         **_fields(link, "producer", "consumer"),
-        "connector": _connector(link.connector) if link.connector else None,
+        "connector": connector_name(link.connector) if link.connector else None,
         "error": link.error.message if link.HasField("error") else None,
     }
-
-
-def _connector(connector: "chunk_pb2.Connector.ValueType") -> str:
-    return chunk_pb2.Connector.Name(connector).removeprefix("CONNECTOR_").lower()
 
 
 def _output(output: orchestrator_pb2.OutputDescription) -> dict[str, Any]:
     return {
         **_fields(output, "name", "stage", "stored"),
-        "kind": signature_pb2.TensorKind.Name(output.kind).removeprefix("TENSOR_KIND_").lower(),
+        "kind": enum_word(signature_pb2.TensorKind.DESCRIPTOR, output.kind),
     }

@@ -7,13 +7,11 @@ from copy import copy
 
 import grpc
 
-from stagemesh.common.errors import Code, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
-from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.rpc.error_mapping import BROKEN, from_rpc_error, is_broken
 
 REPLICA_LOST = "REPLICA_LOST"
-# The codes that gRPC itself reports if the replica or the connection fails. Errors of a service have a reason.
-_BROKEN = frozenset({Code.UNAVAILABLE, Code.CANCELLED, Code.UNKNOWN, Code.INTERNAL})
 STEP_PING_S, STEP_PING_TIMEOUT_S = 0.5, 0.3
 """A stopped or partitioned replica that runs a step is detected within 1.3 seconds. A replica that answers late costs
 nothing, because its steps continue on a new connection.
@@ -63,7 +61,7 @@ class ReplicaErrors:
         """
         if error is None:
             return self._lost("is no longer connected (this process ended its calls)")
-        if error.code not in _BROKEN:
+        if error.code not in BROKEN:
             return copy(error).located(**self.location)
         return self._lost(
             f"{'became unreachable while the request ran' if running else 'cannot be reached'} ({error.message})"
@@ -80,9 +78,9 @@ class ReplicaErrors:
 
     def _after_call(self, exc: grpc.aio.AioRpcError) -> StagemeshError:
         error = from_rpc_error(exc, peer=self.peer).located(**self.location)
-        # An error that gRPC reports contains the name of this client's peer. An error that the stage forwards does not.
-        is_broken = error.metadata.get("peer") == self.peer and exc.code().value[0] in _BROKEN
-        return self._lost(f"cannot be reached ({exc.details()})") if is_broken else error
+        if is_broken(exc, error, peer=self.peer):
+            return self._lost(f"cannot be reached ({exc.details()})")
+        return error
 
     def _lost(self, event: str) -> UnavailableError:
         return UnavailableError(

@@ -251,10 +251,11 @@ class Planner:
         expected = self._adapters.path_of(stage, adapter) is not None
         ready = [replica for replica in self._registry.of(stage) if replica.state is ReplicaState.READY]
         if expected or any(replica.adapters is None for replica in ready):
-            return _unready(
+            return NotReadyYetError(
                 f"no ready replica of stage {stage!r} has loaded adapter {adapter!r} yet; try again later",
-                soon=True,
+                reason="STAGE_NOT_READY",
                 metadata={"stage": stage, "adapter": adapter},
+                retry_after_s=_RETRY_AFTER_S,
             )
         known = sorted({name for replica in ready for name in replica.adapters or ()})
         return NotFoundError(

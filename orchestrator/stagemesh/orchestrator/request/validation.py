@@ -8,6 +8,7 @@ from typing import cast
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, UnsupportedError
 from stagemesh.common.requests.request_checks import (
+    ATTEMPTS_A_CALL,
     check_caller,
     check_input,
     check_request_id,
@@ -25,8 +26,6 @@ from stagemesh.pipeline.conditions import Fact, Facts, InputKind
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _MAX_EARLIER_CALLS = 1_000_000
-ATTEMPTS_A_CALL = 1000
-"""The attempts of each of a client's calls have numbers of their own: from 1, from 1001, and so on."""
 SEEDS = 1 << 63
 """The number of possible seeds."""
 
