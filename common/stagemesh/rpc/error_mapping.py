@@ -35,8 +35,8 @@ def to_status(error: StagemeshError) -> grpc.Status:
 def is_broken(failure: grpc.RpcError, error: StagemeshError, *, peer: str) -> bool:
     """Returns whether a call failed because the server terminated or the connection to the server broke.
 
-    `error` is the error that `from_rpc_error` made of `failure`. gRPC itself reports such a failure, so that its
-    metadata names `peer`. An error that a service reports does not name `peer` in its metadata.
+    `error` is the error that `from_rpc_error` made of `failure`. Its metadata names `peer` if gRPC itself has reported
+    the failure, and not if a service has reported it.
     """
     assert isinstance(failure, grpc.Call | grpc.aio.AioRpcError), "gRPC raises errors that are calls"
     return failure.code().value[0] in BROKEN and error.metadata.get("peer") == peer

@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import diffusers as _diffusers
 from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineState
@@ -115,6 +115,7 @@ class RequestTransfer:
         return deserialize(data, kind=kind, model=self._model, device=self._pipeline.device)
 
     def _state(self, state: DiffusionRequestState) -> dict[str, Tree]:
+        scheduler = cast("dict[str, Any]", vars(state.scheduler))
         return {
             "step_index": state.step_index,
             "total_steps": state.total_steps,
@@ -123,7 +124,7 @@ class RequestTransfer:
             "values": self._values(state, STATE),
             "kinds": state.values.kwargs_mapping,
             "loop": state.loop.as_dict() if state.loop is not None else None,
-            "scheduler": {name: value for name, value in vars(state.scheduler).items() if name != _CONFIG},
+            "scheduler": {name: value for name, value in scheduler.items() if name != _CONFIG},
             "kept": self._caches.export(state.request_id) if self._caches is not None else [],
         }
 
