@@ -1,6 +1,6 @@
 """Runs the conformance kit for each built-in connector, and for a complete connector of another package.
 
-The latter is what CONTRIBUTING's "Add a connector" describes. It reads the producer's arena through /proc, which works
+The latter is what "Add a connector" in docs/extending.md describes. It reads the producer's arena through /proc, which works
 within one pid namespace."""
 
 import asyncio

@@ -88,7 +88,7 @@ def _audio(
         (
             lambda r: setattr(r.parameters.options["speed"], "number", 3.0),
             "INVALID_OPTION",
-            "be a number from 0.5 to 2",
+            "must be a number from 0.5 to 2",
         ),
         (lambda r: setattr(r.parameters.options["speed"], "number", float("nan")), "INVALID_OPTION", "'speed' is nan"),
         (lambda r: setattr(r.parameters.sampling, "max_tokens", 0), "INVALID_SAMPLING", "max_tokens is 0"),
