@@ -1,7 +1,8 @@
 """Runs the conformance kit for each built-in connector, and for a complete connector of another package.
 
-The latter is what "Add a connector" in docs/extending.md describes. It reads the producer's arena through /proc, which works
-within one pid namespace."""
+The latter is what "Add a connector" in docs/extending.md describes. It reads the producer's arena through /proc, which
+works within one pid namespace.
+"""
 
 import asyncio
 import mmap
