@@ -1,4 +1,4 @@
-"""Runs `stagemesh` in this process, or in a process of its own."""
+"""Runs `stagemesh` in this process, or in its own process."""
 
 import asyncio
 import os
@@ -62,7 +62,7 @@ async def start(*arguments: str, program: Sequence[str] = COMMAND) -> asyncio.su
 
 
 async def run_process(*arguments: str, stdin: str = "", program: Sequence[str] = COMMAND) -> Ran:
-    """Runs a command in a process of its own, and waits until it ends. `program` starts `stagemesh`."""
+    """Runs a command in its own process, and waits until it ends. `program` starts `stagemesh`."""
     process = await start(*arguments, program=program)
     stdout, stderr = await process.communicate(stdin.encode())
     assert process.returncode is not None

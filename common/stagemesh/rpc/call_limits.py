@@ -20,7 +20,7 @@ class CallLimits(Interceptor):
     """Ends each RPC with RESOURCE_EXHAUSTED whose headers are too large, or whose caller has too many running RPCs.
 
     gRPC itself limits headers only on connections whose peer has acknowledged its settings, and it limits the calls of
-    a connection, but not those of a caller, who can open many connections.
+    a connection, but not the calls of a caller, who can open many connections.
 
     A call counts from its headers on, although its request may never arrive. For this purpose, handlers of unary
     requests become handlers of streams, of which they receive the first message. The caller is the first name in the

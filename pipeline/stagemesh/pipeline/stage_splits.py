@@ -79,7 +79,7 @@ def _divide(document: Document, name: str, stage: dict[str, Any], split: SplitEn
 
 
 def _add_edge(document: Document, *, producer: str, consumer: str) -> KeyPath:
-    """Adds an edge at the end of the list, so that the indexes of the other edges remain. Returns its path."""
+    """Adds an edge at the end of the list so that the indexes of the other edges remain. Returns its path."""
     edges = cast("list[object]", document.values.setdefault("edges", []))
     edges.append({"from": producer, "to": consumer})
     return ("edges", len(edges) - 1)

@@ -64,7 +64,7 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with several layers, whose hidden states tests compare with those of transformers."""
+    """A tiny model with several layers, whose hidden states tests compare with the hidden states of transformers."""
     return write_real_model(tmp_path_factory.mktemp("deep"), layers=MODEL_LAYERS)
 
 

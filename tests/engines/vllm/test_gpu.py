@@ -51,7 +51,7 @@ async def host(request: pytest.FixtureRequest, deep_model: Path, profile_dir: Pa
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0" if request.param == "V1" else "1")
-        # By default, Triton rounds the inputs of float32 products, such as those of attention, to 10 bits.
+        # By default, Triton rounds the inputs of float32 products, such as the products of attention, to 10 bits.
         patch.setenv("TRITON_F32_DEFAULT", "ieee")
         async with running(deep_model, **options) as host:
             yield host

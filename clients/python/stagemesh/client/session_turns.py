@@ -55,7 +55,7 @@ class TurnInterrupted:
 
     turn: int
     detected: bool
-    """Whether speech of the user has interrupted the answer."""
+    """Whether the user's speech has interrupted the answer."""
     positions: Mapping[str, int]
     """How much of each output was sent: code points, tokens, samples, images, bytes, files or rows."""
 

@@ -163,7 +163,7 @@ class ReadThread:
     def _advance(self) -> bool:
         has_advanced = False
         for peer in list(self._peers):
-            # Releases the lock between peers, so that the event loop can acquire it.
+            # Releases the lock between peers so that the event loop can acquire it.
             with self._lock:
                 has_advanced = peer.advance() or has_advanced
                 if not peer.has_work:

@@ -158,7 +158,7 @@ def _names(replicas: Collection[Replica]) -> str:
 
 
 async def process_reports(directory: Directory) -> list[admin_pb2.ProcessReport]:
-    """Returns the report of this orchestrator, and that of each replica or the error of its call."""
+    """Returns the report of this orchestrator, and the report of each replica or the error of its call."""
     reports = [admin_pb2.ProcessReport(process=ORCHESTRATOR, report=host_report())]
     for replica, answer in (await answers_of(directory.replicas, _report)).items():
         if isinstance(answer, StagemeshError):

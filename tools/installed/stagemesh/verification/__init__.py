@@ -1,1 +1,1 @@
-"""Compares the outputs of a pipeline with those of reference implementations."""
+"""Compares the outputs of a pipeline with the outputs of reference implementations."""
