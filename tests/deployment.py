@@ -93,7 +93,12 @@ class Deployment(Replicas):
     def wait(self, condition: Callable[[Self], bool], *, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Waits until the condition holds. Fails after `timeout_s`, or if `up` ends first."""
         with self._changed:
-            met = self._changed.wait_for(lambda: condition(self) or self.process.poll() is not None, timeout_s)
+            try:
+                met = self._changed.wait_for(lambda: condition(self) or self.process.poll() is not None, timeout_s)
+            except BaseException as exc:
+                # The time limit of the test may end it first.
+                exc.add_note(f"while the condition did not hold: {self.statuses}")
+                raise
         assert met, f"the condition does not hold after {timeout_s} s: {self.statuses}"
         assert condition(self), f"`up` ended with {self.process.returncode}: {self.history[-3:]}"
 

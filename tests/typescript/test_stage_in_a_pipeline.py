@@ -16,6 +16,7 @@ from tests.system.streaming import Turn, orchestrating
 from tests.typescript.nodes import program
 
 STEPS = 24
+STAGES = 5
 UPPER = "upper (external)"
 PIPELINE = f"""\
 pipeline: both
@@ -79,8 +80,10 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 
 
 def _waits(up: Deployment) -> bool:
-    return up.statuses.get(UPPER, {}).get("state") == "waiting" and all(
-        status["state"] == "ready" for name, status in up.statuses.items() if "external" not in name
+    # The orchestrator is not ready before the external stage is.
+    stages = [status for status in up.statuses.values() if status["stage"]]
+    return len(stages) == STAGES and all(
+        status["state"] == ("waiting" if status["name"] == UPPER else "ready") for status in stages
     )
 
 
