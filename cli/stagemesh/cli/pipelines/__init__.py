@@ -1,1 +1,1 @@
-"""Commands on pipeline files: check, draw, import, deploy, fetch their models, and write new stages."""
+"""Commands on pipeline files: check, draw, deploy, and fetch their models."""

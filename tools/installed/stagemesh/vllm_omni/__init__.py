@@ -1,1 +1,1 @@
-"""`stagemesh pipeline import`: converts stage configs and deploy configs of vLLM-Omni to pipeline files."""
+"""Converts stage configs and deploy configs of vLLM-Omni to pipeline files."""

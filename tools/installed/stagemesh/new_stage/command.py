@@ -67,7 +67,7 @@ def _write(target: Path, values: dict[str, str]) -> None:
         # Not in /tmp, because a folder is renamed only within one file system.
         written = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            _fill(files("stagemesh.cli.pipelines") / "stage_template", written, values)
+            _fill(files("stagemesh.new_stage") / "stage_template", written, values)
             written.chmod(0o755)
             written.rename(target)
         except BaseException:

@@ -1,0 +1,1 @@
+"""Writes packages with a stage."""
