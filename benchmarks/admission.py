@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.report import Figure, report
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.admission.admission import Admission
-from stagemesh.orchestrator.admission.queue import AdmissionRequest, Ticket
+from stagemesh.orchestrator.admission.queue import AdmissionEntry, AdmissionRequest
 from stagemesh.pipeline import Limits
 
 _MAX_IN_FLIGHT = 64
@@ -49,19 +49,19 @@ class _Load:
             deadline_s=time.monotonic() + 1e6 * (1 + generator.random()),
         )
         waiter = _Request(self.running)
-        waiter.ticket = self._admission.enter(request, waiter)
+        waiter.entry = self._admission.enter(request, waiter)
 
     def end(self) -> None:
         """Ends the oldest running request, so that the next one is admitted."""
-        ticket = self.running.popleft().ticket
-        assert ticket is not None
-        self._admission.release(ticket, made_bytes=1_000)
+        entry = self.running.popleft().entry
+        assert entry is not None
+        self._admission.release(entry, made_bytes=1_000)
 
 
 @dataclass(eq=False)
 class _Request:
     running: deque["_Request"]
-    ticket: Ticket | None = None
+    entry: AdmissionEntry | None = None
 
     def queued(self, *, position: int, expected_wait_s: float) -> None:
         """Does nothing."""

@@ -310,11 +310,7 @@ def main() -> None:
     times = measure(findings)
     print_times(times)
     report(
-        "edges",
-        findings.by_subject(),
-        json_file=arguments.json,
-        details=times.figures(),
-        left_out=findings.left_out,
+        "edges", findings.by_subject(), json_file=arguments.json, details=times.figures(), left_out=findings.left_out
     )
 
 

@@ -234,11 +234,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = asyncio.run(
         _run(
-            arguments.repeats,
-            arguments.requests,
-            arguments.large_requests,
-            arguments.blocks,
-            arguments.block_requests,
+            arguments.repeats, arguments.requests, arguments.large_requests, arguments.blocks, arguments.block_requests
         )
     )
     report("overhead", found, json_file=arguments.json)

@@ -47,11 +47,7 @@ TARGETS = {
 }
 """The files and folders of each longer target."""
 _SHORT_IN_LONG = frozenset(
-    (
-        "tests/engines/vllm/test_engine.py",
-        "tests/engines/vllm/test_nodes.py",
-        "tests/models/test_fetching.py",
-    )
+    ("tests/engines/vllm/test_engine.py", "tests/engines/vllm/test_nodes.py", "tests/models/test_fetching.py")
 )
 """The files of `make test` in folders of longer targets."""
 

@@ -10,12 +10,7 @@ from stagemesh.common.plugins.connectors import number_of
 from stagemesh.orchestrator.planning.chunk_policies import policy_to_wire
 from stagemesh.pipeline import Pipeline
 from stagemesh.rpc.channels import open_channel
-from stagemesh.v1 import (
-    orchestrator_pb2,
-    orchestrator_pb2_grpc,
-    stage_pb2,
-    stage_pb2_grpc,
-)
+from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc, stage_pb2, stage_pb2_grpc
 
 _CANCEL_S = 10.0
 

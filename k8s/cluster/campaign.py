@@ -59,13 +59,7 @@ class Campaign:
 
     def run(self, *, minutes: float) -> list[Phase]:
         """Repeats the disturbances until the time is up and each has run. Returns the counts of each."""
-        disturbances = (
-            self._upgrade_option,
-            self._drain,
-            self._delete_pods,
-            self._upgrade_edge,
-            self._partition,
-        )
+        disturbances = (self._upgrade_option, self._drain, self._delete_pods, self._upgrade_edge, self._partition)
         lines = self._folder / "requests.jsonl"
         lines.unlink(missing_ok=True)
         self._balance()

@@ -23,7 +23,7 @@ from stagemesh.cli.operation.admin import Condition, unmet_cause
 from stagemesh.cli.operation.top import top_view
 from stagemesh.cli.operation.views import REQUESTS, attempt_text, moments, request_view
 from stagemesh.cli.terminal.tables import make_table
-from stagemesh.client import Admitted, Client, Generation, Text
+from stagemesh.client import Admitted, Client, ResponseStream, Text
 from stagemesh.common.errors import CancelledRequestError, ExitCode
 from stagemesh.v1 import admin_pb2, chunk_pb2, orchestrator_pb2, stage_pb2
 from stagemesh.v1.orchestrator_pb2 import ReplicaStatus
@@ -59,9 +59,9 @@ def _admin(running: Deployment, *arguments: str) -> Ran:
     return invoke("admin", *arguments, "--server", running.admin_endpoint)
 
 
-def _replica(generation: Generation, stage: str) -> str:
+def _replica(response_stream: ResponseStream, stage: str) -> str:
     """Returns the replica that was chosen for a stage."""
-    admitted = next(event for event in generation if isinstance(event, Admitted))
+    admitted = next(event for event in response_stream if isinstance(event, Admitted))
     return admitted.replicas[stage]
 
 
@@ -75,7 +75,7 @@ class _Request:
     """A request that runs until it is cancelled."""
 
     def __init__(self, client: Client, name: str) -> None:
-        self._generation = client.generate("hello", request_id=name, max_tokens=_LONG)
+        self._response_stream = client.generate("hello", request_id=name, max_tokens=_LONG)
         self._begun = threading.Event()
         self._cancelled = False
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -84,7 +84,7 @@ class _Request:
 
     def _read(self) -> None:
         try:
-            for event in self._generation:
+            for event in self._response_stream:
                 if isinstance(event, Text):
                     self._begun.set()
         except CancelledRequestError:

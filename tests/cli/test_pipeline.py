@@ -141,10 +141,7 @@ def test_mistakes_are_reported_as_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "line", "message"),
-    [
-        ("pipeline: p\nstages: {a: [}\n", 2, "invalid YAML"),
-        ("- pipeline\n", 1, "the file does not contain a mapping"),
-    ],
+    [("pipeline: p\nstages: {a: [}\n", 2, "invalid YAML"), ("- pipeline\n", 1, "the file does not contain a mapping")],
 )
 def test_a_file_that_cannot_be_parsed_is_a_finding(tmp_path: Path, text: str, line: int, message: str) -> None:
     (finding,) = _findings(pipeline_file(tmp_path, text, name="wrong"))

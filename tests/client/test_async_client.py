@@ -237,10 +237,10 @@ async def test_leaving_the_loop_cancels_the_request(orchestrator: ScriptedOrches
 
 async def test_a_generation_is_iterated_once(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     orchestrator.scripts.append([admitted(), text("Hi"), finished()])
-    generation = client.generate("hello")
-    assert (await generation.result()).text == "Hi"
+    events = client.generate("hello")
+    assert (await events.result()).text == "Hi"
     with pytest.raises(RuntimeError, match="call `generate` again"):
-        await generation.result()
+        await events.result()
     assert len(orchestrator.requests) == 1
 
 

@@ -237,9 +237,9 @@ async def test_each_choice_continues_where_it_was(orchestrator: ScriptedOrchestr
     repeated = [progress("thinker", steps=3), progress("thinker", steps=3, index=1), text("there", index=1)]
     orchestrator.scripts.append([admitted(choices=2, seed=2**63 - 1), *repeated, text("?"), finished(2)])
     async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
-        generation = client.generate("hello", choices=2)
+        events = client.generate("hello", choices=2)
         builder, steps = ResultBuilder(), list[tuple[int, int]]()
-        async for event in generation:
+        async for event in events:
             builder.add(event)
             if isinstance(event, Progress):
                 steps.append((event.index, event.steps))

@@ -33,10 +33,10 @@ async def test_leaving_the_loop_cancels_the_request(orchestrator: ScriptedOrches
 async def test_a_generation_is_iterated_once(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), text("Hi"), finished()])
     with Client(orchestrator.endpoint) as client:
-        generation = client.generate("hello")
-        assert (await asyncio.to_thread(generation.result)).text == "Hi"
+        events = client.generate("hello")
+        assert (await asyncio.to_thread(events.result)).text == "Hi"
         with pytest.raises(RuntimeError, match="call `generate` again"):
-            await asyncio.to_thread(generation.result)
+            await asyncio.to_thread(events.result)
     assert len(orchestrator.requests) == 1
 
 

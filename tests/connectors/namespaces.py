@@ -89,7 +89,7 @@ def plug_in(switch: HeldNamespaces, host: HeldNamespaces, *, port: str, bridge: 
     """
     switch.run(
         f"ip link add {port} type veth peer name eth0 netns {host.pid} && "
-        f"ip link set {port} master {bridge} && ip link set {port} up",
+        f"ip link set {port} master {bridge} && ip link set {port} up"
     )
     host.run(f"ip address add {address} dev eth0 && ip link set eth0 up")
 

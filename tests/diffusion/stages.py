@@ -62,12 +62,7 @@ def painting(folder: Path, **options: JsonValue) -> AbstractAsyncContextManager[
 
 def image_options(spec: ImageSpec) -> dict[str, float]:
     """Returns a request's options for an image."""
-    return {
-        "height": spec.height,
-        "width": spec.width,
-        "num_inference_steps": spec.steps,
-        "guidance_scale": spec.scale,
-    }
+    return {"height": spec.height, "width": spec.width, "num_inference_steps": spec.steps, "guidance_scale": spec.scale}
 
 
 def image_task(spec: ImageSpec, request_id: str = "r", **changed: Any) -> Task:

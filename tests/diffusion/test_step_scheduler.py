@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from stagemesh.common.errors import UnavailableError
 from stagemesh.services.engines.diffusion.executor import Executor, NextCall
-from stagemesh.services.engines.diffusion.step_scheduler import (
-    BatchSizes,
-    RequestProgress,
-    StepLoop,
-    StepScheduler,
-)
+from stagemesh.services.engines.diffusion.step_scheduler import BatchSizes, RequestProgress, StepLoop, StepScheduler
 
 
 def turn(

@@ -9,11 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stagemesh.common.errors import (
-    InternalError,
-    InvalidRequestError,
-    UnsupportedError,
-)
+from stagemesh.common.errors import InternalError, InvalidRequestError, UnsupportedError
 from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Progress, Task, Usage

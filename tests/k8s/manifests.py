@@ -47,10 +47,7 @@ _TEMPLATES = {
     "StatefulSet": ("spec.template.",),
     "DaemonSet": ("spec.template.",),
     "Job": ("spec.template.",),
-    "LeaderWorkerSet": (
-        "spec.leaderWorkerTemplate.leaderTemplate.",
-        "spec.leaderWorkerTemplate.workerTemplate.",
-    ),
+    "LeaderWorkerSet": ("spec.leaderWorkerTemplate.leaderTemplate.", "spec.leaderWorkerTemplate.workerTemplate."),
 }
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet", "LeaderWorkerSet")
 

@@ -35,7 +35,7 @@ EXTERNAL = {
     "pipeline": {
         "stages": {"vocoder": {"engine": "external", "function": None, "group": None}},
         "edges": [{"from": "thinker", "to": "acoustic"}, {"from": "acoustic", "to": "vocoder", "connector": "grpc"}],
-    },
+    }
 }
 NIXL_EDGE = [
     {"from": "thinker", "to": "acoustic", "connector": "nixl"},

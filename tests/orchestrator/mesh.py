@@ -204,14 +204,10 @@ async def serve(stage: ScriptedStage, *, minimal: bool = False) -> tuple[Server,
 def _minimum_profile(stage: ScriptedStage) -> grpc.GenericRpcHandler:
     methods: dict[str, Any] = {
         "ExecuteStep": grpc.unary_stream_rpc_method_handler(
-            stage.ExecuteStep,
-            stage_pb2.ExecuteStepRequest.FromString,
-            stage_pb2.ExecuteStepResponse.SerializeToString,
+            stage.ExecuteStep, stage_pb2.ExecuteStepRequest.FromString, stage_pb2.ExecuteStepResponse.SerializeToString
         ),
         "Describe": grpc.unary_unary_rpc_method_handler(
-            stage.Describe,
-            stage_pb2.DescribeRequest.FromString,
-            stage_pb2.DescribeResponse.SerializeToString,
+            stage.Describe, stage_pb2.DescribeRequest.FromString, stage_pb2.DescribeResponse.SerializeToString
         ),
     }
     return grpc.method_handlers_generic_handler("stagemesh.v1.StageService", methods)

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from stagemesh.client import AsyncGeneration, AudioChunk, EdgeUsage
+from stagemesh.client import AsyncResponseStream, AudioChunk, EdgeUsage
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.metrics.prometheus import OrchestratorMetrics
@@ -105,10 +105,10 @@ async def test_underruns_are_those_of_the_clients(tmp_path: Path) -> None:
     assert math.isclose(_value(metrics, f"{name}_sum", stage="sound"), sum(longest), rel_tol=0.2)
 
 
-async def _waits(generation: AsyncGeneration) -> AsyncIterator[float]:
+async def _waits(response_stream: AsyncResponseStream) -> AsyncIterator[float]:
     """Yields the seconds for which a listener who plays the audio as it arrives waits for each further part."""
     dry_s = None
-    async for event in generation:
+    async for event in response_stream:
         if isinstance(event, AudioChunk):
             now_s = time.monotonic()
             if dry_s is not None:

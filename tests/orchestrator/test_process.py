@@ -55,10 +55,7 @@ async def test_the_process_is_alive_without_stages_and_ends_at_sigterm(tmp_path:
 
 @pytest.mark.parametrize(
     ("stages", "warm", "problem"),
-    [
-        ("az", {}, "stages without a replica: b, c; unknown stages: z"),
-        ("abc", {"z": 1.0}, "unknown stages: z"),
-    ],
+    [("az", {}, "stages without a replica: b, c; unknown stages: z"), ("abc", {"z": 1.0}, "unknown stages: z")],
     ids=["replicas", "warm stages"],
 )
 async def test_stages_that_do_not_fit_the_pipeline_are_named(

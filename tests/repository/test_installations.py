@@ -96,10 +96,7 @@ def vllm_stage(folder: Path) -> StageConfig:
     ],
 )
 def test_a_stage_starts_with_only_the_extra_of_its_engine(
-    tmp_path: Path,
-    environment: Callable[..., Path],
-    extras: list[str],
-    make_config: Callable[[Path], StageConfig],
+    tmp_path: Path, environment: Callable[..., Path], extras: list[str], make_config: Callable[[Path], StageConfig]
 ) -> None:
     config = tmp_path / "stage.json"
     config.write_bytes(dump_config(make_config(tmp_path)))

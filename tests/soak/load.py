@@ -56,11 +56,7 @@ class Load:
         name = f"{self._name}-{next(self._numbers)}"
         delivery = self.running[name] = self._delivery(request, expected)
         generation = client.generate(
-            request.prompt,
-            seed=request.seed,
-            max_tokens=request.steps,
-            request_id=name,
-            timeout_s=self._timeout_s,
+            request.prompt, seed=request.seed, max_tokens=request.steps, request_id=name, timeout_s=self._timeout_s
         )
         try:
             async for event in generation:

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping
 
 import grpc
 
-from stagemesh.client import Choice, Generation, Result, Text
+from stagemesh.client import Choice, ResponseStream, Result, Text
 from stagemesh.client.responses import ResultBuilder
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc
 from tests.deployment import Replicas
 
 
-def read(call: Generation, at: Mapping[int, Callable[[], object]]) -> Result:
+def read(call: ResponseStream, at: Mapping[int, Callable[[], object]]) -> Result:
     """Runs a request, and calls each function when its number of texts has arrived."""
     builder, texts, left = ResultBuilder(), 0, dict(at)
     for event in call:

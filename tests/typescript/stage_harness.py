@@ -103,10 +103,7 @@ async def host(replica: str, **limits: Any) -> AsyncIterator[Host]:
 def outlet_to(stage_endpoint: str, plane: DataPlane, request_id: str, *, attempt: int = 1) -> Outlet:
     """Opens a flow into the stage in TypeScript."""
     return plane.open_outlet(
-        EdgeKey(request_id, IN, attempt),
-        ConsumerAddress("m-0", stage_endpoint),
-        connector="auto",
-        policy=StepPolicy(),
+        EdgeKey(request_id, IN, attempt), ConsumerAddress("m-0", stage_endpoint), connector="auto", policy=StepPolicy()
     )
 
 

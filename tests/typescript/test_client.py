@@ -264,8 +264,7 @@ async def test_a_client_identifies_itself_by_a_certificate_or_a_token(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--tls", "nowhere"], "ca.crt"), (["--token-file", "token"], "a token needs TLS")],
+    ("arguments", "message"), [(["--tls", "nowhere"], "ca.crt"), (["--token-file", "token"], "a token needs TLS")]
 )
 async def test_half_an_identity_is_an_error(arguments: list[str], message: str) -> None:
     async with running_client("127.0.0.1:1", "hello", *arguments) as client:
@@ -289,9 +288,7 @@ async def test_a_request_is_cancelled_by_its_id() -> None:
             await anext(aiter(client))
             endpoints = f"{other.endpoint},{orchestrator.endpoint}"
             cancelling = await asyncio.create_subprocess_exec(
-                *(node(), "--input-type=module", "-e", _CANCEL, endpoints),
-                cwd=PACKAGE,
-                stdout=asyncio.subprocess.PIPE,
+                *(node(), "--input-type=module", "-e", _CANCEL, endpoints), cwd=PACKAGE, stdout=asyncio.subprocess.PIPE
             )
             printed, _ = await cancelling.communicate()
         assert printed.decode().split() == ["UNKNOWN_REQUEST", "1"]

@@ -205,12 +205,7 @@ async def test_restarted_producer_is_not_taken_for_its_previous_incarnation() ->
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        WholePolicy(),
-        FramesPolicy(10),
-        FramesPolicy(100, (3,)),
-        FramesPolicy(10, (4, 6), left_context_frames=6),
-    ],
+    [WholePolicy(), FramesPolicy(10), FramesPolicy(100, (3,)), FramesPolicy(10, (4, 6), left_context_frames=6)],
     ids=["whole", "frames", "initial", "ramp"],
 )
 async def test_chunk_policies_cut_as_they_do_in_python(policy: FramesPolicy | WholePolicy) -> None:

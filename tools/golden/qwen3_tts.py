@@ -125,11 +125,7 @@ def _decode_random(model: Any) -> Arrays:
     shape = (DECODED_FRAMES, config.num_code_groups)
     codes = np.random.default_rng(1).integers(0, config.code_predictor_config.vocab_size, shape)
     (samples,), _ = model.model.speech_tokenizer.decode({"audio_codes": torch.from_numpy(codes)})
-    return {
-        "codes": codes.astype(np.int16),
-        "waveform_start": samples[:WHOLE_SAMPLES],
-        "waveform": samples[::STRIDE],
-    }
+    return {"codes": codes.astype(np.int16), "waveform_start": samples[:WHOLE_SAMPLES], "waveform": samples[::STRIDE]}
 
 
 def _analyse_voices(model: Any) -> Arrays:

@@ -39,12 +39,7 @@ def roles_of(method: str) -> frozenset[Role]:
 
 
 SCHEME = "stagemesh://"
-ROLE_NAMES: Mapping[str, Role] = {
-    "client": CLIENT,
-    "orchestrator": ORCHESTRATOR,
-    "stage": STAGE,
-    "operator": OPERATOR,
-}
+ROLE_NAMES: Mapping[str, Role] = {"client": CLIENT, "orchestrator": ORCHESTRATOR, "stage": STAGE, "operator": OPERATOR}
 """The roles by their names in certificates."""
 
 

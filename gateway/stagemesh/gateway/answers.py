@@ -12,7 +12,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from stagemesh.client import AsyncGeneration, Event, Finished, Queued
+from stagemesh.client import AsyncResponseStream, Event, Finished, Queued
 from stagemesh.common.errors import CancelledRequestError, StagemeshError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.catalog import Model
@@ -30,16 +30,16 @@ E = TypeVar("E")
 
 async def respond(
     request: Request,
-    generation: AsyncGeneration,
+    events: AsyncResponseStream,
     *,
     streams: bool | None,
     chunks: Callable[[AsyncIterator[Event]], AsyncGenerator[bytes]],
-    whole: Callable[[AsyncGeneration], Awaitable[dict[str, Any]]],
+    whole: Callable[[AsyncResponseStream], Awaitable[dict[str, Any]]],
 ) -> Response:
     """Returns the answer of a model: a stream of `chunks` if the caller asks for a stream, or else the `whole`."""
     if streams:
-        return await stream(request, aiter(generation), chunks)
-    return JSONResponse(await until_disconnected(request, whole(generation)))
+        return await stream(request, aiter(events), chunks)
+    return JSONResponse(await until_disconnected(request, whole(events)))
 
 
 async def stream(

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from stagemesh.client import Admitted, AsyncClient, AsyncGeneration, Event, Finished, Progress, Queued
+from stagemesh.client import Admitted, AsyncClient, AsyncResponseStream, Event, Finished, Progress, Queued
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
 from stagemesh.common.media.store import MediaStore
@@ -98,7 +98,7 @@ class Worker:
         renewing = asyncio.create_task(self._renew(attempt), name=f"renew {claim.request_id}")
         try:
             await asyncio.wait([generating, renewing], return_when=asyncio.FIRST_COMPLETED)
-            # Until the generation has ended, its outputs are in use.
+            # Until the request has ended, its outputs are in use.
             if generating.done():
                 await self._finish(attempt, outputs, generating)
             elif renewing.result() is Renewal.CANCELLED:
@@ -111,7 +111,7 @@ class Worker:
 
     async def _generate(self, attempt: "_Attempt", outputs: AttemptOutputs) -> None:
         request = _request_of(attempt.claim, keeps_caller=self._config.tls is None)
-        async for event in AsyncGeneration(self._client, request=request, timeout_s=None):
+        async for event in AsyncResponseStream(self._client, request=request, timeout_s=None):
             attempt.note(event)
             await outputs.add(event)
 

@@ -15,7 +15,7 @@ from stagemesh.orchestrator.admission.queue import AdmissionRequest
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.planning.chunk_policies import set_chunk_policies
 from stagemesh.orchestrator.planning.planner import Choice, Plan, Planner
-from stagemesh.orchestrator.planning.replacement_replicas import Failover
+from stagemesh.orchestrator.planning.replacement_replicas import ReplacementReplicas
 from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry, fingerprint
 from stagemesh.orchestrator.request.output_record import RequestRecord, not_running
 from stagemesh.orchestrator.request.parameters import parameters_of
@@ -64,7 +64,7 @@ class Orchestrator:
         """The functions to call with the timeline of each request that has ended."""
         self._clock = clock
         self._planner = Planner(pipeline, fleet.registry, adapters=fleet.adapters, warm=fleet.warm, choice=choice)
-        self._failover = Failover(self._planner, max_kept_state_bytes=max_kept_state_bytes)
+        self._replacements = ReplacementReplicas(self._planner, max_kept_state_bytes=max_kept_state_bytes)
         self.input_planes = InputPlanes(pipeline.name)
         self._numbers = itertools.count(1)
         self.max_request_s, self._drain_s = max_request_s, drain_s
@@ -145,7 +145,7 @@ class Orchestrator:
             seed=request.seed,
             admission=self.admission,
             admission_request=admission_request,
-            failover=self._failover,
+            replacements=self._replacements,
             facts=request.facts,
             input_planes=self.input_planes,
             clock=self._clock,

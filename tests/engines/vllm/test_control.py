@@ -14,13 +14,7 @@ import pytest_asyncio
 import torch
 from pydantic import JsonValue
 
-from stagemesh.common.errors import (
-    InvalidRequestError,
-    NotFoundError,
-    NotReadyError,
-    OverloadedError,
-    UnsupportedError,
-)
+from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError, OverloadedError, UnsupportedError
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine

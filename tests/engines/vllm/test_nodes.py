@@ -33,10 +33,7 @@ def other_node(model: Path) -> Iterator["subprocess.Popen[bytes]"]:
     arguments = (f"--pipeline={file}", "--stage=a", "--replica=a-0", "--listen=127.0.0.1:0", "--drain-s=1")
     environment = {**os.environ, "LWS_WORKER_INDEX": "1"}
     command = [*COMMAND, "serve", "stage", *arguments]
-    with (
-        (model.parent / "log").open("w") as log,
-        subprocess.Popen(command, env=environment, stderr=log) as process,
-    ):
+    with (model.parent / "log").open("w") as log, subprocess.Popen(command, env=environment, stderr=log) as process:
         try:
             yield process
         finally:

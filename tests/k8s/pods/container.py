@@ -35,14 +35,7 @@ class Container:
     """A container. `run` restarts its process whenever the process ends, until `stop` is called."""
 
     def __init__(
-        self,
-        manifest: Manifest,
-        *,
-        enter: Sequence[str],
-        script: str,
-        log: Path,
-        endpoint: Endpoint,
-        report: Report,
+        self, manifest: Manifest, *, enter: Sequence[str], script: str, log: Path, endpoint: Endpoint, report: Report
     ) -> None:
         """Creates a container that runs `script` in the namespaces that the command `enter` enters."""
         self.name = str(manifest["name"])

@@ -12,11 +12,7 @@ from tests.k8s.pods.cluster import Cluster
 from tests.k8s.pods.deployments import Decision, Deployment, decide
 
 _SECURITY = {"runAsNonRoot": True, "runAsUser": 10001, "runAsGroup": 10001, "fsGroup": 10001}
-_RESTRICTED = {
-    "readOnlyRootFilesystem": True,
-    "allowPrivilegeEscalation": False,
-    "capabilities": {"drop": ["ALL"]},
-}
+_RESTRICTED = {"readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _FACTS = """
 import json, os, shutil, socket
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))

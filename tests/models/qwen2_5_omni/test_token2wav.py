@@ -99,9 +99,7 @@ def test_the_seed_and_the_speaker_change_the_samples(vocoder: Token2Wav, whole: 
 
 
 @pytest.mark.parametrize(
-    ("rates", "kernels", "blocks"),
-    [((4, 3), (8, 7), (3, 5)), ((5, 3, 2), (11, 7, 4), (3, 7, 11))],
-    ids=str,
+    ("rates", "kernels", "blocks"), [((4, 3), (8, 7), (3, 5)), ((5, 3, 2), (11, 7, 4), (3, 7, 11))], ids=str
 )
 def test_samples_depend_on_the_context_frames_alone(
     rates: tuple[int, ...], kernels: tuple[int, ...], blocks: tuple[int, ...]

@@ -69,7 +69,7 @@ class SimulatedClients:
     def _arrive(self, simulated: SimulatedRequest) -> None:
         now_s = self.driver.clock.now_s
         try:
-            simulated.recorded.ticket = self.driver.admission.enter(simulated.recorded.request, simulated.recorded)
+            simulated.recorded.entry = self.driver.admission.enter(simulated.recorded.request, simulated.recorded)
         except OverloadedError as exc:
             again_s = exc.retry_after_s or 0.0
             if simulated.delay_s is None:

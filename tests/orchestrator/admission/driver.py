@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.admission.admission import Admission
-from stagemesh.orchestrator.admission.queue import AdmissionRequest, Ticket
+from stagemesh.orchestrator.admission.queue import AdmissionEntry, AdmissionRequest
 from stagemesh.pipeline import Bounds, Limits
 from tests.orchestrator.replicas import Clock
 
@@ -24,7 +24,7 @@ class RecordedRequest:
     waits_s: list[float] = field(default_factory=list[float])
     error: StagemeshError | None = None
     on_admitted: Callable[[], None] = lambda: None
-    ticket: Ticket | None = None
+    entry: AdmissionEntry | None = None
 
     @property
     def name(self) -> str:
@@ -99,14 +99,14 @@ class AdmissionDriver:
         )
         recorded = RecordedRequest(request)
         recorded.on_admitted = lambda: self.order.append(recorded.name)
-        recorded.ticket = self.admission.enter(request, recorded)
+        recorded.entry = self.admission.enter(request, recorded)
         return recorded
 
     def end(self, recorded: RecordedRequest, *, after_s: float = 0.0, made_bytes: int | None = 0) -> None:
         """Ends a running request."""
         self.clock.now_s += after_s
-        assert recorded.ticket is not None
-        self.admission.release(recorded.ticket, made_bytes=made_bytes)
+        assert recorded.entry is not None
+        self.admission.release(recorded.entry, made_bytes=made_bytes)
 
     def run_before(self, *, took_s: float, times: int = 60, kind: Hashable = None, made_bytes: int = 0) -> None:
         """Runs requests one after another."""

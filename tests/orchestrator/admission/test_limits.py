@@ -124,30 +124,30 @@ def test_the_load_of_the_pipeline_and_of_each_caller_is_known() -> None:
 def test_callers_without_requests_are_dropped() -> None:
     driver = AdmissionDriver(1)
     running, waiting = driver.ask(caller="a"), driver.ask(caller="b")
-    assert waiting.ticket is not None
-    driver.admission.withdraw(waiting.ticket)
+    assert waiting.entry is not None
+    driver.admission.withdraw(waiting.entry)
     driver.end(running)
     assert driver.admission.callers == ()
 
 
 @pytest.mark.parametrize("urgent_first", [True, False])
-def test_tickets_that_left_the_queue_are_freed(urgent_first: bool) -> None:
+def test_entries_that_left_the_queue_are_freed(urgent_first: bool) -> None:
     driver = AdmissionDriver(1, max_queued=1000)
     driver.ask(caller="first")
     here = [driver.ask(caller="b", within_s=50.0)] if urgent_first else []
     waiting = [driver.ask(within_s=99.0) for _ in range(500)]
     driver.admission.tick()
     driver.admission.tick()
-    gone = [weakref.ref(recorded.ticket) for recorded in waiting if recorded.ticket is not None]
+    gone = [weakref.ref(recorded.entry) for recorded in waiting if recorded.entry is not None]
     while waiting:
-        ticket = waiting.pop().ticket
-        assert ticket is not None
-        driver.admission.withdraw(ticket)
-    ticket = None
+        entry = waiting.pop().entry
+        assert entry is not None
+        driver.admission.withdraw(entry)
+    entry = None
     for _ in range(3 if here else 1):
         driver.admission.tick()
     gc.collect()
-    assert sum(ticket() is not None for ticket in gone) <= 50
+    assert sum(entry() is not None for entry in gone) <= 50
     assert all(recorded.waits for recorded in here)
 
 
@@ -225,8 +225,8 @@ def _take_away(driver: AdmissionDriver, recorded: RecordedRequest, here: list[Re
     if recorded.runs:
         driver.end(recorded)
     else:
-        assert recorded.ticket is not None
-        driver.admission.withdraw(recorded.ticket)
+        assert recorded.entry is not None
+        driver.admission.withdraw(recorded.entry)
 
 
 def _check(driver: AdmissionDriver, here: list[RecordedRequest]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagemesh.orchestrator.admission.queue import TicketState
+from stagemesh.orchestrator.admission.queue import EntryState
 from stagemesh.pipeline import Bounds
 from tests.orchestrator.admission.driver import AdmissionDriver, RecordedRequest
 
@@ -63,7 +63,7 @@ def test_callers_share_a_full_pipeline_evenly() -> None:
     recorded += [driver.ask(caller=caller) for caller in ("b", "c") for _ in range(40)]
     for _ in range(40):
         driver.end(next(each for each in recorded if each.runs))
-        recorded = [each for each in recorded if each.ticket is None or each.ticket.state is not TicketState.GONE]
+        recorded = [each for each in recorded if each.entry is None or each.entry.state is not EntryState.GONE]
     assert Counter(each.request.caller for each in recorded if each.runs) == {"greedy": 4, "b": 4, "c": 4}
 
 
@@ -124,8 +124,8 @@ def test_at_most_eight_requests_overtake_for_each_earlier_one(steps: list[tuple[
             waiting.append((driver.ask(caller=caller, priority=priority, within_s=within_s), ahead, passed))
         elif step == "leave" and waiting:
             recorded, _, _ = waiting.pop(len(waiting) // 2)
-            assert recorded.ticket is not None
-            assert driver.admission.withdraw(recorded.ticket)
+            assert recorded.entry is not None
+            assert driver.admission.withdraw(recorded.entry)
         elif waiting:
             driver.end(running)
             running = next(recorded for recorded, _, _ in waiting if recorded.runs)

@@ -17,8 +17,9 @@ from stagemesh.orchestrator.admission.admission import Admission
 from stagemesh.orchestrator.admission.queue import AdmissionRequest
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.step_stream import TakeEvent
+from stagemesh.orchestrator.planning.checkpoint_budget import CheckpointBudget
 from stagemesh.orchestrator.planning.planner import Plan, PlannedStep, Planner
-from stagemesh.orchestrator.planning.replacement_replicas import Failover, StateBudget
+from stagemesh.orchestrator.planning.replacement_replicas import ReplacementReplicas
 from stagemesh.orchestrator.request.failures import Failures
 from stagemesh.orchestrator.request.lifecycle import PlanRuns, RequestLifecycle, RequestRegistry
 from stagemesh.orchestrator.request.output_record import RequestRecord
@@ -35,7 +36,7 @@ from tests.orchestrator.mesh import Mesh, load, mesh
 from tests.orchestrator.scripted_stage import failing
 
 LIMITS = Limits(max_in_flight=1, max_in_flight_bytes=1 << 30, max_queued=1, max_queued_bytes=1 << 30)
-FAILOVER = Failover(cast("Planner", None))
+REPLACEMENTS = ReplacementReplicas(cast("Planner", None))
 """In these tests no stage is placed again."""
 
 
@@ -52,7 +53,7 @@ def _life(request_id: str = "r", *, admission: Admission | None = None, size_byt
         seed=7,
         admission=admission or Admission(LIMITS),
         admission_request=AdmissionRequest(request_id),
-        failover=FAILOVER,
+        replacements=REPLACEMENTS,
         facts={},
         input_planes=InputPlanes("p"),
     )
@@ -136,7 +137,7 @@ async def test_a_failed_run_without_references_is_freed_at_once(tmp_path: Path, 
     plan, errors = Plan({"a": step}, Route((stage,), (), {})), list[StagemeshError]()
     planes, record = InputPlanes("p"), RequestRecord()
     run = RequestRun(
-        _request(), plan, record, failover=FAILOVER, timeout_s=10, failed=errors.append, input_planes=planes
+        _request(), plan, record, replacements=REPLACEMENTS, timeout_s=10, failed=errors.append, input_planes=planes
     )
     error = await run.run()
     assert errors == [error]
@@ -226,7 +227,7 @@ class Owner:
     def __init__(self) -> None:
         self.has_state = False
 
-    def keep(self, budget: StateBudget, size_bytes: int) -> None:
+    def keep(self, budget: CheckpointBudget, size_bytes: int) -> None:
         self.has_state = budget.keep(self, size_bytes, drop=self._drop)
 
     def _drop(self) -> None:
@@ -235,7 +236,7 @@ class Owner:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size=40))
 def test_the_limit_always_holds_and_the_newest_states_stay(steps: list[tuple[int, int]]) -> None:
-    budget, owners, sizes = StateBudget(10), [Owner() for _ in range(6)], dict[int, int]()
+    budget, owners, sizes = CheckpointBudget(10), [Owner() for _ in range(6)], dict[int, int]()
     for number, size_bytes in steps:
         owners[number].keep(budget, size_bytes)
         sizes.pop(number, None)
@@ -248,7 +249,7 @@ def test_the_limit_always_holds_and_the_newest_states_stay(steps: list[tuple[int
 
 
 def test_a_released_state_leaves_room_for_others() -> None:
-    budget, first, second = StateBudget(10), Owner(), Owner()
+    budget, first, second = CheckpointBudget(10), Owner(), Owner()
     first.keep(budget, 6)
     budget.release(first)
     budget.release(first)
@@ -262,7 +263,7 @@ def checkpoint(steps: int, size_bytes: int = 100) -> stage_pb2.Checkpoint:
     return made
 
 
-def step_state(budget: StateBudget) -> StepState:
+def step_state(budget: CheckpointBudget) -> StepState:
     return StepState(step=cast("PlannedStep", None), budget=budget)
 
 
@@ -272,7 +273,7 @@ def is_kept(state: StepState) -> bool:
 
 
 def test_a_step_whose_state_is_dropped_has_no_checkpoint() -> None:
-    budget = StateBudget(300)
+    budget = CheckpointBudget(300)
     first, second = step_state(budget), step_state(budget)
     first.store_checkpoint(checkpoint(1))
     second.store_checkpoint(checkpoint(1))
@@ -284,7 +285,7 @@ def test_a_step_whose_state_is_dropped_has_no_checkpoint() -> None:
 
 
 def test_a_checkpoint_that_is_too_large_replaces_an_older_one_by_none() -> None:
-    budget = StateBudget(300)
+    budget = CheckpointBudget(300)
     state = step_state(budget)
     state.store_checkpoint(checkpoint(1))
     state.store_checkpoint(checkpoint(2, size_bytes=400))

@@ -12,7 +12,7 @@ from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.metrics.scaling import ScalingSignals, StageSignals
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.planning.planner import Planner
-from stagemesh.orchestrator.planning.replacement_replicas import Failover
+from stagemesh.orchestrator.planning.replacement_replicas import ReplacementReplicas
 from stagemesh.orchestrator.request.lifecycle import RequestLifecycle
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.timeline import Timeline
@@ -51,7 +51,7 @@ class _Voices:
             seed=1,
             admission=self.orchestrator.admission,
             admission_request=AdmissionRequest(name, choices=choices),
-            failover=Failover(Planner(self.orchestrator.pipeline, self.fleet.registry)),
+            replacements=ReplacementReplicas(Planner(self.orchestrator.pipeline, self.fleet.registry)),
             facts={Fact("output", output): 1.0 for output in outputs},
             input_planes=self.orchestrator.input_planes,
             clock=self.clock,

@@ -101,10 +101,7 @@ FIGURES: Mapping[str, Figure] = {
         is_time=False,
     ),
     "tokens": Figure(
-        "output_tokens",
-        "output tokens",
-        lambda one: [one.output_tokens] if one.output_tokens else [],
-        is_time=False,
+        "output_tokens", "output tokens", lambda one: [one.output_tokens] if one.output_tokens else [], is_time=False
     ),
     "audio": Figure("audio_s", "audio", lambda one: [one.audio_s] if one.audio_s else []),
     "lag": Figure("lag_s", "sent late", lambda one: [one.sent_s - one.due_s]),

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from stagemesh.orchestrator.config import ReplicaAddress
 
 
-app = typer.Typer(
-    help="Write a complete config file with comments, for `stagemesh serve`.",
-    no_args_is_help=True,
-)
+app = typer.Typer(help="Write a complete config file with comments, for `stagemesh serve`.", no_args_is_help=True)
 
 _OUTPUT = option(Kind.FILE, "Write to this file.", "--output", "-o", show_default="standard output")
 _LEASE_S = 30.0

@@ -198,12 +198,7 @@ def replace_process(module: str, config: str) -> NoReturn:
 
 _GATEWAY_LISTEN = "127.0.0.1:8000"
 _GATEWAY: Parameters = {
-    "config": argument(
-        str | None,
-        f"{_CONFIG_HELP} Replaces all options.",
-        metavar="CONFIG",
-        default=None,
-    ),
+    "config": argument(str | None, f"{_CONFIG_HELP} Replaces all options.", metavar="CONFIG", default=None),
     "server": option(
         list[str],
         "Serve the pipeline of these orchestrators. Repeatable, for several pipelines.",

@@ -46,10 +46,7 @@ def top(**values: Any) -> None:
 
     last = 1 if values["once"] else None
     request = {"interval_s": values["interval"], "slowest": values["slowest"]}
-    with (
-        AdminConnection(values["admin_server"]) as admin,
-        closing(admin.stream("WatchPipeline", request)) as snapshots,
-    ):
+    with AdminConnection(values["admin_server"]) as admin, closing(admin.stream("WatchPipeline", request)) as snapshots:
         if values["as_json"]:
             for snapshot in islice(snapshots, last):
                 print_json(to_json(snapshot))

@@ -150,11 +150,7 @@ async def run_request(
     return builder.build()
 
 
-_CANCEL: Parameters = {
-    "request_id": argument(Kind.ID, "Cancel the request with this id."),
-    **SERVER,
-    **AS_JSON,
-}
+_CANCEL: Parameters = {"request_id": argument(Kind.ID, "Cancel the request with this id."), **SERVER, **AS_JSON}
 
 
 @with_parameters(_CANCEL)

@@ -193,10 +193,7 @@ def _document(job: "Job") -> dict[str, Any]:
         "progress": [asdict(each) for each in job.progress],
         "usage": {name: asdict(usage) for name, usage in job.usage.items()},
         "outputs": [
-            {
-                **vars(output),
-                "files": [{**vars(file), "sha256": file.sha256.hex()} for file in output.files],
-            }
+            {**vars(output), "files": [{**vars(file), "sha256": file.sha256.hex()} for file in output.files]}
             for output in job.outputs
         ],
     }

@@ -159,16 +159,7 @@ _LISTS = frozenset({"stop", "stop_token_ids", "bad_words", "allowed_texts"})
 _TEXTS = frozenset({"adapter", "json_schema", "regex", "grammar"})
 # The parameters that are passed unchanged to the client.
 _CLIENT_ARGUMENTS = frozenset(
-    {
-        *SAMPLING,
-        "caller",
-        "choices",
-        "negative_prompt",
-        "priority",
-        "request_id",
-        "session_id",
-        "template_arguments",
-    }
+    {*SAMPLING, "caller", "choices", "negative_prompt", "priority", "request_id", "session_id", "template_arguments"}
 )
 
 

@@ -7,9 +7,9 @@ remedy, and whether a retry helps.
 from stagemesh.client.async_session import AsyncSession as AsyncSession
 from stagemesh.client.calls import ClientOptions as ClientOptions
 from stagemesh.client.clients import AsyncClient as AsyncClient
-from stagemesh.client.clients import AsyncGeneration as AsyncGeneration
+from stagemesh.client.clients import AsyncResponseStream as AsyncResponseStream
 from stagemesh.client.clients import Client as Client
-from stagemesh.client.clients import Generation as Generation
+from stagemesh.client.clients import ResponseStream as ResponseStream
 from stagemesh.client.content import AudioFile as AudioFile
 from stagemesh.client.content import AudioSamples as AudioSamples
 from stagemesh.client.content import Content as Content

@@ -247,7 +247,7 @@ class RequestCalls(CallSequence):
 ClientT = TypeVar("ClientT", bound=BaseClient)
 
 
-class BaseGeneration(Generic[ClientT]):
+class BaseResponseStream(Generic[ClientT]):
     """A request and its events. The request is sent when the iteration over the events starts."""
 
     def __init__(self, client: ClientT, *, request: orchestrator_pb2.GenerateRequest, timeout_s: float | None) -> None:
@@ -264,8 +264,8 @@ class BaseGeneration(Generic[ClientT]):
     def _begin_calls(self) -> RequestCalls:
         if self._is_begun:
             raise RuntimeError(
-                "a generation can be iterated only once, and `result()` iterates over it; call `generate` again to "
-                "send another request"
+                "a response stream can be iterated only once, and `result()` iterates over it; call `generate` again "
+                "to send another request"
             )
         self._is_begun = True
         return RequestCalls(self._client, self._request, timeout_s=self._timeout_s)

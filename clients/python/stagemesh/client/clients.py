@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from stagemesh.client.async_session import AsyncSession
-from stagemesh.client.calls import BaseClient, BaseGeneration, ClientOptions, main_error
+from stagemesh.client.calls import BaseClient, BaseResponseStream, ClientOptions, main_error
 from stagemesh.client.content import Content, MediaFile
 from stagemesh.client.jobs import AsyncJobs, Jobs
 from stagemesh.client.media_transfer import (
@@ -42,7 +42,7 @@ _LEAVE_TIMEOUT_S = 1.0
 Answer = TypeVar("Answer")
 
 
-class AsyncGeneration(BaseGeneration["AsyncClient"]):
+class AsyncResponseStream(BaseResponseStream["AsyncClient"]):
     """A request and its events. The request is sent when the iteration over the events starts.
 
     The events can be iterated over only once. A second iteration raises RuntimeError. If the caller leaves the loop
@@ -95,7 +95,7 @@ class AsyncClient(BaseClient):
 
     def generate(
         self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
-    ) -> AsyncGeneration:
+    ) -> AsyncResponseStream:
         """Returns a request for `prompt`, which is text or a sequence of text and media.
 
         Receive the request's events with `async for`, or all of its outputs with `await request.result()`.
@@ -108,7 +108,7 @@ class AsyncClient(BaseClient):
         `timeout_s` is the request's timeout in seconds, or None for no timeout. Raises InvalidRequestError if an
         argument is invalid.
         """
-        return AsyncGeneration(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
+        return AsyncResponseStream(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
 
     def converse(self, **arguments: Unpack[ConverseArguments]) -> AsyncSession:
         """Returns a session: a conversation of numbered turns. `async with` opens it and closes it.
@@ -248,7 +248,7 @@ class AsyncClient(BaseClient):
         await self.close()
 
 
-class Generation(BaseGeneration["Client"]):
+class ResponseStream(BaseResponseStream["Client"]):
     """A request and its events. The request is sent when the iteration over the events starts.
 
     The events can be iterated over only once. A second iteration raises RuntimeError. If the caller leaves the loop
@@ -300,7 +300,7 @@ class Client(BaseClient):
 
     def generate(
         self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
-    ) -> Generation:
+    ) -> ResponseStream:
         """Returns a request for `prompt`, which is text or a sequence of text and media.
 
         Receive the request's events with `for`, or all of its outputs with `result()`. The client retries and resumes
@@ -309,7 +309,7 @@ class Client(BaseClient):
         `timeout_s` is the request's timeout in seconds, or None for no timeout. Raises InvalidRequestError if an
         argument is invalid.
         """
-        return Generation(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
+        return ResponseStream(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
 
     def converse(self, **arguments: Unpack[ConverseArguments]) -> Session:
         """Returns a session: a conversation of numbered turns. `with` opens it and closes it.

@@ -42,11 +42,7 @@ class ConsumerSession:
     """Receives a producer's messages over one stream, and sends the replies of the stream's flows."""
 
     def __init__(
-        self,
-        consumer: Consumer,
-        *,
-        local: LocalProducer | None = None,
-        on_closed: Callable[["ConsumerSession"], None],
+        self, consumer: Consumer, *, local: LocalProducer | None = None, on_closed: Callable[["ConsumerSession"], None]
     ) -> None:
         """Creates a session without a stream.
 

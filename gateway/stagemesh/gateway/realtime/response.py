@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
-from stagemesh.client import Admitted, AsyncGeneration, AudioChunk, Event, Finished, OutputFinished, Text
+from stagemesh.client import Admitted, AsyncResponseStream, AudioChunk, Event, Finished, OutputFinished, Text
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.answers import token_counts, usage_of
@@ -35,7 +35,7 @@ class Response:
 
     def __init__(
         self,
-        generation: AsyncGeneration,
+        response_stream: AsyncResponseStream,
         settings: Settings,
         model: Model,
         conversation: Conversation | None,
@@ -45,7 +45,7 @@ class Response:
     ) -> None:
         """`conversation` receives the items of the response. None if the response belongs to no conversation."""
         self.id = f"resp_{uuid4().hex}"
-        self._generation, self._settings, self._model, self._send = generation, settings, model, socket.send
+        self._response_stream, self._settings, self._model, self._send = response_stream, settings, model, socket.send
         self._conversation, self._metadata = conversation, metadata
         self.replicas: Mapping[str, str] = {}
         """The replicas on which the response runs, by stage. Empty before it is admitted."""
@@ -92,7 +92,7 @@ class Response:
 
     async def _run(self) -> None:
         try:
-            async with aclosing(aiter(self._generation)) as events:
+            async with aclosing(aiter(self._response_stream)) as events:
                 async for event in events:
                     await self._handle(event)
         except StagemeshError as exc:

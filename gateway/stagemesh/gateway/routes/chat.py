@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from stagemesh.client import (
-    AsyncGeneration,
+    AsyncResponseStream,
     AudioChunk,
     Event,
     Finished,
@@ -199,9 +199,9 @@ class ChatBody(SamplingBody):
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answers a conversation."""
     model = await find_model(request, body.model)
-    generation = model.client.generate(**body.arguments(model))
-    answer = _Answer(body, model, f"chatcmpl-{generation.request_id}")
-    return await respond(request, generation, streams=body.stream, chunks=answer.chunks, whole=answer.whole)
+    events = model.client.generate(**body.arguments(model))
+    answer = _Answer(body, model, f"chatcmpl-{events.request_id}")
+    return await respond(request, events, streams=body.stream, chunks=answer.chunks, whole=answer.whole)
 
 
 Piece: TypeAlias = str | FoundCall | bytes
@@ -298,11 +298,11 @@ class _Answer:
                 yield sse({**common, "choices": [], "usage": usage_of(event, self._model)})
         yield DONE
 
-    async def whole(self, generation: AsyncGeneration) -> dict[str, Any]:
+    async def whole(self, events: AsyncResponseStream) -> dict[str, Any]:
         """Returns the whole answer."""
         pieces: list[list[Piece]] = [[] for _ in self._choices]
         usage: Mapping[str, Any] = {}
-        async for event in generation:
+        async for event in events:
             if isinstance(event, Text | AudioChunk | OutputFinished):
                 pieces[event.index] += self._choices[event.index].pieces(event)
             elif isinstance(event, Finished):

@@ -7,7 +7,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from stagemesh.client import AsyncGeneration, Event, Finished, GenerateArguments, OutputFinished, Text, TokenLogprobs
+from stagemesh.client import (
+    AsyncResponseStream,
+    Event,
+    Finished,
+    GenerateArguments,
+    OutputFinished,
+    Text,
+    TokenLogprobs,
+)
 from stagemesh.gateway.answers import DONE, limit_logprob, now_s, respond, sse, usage_of
 from stagemesh.gateway.body import SamplingBody
 from stagemesh.gateway.catalog import Model, find_model
@@ -48,11 +56,11 @@ class CompletionBody(SamplingBody):
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Continues a text."""
     model = await find_model(request, body.model)
-    generation = model.client.generate(**body.arguments(model))
-    fields = {"id": f"cmpl-{generation.request_id}", "object": "text_completion", "created": now_s(), "model": model.id}
+    events = model.client.generate(**body.arguments(model))
+    fields = {"id": f"cmpl-{events.request_id}", "object": "text_completion", "created": now_s(), "model": model.id}
     return await respond(
         request,
-        generation,
+        events,
         streams=body.stream,
         chunks=lambda events: _chunks(events, model, fields, includes_usage=body.includes_usage),
         whole=lambda events: _whole(events, model, fields, body.n or 1),
@@ -73,12 +81,12 @@ async def _chunks(
     yield DONE
 
 
-async def _whole(generation: AsyncGeneration, model: Model, fields: dict[str, Any], choices: int) -> dict[str, Any]:
+async def _whole(events: AsyncResponseStream, model: Model, fields: dict[str, Any], choices: int) -> dict[str, Any]:
     texts: list[list[str]] = [[] for _ in range(choices)]
     tokens: list[list[TokenLogprobs]] = [[] for _ in range(choices)]
     reasons = ["stop"] * choices
     usage: dict[str, Any] = {}
-    async for event in generation:
+    async for event in events:
         if isinstance(event, Text):
             texts[event.index].append(event.delta)
             tokens[event.index] += event.logprobs

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from pydantic import Field
 from starlette.datastructures import UploadFile
 
-from stagemesh.client import AsyncGeneration, Content, Event, GenerateArguments, Image, ImageFile
+from stagemesh.client import AsyncResponseStream, Content, Event, GenerateArguments, Image, ImageFile
 from stagemesh.common.errors import InternalError
 from stagemesh.gateway.answers import now_s, respond, sse
 from stagemesh.gateway.body import StageBody, validate
@@ -119,15 +119,15 @@ async def read_images(request: Request, *, name: str, max_files: int) -> ImageFo
 
 async def _answer(body: ImageBody, request: Request, prompt: Content) -> Response:
     model = await find_model(request, body.model)
-    generation = model.client.generate(prompt, **body.arguments(model))
+    events = model.client.generate(prompt, **body.arguments(model))
     return await respond(
-        request, generation, streams=body.stream, chunks=partial(_stream, body), whole=partial(_whole, body)
+        request, events, streams=body.stream, chunks=partial(_stream, body), whole=partial(_whole, body)
     )
 
 
-async def _whole(body: ImageBody, generation: AsyncGeneration) -> dict[str, Any]:
+async def _whole(body: ImageBody, events: AsyncResponseStream) -> dict[str, Any]:
     images: list[list[str]] = [[] for _ in range(body.n or 1)]
-    async for event in generation:
+    async for event in events:
         if isinstance(event, Image) and not event.preview:
             body.check_format(event)
             images[event.index].append(base64.b64encode(event.data).decode())

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import Field, field_validator
 from pydantic_core import from_json
 
-from stagemesh.client import AsyncGeneration, AudioFile, Event, Finished, GenerateArguments, Message, Text
+from stagemesh.client import AsyncResponseStream, AudioFile, Event, Finished, GenerateArguments, Message, Text
 from stagemesh.gateway.answers import sse, stream, token_counts, until_disconnected
 from stagemesh.gateway.audio import find_media_type, measure
 from stagemesh.gateway.body import SamplingBody, option_values, read_form, validate
@@ -78,18 +78,18 @@ async def create_transcription(request: Request) -> Response:
         measured = await asyncio.to_thread(measure, form.data, param=_FILE)
         details = {"task": "transcribe", "language": body.language, "duration": round(measured.duration_s, 3)}
     arguments = body.arguments(model, audio)
-    generation = model.client.generate(None if "messages" in arguments else [audio], **arguments)
+    events = model.client.generate(None if "messages" in arguments else [audio], **arguments)
     if body.stream:
-        return await stream(request, aiter(generation), lambda events: _events(events, model))
-    transcription = await until_disconnected(request, _whole(generation, model))
+        return await stream(request, aiter(events), lambda events: _events(events, model))
+    transcription = await until_disconnected(request, _whole(events, model))
     if body.response_format == "text":
         return PlainTextResponse(f"{transcription['text']}\n")
     return JSONResponse({**details, **transcription})
 
 
-async def _whole(generation: AsyncGeneration, model: Model) -> dict[str, Any]:
+async def _whole(events: AsyncResponseStream, model: Model) -> dict[str, Any]:
     text, usage = list[str](), dict[str, Any]()
-    async for event in generation:
+    async for event in events:
         if isinstance(event, Text):
             text.append(event.delta)
         elif isinstance(event, Finished):

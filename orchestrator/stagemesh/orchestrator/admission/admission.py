@@ -14,14 +14,14 @@ from sortedcontainers import SortedKeyList
 from stagemesh.common.errors import DeadlineError, OverloadedError, StagemeshError
 from stagemesh.orchestrator.admission.estimates import RequestEstimates, RetrySchedule
 from stagemesh.orchestrator.admission.queue import (
+    AdmissionEntry,
     AdmissionQueue,
     AdmissionRequest,
     Caller,
+    EntryState,
     Listener,
     Loads,
     QueuePosition,
-    Ticket,
-    TicketState,
 )
 from stagemesh.pipeline import Bounds, Limits
 
@@ -48,7 +48,7 @@ class Admission:
         self._queue = AdmissionQueue(limits)
         self.loads = self._queue.loads
         """The current number and total size in bytes of the running requests and of the waiting requests."""
-        self._waiting = SortedKeyList[Ticket](key=attrgetter("latest_start_s", "number"))
+        self._waiting = SortedKeyList[AdmissionEntry](key=attrgetter("latest_start_s", "number"))
         self._estimates = RequestEstimates()
         self._schedule = RetrySchedule()
         self._caller_schedules = OrderedDict[str, RetrySchedule]()
@@ -73,15 +73,15 @@ class Admission:
         """The number of rejected requests that may be sent again, because their retry times have not expired."""
         return len(self._schedule)
 
-    def enter(self, request: AdmissionRequest, listener: Listener) -> Ticket:
+    def enter(self, request: AdmissionRequest, listener: Listener) -> AdmissionEntry:
         """Admits or queues a request. Calls the listener's `admitted` or `queued` before returning.
 
-        The returned ticket must be passed to `withdraw` or `release`, unless the listener's `refused` is called. Raises
+        The returned entry must be passed to `withdraw` or `release`, unless the listener's `refused` is called. Raises
         OverloadedError (ADMISSION_LIMIT, CALLER_LIMIT) if the queue is full, and DeadlineError (DEADLINE_UNREACHABLE)
         if the request would miss its deadline.
         """
         now_s = self._clock()
-        ticket = Ticket(
+        entry = AdmissionEntry(
             request,
             listener,
             next(self._numbers),
@@ -89,43 +89,43 @@ class Admission:
             latest_start_s=request.deadline_s - _MEASURED_FRACTION * self._estimates.fastest_s(request.kind, now_s),
         )
         caller = self._queue.caller(request.caller)
-        may_run = caller.may_run(ticket, self.limits.per_caller) and self.loads.may_run(ticket, self.limits)
+        may_run = caller.may_run(entry, self.limits.per_caller) and self.loads.may_run(entry, self.limits)
         # An earlier request of the caller may wait for a limit of the caller that this smaller request does not reach.
         if may_run and not caller.waiting.requests and self._queue.next() is None:
-            _check_deadline(ticket, now_s, wait_s=0.0)
-            self._admit(ticket, now_s)
+            _check_deadline(entry, now_s, wait_s=0.0)
+            self._admit(entry, now_s)
         else:
-            self._wait(ticket, caller, now_s)
-            # The new ticket may precede or have displaced a ticket that waits for bytes.
+            self._wait(entry, caller, now_s)
+            # The new entry may precede or have displaced an entry that waits for bytes.
             self._fill()
-        return ticket
+        return entry
 
-    def withdraw(self, ticket: Ticket) -> bool:
-        """Removes a ticket from the queue without calling its listener.
+    def withdraw(self, entry: AdmissionEntry) -> bool:
+        """Removes an entry from the queue without calling its listener.
 
-        Returns False if the ticket is not in the queue.
+        Returns False if the entry is not in the queue.
         """
-        if ticket.state is not TicketState.WAITING:
+        if entry.state is not EntryState.WAITING:
             return False
-        self._queue.remove(ticket)
-        self._end_waiting(ticket)
+        self._queue.remove(entry)
+        self._end_waiting(entry)
         self._fill()
         return True
 
-    def release(self, ticket: Ticket, *, made_bytes: int | None = None) -> None:
+    def release(self, entry: AdmissionEntry, *, made_bytes: int | None = None) -> None:
         """Ends an admitted request, and admits waiting requests. Must be called exactly once for each admitted request.
 
         `made_bytes` is the number of bytes that the request's outputs and edges occupied, or None if the request
         failed.
         """
-        assert ticket.state is TicketState.RUNNING, "only running tickets are released"
+        assert entry.state is EntryState.RUNNING, "only running entries are released"
         now_s = self._clock()
-        took_s = now_s - ticket.admitted_s
-        ticket.state = TicketState.GONE
-        self._queue.end(ticket)
+        took_s = now_s - entry.admitted_s
+        entry.state = EntryState.GONE
+        self._queue.end(entry)
         self._estimates.duration_s.add(took_s)
         if made_bytes is not None:
-            self._estimates.add_success(ticket.request.kind, now_s, took_s=took_s, made_bytes=made_bytes)
+            self._estimates.add_success(entry.request.kind, now_s, took_s=took_s, made_bytes=made_bytes)
         self._fill()
 
     def tick(self) -> None:
@@ -136,8 +136,8 @@ class Admission:
         """
         now_s = self._clock()
         late = False
-        while self._waiting and (ticket := self._waiting[0]).latest_start_s <= now_s:
-            self._reject(ticket, _deadline_error(ticket, now_s, wait_s=0.0))
+        while self._waiting and (entry := self._waiting[0]).latest_start_s <= now_s:
+            self._reject(entry, _deadline_error(entry, now_s, wait_s=0.0))
             late = True
         if late:
             self._fill()
@@ -148,16 +148,16 @@ class Admission:
 
     def close(self, error: StagemeshError) -> None:
         """Rejects all waiting requests with `error`. Running requests continue."""
-        for ticket in tuple(self._waiting):
+        for entry in tuple(self._waiting):
             # Several tasks raise the error. Each task needs a copy, because an exception object contains its traceback.
-            self._reject(ticket, copy(error))
+            self._reject(entry, copy(error))
 
-    def _admit(self, ticket: Ticket, now_s: float) -> None:
-        self._queue.run(ticket)
-        listener = self._end_waiting(ticket)
-        ticket.state, ticket.admitted_s = TicketState.RUNNING, now_s
-        self._remove_retry_slots(ticket.request)
-        assert listener is not None, "a ticket is admitted once"
+    def _admit(self, entry: AdmissionEntry, now_s: float) -> None:
+        self._queue.run(entry)
+        listener = self._end_waiting(entry)
+        entry.state, entry.admitted_s = EntryState.RUNNING, now_s
+        self._remove_retry_slots(entry.request)
+        assert listener is not None, "an entry is admitted once"
         listener.admitted()
 
     def _fill(self) -> None:
@@ -166,38 +166,38 @@ class Admission:
         If the next request would exceed the limit on bytes, the requests behind it are not admitted either.
         """
         now_s = self._clock()
-        while (ticket := self._queue.next()) is not None and self.loads.may_run(ticket, self.limits):
-            if ticket.latest_start_s <= now_s:
-                self._reject(ticket, _deadline_error(ticket, now_s, wait_s=0.0))
+        while (entry := self._queue.next()) is not None and self.loads.may_run(entry, self.limits):
+            if entry.latest_start_s <= now_s:
+                self._reject(entry, _deadline_error(entry, now_s, wait_s=0.0))
             else:
-                self._admit(ticket, now_s)
+                self._admit(entry, now_s)
 
-    def _wait(self, ticket: Ticket, caller: Caller, now_s: float) -> None:
-        position = self._queue.position(ticket.request)
-        wait_s = self._wait_s(ticket, caller, position=position, in_caller_queue=position)
-        _check_deadline(ticket, now_s, wait_s=0.0 if self._estimates.duration_s.is_guess else wait_s)
-        displaced = self._make_space(ticket, caller, now_s)
-        self._remove_retry_slots(ticket.request)
-        ticket.state = TicketState.WAITING
-        self._queue.add(ticket)
-        self._waiting.add(ticket)
-        self._report(ticket, position=position, wait_s=wait_s)
+    def _wait(self, entry: AdmissionEntry, caller: Caller, now_s: float) -> None:
+        position = self._queue.position(entry.request)
+        wait_s = self._wait_s(entry, caller, position=position, in_caller_queue=position)
+        _check_deadline(entry, now_s, wait_s=0.0 if self._estimates.duration_s.is_guess else wait_s)
+        displaced = self._make_space(entry, caller, now_s)
+        self._remove_retry_slots(entry.request)
+        entry.state = EntryState.WAITING
+        self._queue.add(entry)
+        self._waiting.add(entry)
+        self._report(entry, position=position, wait_s=wait_s)
         for other in displaced:
             self._report_rejected(other, self._full_error(other.request, now_s))
 
-    def _make_space(self, ticket: Ticket, caller: Caller, now_s: float) -> list[Ticket]:
-        """Removes tickets from the queue if a new request needs the space. Returns the removed tickets.
+    def _make_space(self, entry: AdmissionEntry, caller: Caller, now_s: float) -> list[AdmissionEntry]:
+        """Removes entries from the queue if a new request needs the space. Returns the removed entries.
 
         Raises OverloadedError if there is not enough space for the request. The queue is then unchanged.
         """
-        request = ticket.request
+        request = entry.request
         bounds, schedule = self.limits.per_caller, self._caller_schedules.get(caller.name)
         reserved = _reserved(schedule, request, now_s, limits=bounds) if schedule is not None else 0
         if not caller.may_wait(request, bounds, reserved=reserved):
             raise self._caller_error(request, caller, now_s)
         reserved = _reserved(self._schedule, request, now_s, limits=self.limits)
         may_wait = self.loads.may_wait(request, self.limits, reserved=reserved)
-        displaced: list[Ticket] = []
+        displaced: list[AdmissionEntry] = []
         while not may_wait and (other := self._queue.displaced_by(request)) is not None:
             self._queue.remove(other)
             displaced.append(other)
@@ -209,21 +209,21 @@ class Admission:
             raise self._full_error(request, now_s)
         return displaced
 
-    def _reject(self, ticket: Ticket, error: StagemeshError) -> None:
-        self._queue.remove(ticket)
-        self._report_rejected(ticket, error)
+    def _reject(self, entry: AdmissionEntry, error: StagemeshError) -> None:
+        self._queue.remove(entry)
+        self._report_rejected(entry, error)
 
-    def _report_rejected(self, ticket: Ticket, error: StagemeshError) -> None:
-        if (listener := self._end_waiting(ticket)) is not None:
+    def _report_rejected(self, entry: AdmissionEntry, error: StagemeshError) -> None:
+        if (listener := self._end_waiting(entry)) is not None:
             listener.refused(error)
 
-    def _end_waiting(self, ticket: Ticket) -> Listener | None:
-        """Marks a ticket as no longer waiting, and detaches its listener.
+    def _end_waiting(self, entry: AdmissionEntry) -> Listener | None:
+        """Marks an entry as no longer waiting, and detaches its listener.
 
-        Returns the listener for one last notification, or None if the ticket has no listener.
+        Returns the listener for one last notification, or None if the entry has no listener.
         """
-        self._waiting.discard(ticket)
-        listener, ticket.listener, ticket.state = ticket.listener, None, TicketState.GONE
+        self._waiting.discard(entry)
+        listener, entry.listener, entry.state = entry.listener, None, EntryState.GONE
         return listener
 
     def _remove_retry_slots(self, request: AdmissionRequest) -> None:
@@ -238,7 +238,7 @@ class Admission:
         """
         return self._estimates.duration_s.value / max(1, loads.running.choices)
 
-    def _wait_s(self, ticket: Ticket, caller: Caller, *, position: int, in_caller_queue: int) -> float:
+    def _wait_s(self, entry: AdmissionEntry, caller: Caller, *, position: int, in_caller_queue: int) -> float:
         """Returns the expected time until the limits allow the request to run, in seconds.
 
         - `position` is the request's position in the order of admission, from 1.
@@ -247,17 +247,17 @@ class Admission:
         Counts earlier requests as one choice each, because a request that is expected too early is rejected later,
         but one that is expected too late is lost.
         """
-        further = ticket.request.choices - 1
+        further = entry.request.choices - 1
         wait_s = (position + further) * self._interval_s(self.loads)
-        if caller.may_run(ticket, self.limits.per_caller):
+        if caller.may_run(entry, self.limits.per_caller):
             return wait_s
         in_caller_queue = min(in_caller_queue, caller.waiting.requests + 1)
         return max(wait_s, (in_caller_queue + further) * self._interval_s(caller))
 
-    def _report(self, ticket: Ticket, *, position: int, wait_s: float) -> None:
-        ticket.reported_position = position
-        assert ticket.listener is not None, "waiting tickets have a listener"
-        ticket.listener.queued(position=position, expected_wait_s=wait_s)
+    def _report(self, entry: AdmissionEntry, *, position: int, wait_s: float) -> None:
+        entry.reported_position = position
+        assert entry.listener is not None, "waiting entries have a listener"
+        entry.listener.queued(position=position, expected_wait_s=wait_s)
 
     def _report_some(self, now_s: float) -> None:
         """Reports changed queue positions to a limited number of listeners.
@@ -265,11 +265,11 @@ class Admission:
         The next tick continues with the remaining listeners.
         """
         positions = list(islice(self._to_report, _REPORTS_PER_TICK))
-        for ticket, position, in_caller_queue in positions:
-            if ticket.state is TicketState.WAITING and position != ticket.reported_position:
-                caller = self._queue.caller(ticket.request.caller)
-                wait_s = self._wait_s(ticket, caller, position=position, in_caller_queue=in_caller_queue)
-                self._report(ticket, position=position, wait_s=wait_s)
+        for entry, position, in_caller_queue in positions:
+            if entry.state is EntryState.WAITING and position != entry.reported_position:
+                caller = self._queue.caller(entry.request.caller)
+                wait_s = self._wait_s(entry, caller, position=position, in_caller_queue=in_caller_queue)
+                self._report(entry, position=position, wait_s=wait_s)
         if len(positions) < _REPORTS_PER_TICK and now_s - self._reported_s >= _REPORT_INTERVAL_S:
             self._reported_s = now_s
             self._to_report = self._queue.positions()
@@ -310,14 +310,14 @@ def _reserved(schedule: RetrySchedule, request: AdmissionRequest, now_s: float, 
     return min(returning, math.ceil(limits.max_queued * _RESERVED_FRACTION))
 
 
-def _check_deadline(ticket: Ticket, now_s: float, *, wait_s: float) -> None:
-    if now_s + _MEASURED_FRACTION * wait_s >= ticket.latest_start_s:
-        raise _deadline_error(ticket, now_s, wait_s=wait_s)
+def _check_deadline(entry: AdmissionEntry, now_s: float, *, wait_s: float) -> None:
+    if now_s + _MEASURED_FRACTION * wait_s >= entry.latest_start_s:
+        raise _deadline_error(entry, now_s, wait_s=wait_s)
 
 
-def _deadline_error(ticket: Ticket, now_s: float, *, wait_s: float) -> DeadlineError:
-    left_s = max(0.0, ticket.request.deadline_s - now_s)
-    fastest_s = (ticket.request.deadline_s - ticket.latest_start_s) / _MEASURED_FRACTION
+def _deadline_error(entry: AdmissionEntry, now_s: float, *, wait_s: float) -> DeadlineError:
+    left_s = max(0.0, entry.request.deadline_s - now_s)
+    fastest_s = (entry.request.deadline_s - entry.latest_start_s) / _MEASURED_FRACTION
     return DeadlineError(
         f"{left_s:.1f} s remain until the request's deadline, but it would wait about {wait_s:.1f} s, and the fastest "
         f"recent request of its kind took {fastest_s:.1f} s; allow more time",

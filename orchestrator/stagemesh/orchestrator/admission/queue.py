@@ -1,6 +1,6 @@
-"""The tickets of requests that wait for admission, and the order in which they are admitted.
+"""The entries of requests that wait for admission, and the order in which they are admitted.
 
-`AdmissionRequest` is the input of admission control, and `Ticket` its output.
+`AdmissionRequest` is the input of admission control, and `AdmissionEntry` its output.
 """
 
 import math
@@ -16,7 +16,7 @@ from stagemesh.common.errors import StagemeshError
 from stagemesh.pipeline import Bounds, Limits
 
 TURNS_TO_ONE_BY_AGE = 8
-"""The number of admissions from the queue of which one admits the ticket that has waited longest."""
+"""The number of admissions from the queue of which one admits the entry that has waited longest."""
 _LOWEST_PRIORITY, _HIGHEST_PRIORITY = -10, 10
 _MAX_RECORDED_TURNS = 4096
 
@@ -55,14 +55,14 @@ class Listener(Protocol):
         """
 
     def admitted(self) -> None:
-        """Called when the request is admitted. The request may then run until its ticket is released."""
+        """Called when the request is admitted. The request may then run until its entry is released."""
 
     def refused(self, error: StagemeshError) -> None:
         """Called when the request is removed from the queue without being admitted. `error` is the reason."""
 
 
-class TicketState(Enum):
-    """The state of a ticket. GONE means that its request was rejected, withdrawn or released."""
+class EntryState(Enum):
+    """The state of an entry. GONE means that its request was rejected, withdrawn or released."""
 
     NEW = auto()
     WAITING = auto()
@@ -71,22 +71,22 @@ class TicketState(Enum):
 
 
 @dataclass(eq=False)
-class Ticket:
-    """An admission request that is waiting or running. Only the `Admission` that created the ticket modifies it."""
+class AdmissionEntry:
+    """An admission request that is waiting or running. Only the `Admission` that created the entry modifies it."""
 
     request: AdmissionRequest
     listener: Listener | None
     """The listener of the request, or None after the listener was called for the last time.
 
-    Listeners usually refer to the ticket, and a reference cycle would delay the release of both.
+    Listeners usually refer to the entry, and a reference cycle would delay the release of both.
     """
     number: int
-    """The number of tickets that were created before this ticket."""
+    """The number of entries that were created before this entry."""
     size_bytes: int
     """The estimated number of bytes that the request occupies while it runs."""
     latest_start_s: float
     """The latest time at which the request can start and still meet its deadline, in seconds on Admission's clock."""
-    state: TicketState = TicketState.NEW
+    state: EntryState = EntryState.NEW
     admitted_s: float = 0.0
     reported_position: int = 0
     """The queue position that was last reported to the listener, or 0 if none was reported."""
@@ -133,10 +133,10 @@ class Loads:
     waiting: Load = field(default_factory=Load)
     """The number of waiting requests, and their total input size in bytes. Each counts once."""
 
-    def may_run(self, ticket: Ticket, bounds: Bounds) -> bool:
-        """Returns whether the ticket's request may run in addition to the running requests within `bounds`."""
+    def may_run(self, entry: AdmissionEntry, bounds: Bounds) -> bool:
+        """Returns whether the entry's request may run in addition to the running requests within `bounds`."""
         return self.running.fits(
-            ticket.size_bytes, ticket.request.choices, most=bounds.max_in_flight, most_bytes=bounds.max_in_flight_bytes
+            entry.size_bytes, entry.request.choices, most=bounds.max_in_flight, most_bytes=bounds.max_in_flight_bytes
         )
 
     def may_wait(self, request: AdmissionRequest, bounds: Bounds, *, reserved: int) -> bool:
@@ -160,9 +160,9 @@ class Caller(Loads):
 
 
 class QueuePosition(NamedTuple):
-    """The position of a ticket in the order of admission and within the queue of its caller. Both start at 1."""
+    """The position of an entry in the order of admission and within the queue of its caller. Both start at 1."""
 
-    ticket: Ticket
+    entry: AdmissionEntry
     position: int
     in_caller_queue: int
 
@@ -175,10 +175,10 @@ class _CallerQueue(Loads):
         self.caller, self.within = caller, within
         self.turn = within.next_turn(caller.name)
         """The number of the round-robin round in which this queue's next request can be admitted."""
-        self.by_deadline = SortedKeyList[Ticket](key=attrgetter("request.deadline_s", "number"))
-        """The waiting tickets, ordered by deadline. The earliest deadline is first."""
-        self.by_age = SortedKeyList[Ticket](key=attrgetter("number"))
-        """The waiting tickets, ordered by age. The ticket that has waited longest is first."""
+        self.by_deadline = SortedKeyList[AdmissionEntry](key=attrgetter("request.deadline_s", "number"))
+        """The waiting entries, ordered by deadline. The earliest deadline is first."""
+        self.by_age = SortedKeyList[AdmissionEntry](key=attrgetter("number"))
+        """The waiting entries, ordered by age. The entry that has waited longest is first."""
 
 
 class _Ranking:
@@ -215,14 +215,14 @@ class _PriorityClass(Loads):
         super().__init__()
         self.priority = priority
         self.ready = _Ranking()
-        """The queues whose next ticket may run under the caller's limits, in the order of admission."""
+        """The queues whose next entry may run under the caller's limits, in the order of admission."""
         self.by_length = _Ranking()
-        """The queues that have waiting tickets. The longest queue is first."""
+        """The queues that have waiting entries. The longest queue is first."""
         self._turn = 0
         self._turns: dict[str, int] = {}
         """The next round-robin round of each caller that was already served in the current round, by caller name.
 
-        An entry is retained when the caller's queue becomes empty, because the caller may send further requests.
+        A round is retained when the caller's queue becomes empty, because the caller may send further requests.
         """
 
     def next_turn(self, caller: str) -> int:
@@ -230,9 +230,9 @@ class _PriorityClass(Loads):
         return max(self._turn, self._turns.get(caller, 0))
 
     def serve(self, queue: _CallerQueue, *, by_age: bool) -> None:
-        """Moves a queue to the next round-robin round after a ticket of the queue was admitted.
+        """Moves a queue to the next round-robin round after an entry of the queue was admitted.
 
-        `by_age` is True if the ticket was admitted because it had waited longest.
+        `by_age` is True if the entry was admitted because it had waited longest.
         """
         if queue.turn > self._turn and not by_age:
             self._turn = queue.turn
@@ -243,9 +243,9 @@ class _PriorityClass(Loads):
 
 
 class AdmissionQueue:
-    """The waiting tickets in the order of admission, and the counts of running and waiting requests.
+    """The waiting entries in the order of admission, and the counts of running and waiting requests.
 
-    Adding or removing a ticket takes O(log n) time.
+    Adding or removing an entry takes O(log n) time.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -271,7 +271,7 @@ class AdmissionQueue:
     def position(self, request: AdmissionRequest) -> int:
         """Returns an estimate of the position at which a new request would be queued, starting at 1.
 
-        Assumes that every other caller of the same priority has as many tickets before the request as the request's own
+        Assumes that every other caller of the same priority has as many entries before the request as the request's own
         caller.
         """
         priority = _priority_of(request)
@@ -286,32 +286,32 @@ class AdmissionQueue:
         return higher + min(within.waiting.requests + 1, (before + 1) * queues)
 
     def positions(self) -> Iterator[QueuePosition]:
-        """Yields the position of every waiting ticket in the order of admission. Takes O(n log n) time.
+        """Yields the position of every waiting entry in the order of admission. Takes O(n log n) time.
 
-        Assumes that no ticket is added or removed before all of these tickets are admitted.
+        Assumes that no entry is added or removed before all of these entries are admitted.
         """
         unit = 1 / self._limits.max_in_flight
         position = 0
         for within in self._classes.values():
             if not within.waiting.requests:
                 continue
-            order: list[tuple[float, int, float, int, int, Ticket]] = []
+            order: list[tuple[float, int, float, int, int, AdmissionEntry]] = []
             for caller in self._callers.values():
                 queue = caller.queues.get(within.priority)
                 if queue is None:
                     continue
                 share = self._running_share(queue)
-                for i, ticket in enumerate(queue.by_deadline):
-                    key = share, queue.turn + i, ticket.request.deadline_s, ticket.number
-                    order.append((*key, i + 1, ticket))
-                    share += ticket.request.choices * unit
+                for i, entry in enumerate(queue.by_deadline):
+                    key = share, queue.turn + i, entry.request.deadline_s, entry.number
+                    order.append((*key, i + 1, entry))
+                    share += entry.request.choices * unit
             order.sort()
-            for *_, in_caller_queue, ticket in order:
+            for *_, in_caller_queue, entry in order:
                 position += 1
-                yield QueuePosition(ticket, position, in_caller_queue)
+                yield QueuePosition(entry, position, in_caller_queue)
 
-    def next(self) -> Ticket | None:
-        """Returns the ticket to admit next, or None if no ticket waits that may run under the limits per caller."""
+    def next(self) -> AdmissionEntry | None:
+        """Returns the entry to admit next, or None if no entry waits that may run under the limits per caller."""
         if self._is_by_age and (queue := self._by_age.first()) is not None:
             return queue.by_age[0]
         for within in self._classes.values():
@@ -319,44 +319,44 @@ class AdmissionQueue:
                 return queue.by_deadline[0]
         return None
 
-    def add(self, ticket: Ticket) -> None:
-        queue = self._queue_of(ticket)
-        queue.by_deadline.add(ticket)
-        queue.by_age.add(ticket)
+    def add(self, entry: AdmissionEntry) -> None:
+        queue = self._queue_of(entry)
+        queue.by_deadline.add(entry)
+        queue.by_age.add(entry)
         for loads in self._loads_of(queue):
-            loads.waiting.add(ticket.request.input_bytes)
+            loads.waiting.add(entry.request.input_bytes)
         self._rank(queue)
 
-    def remove(self, ticket: Ticket) -> None:
-        queue = self._queue_of(ticket)
-        self._remove_from(queue, ticket)
+    def remove(self, entry: AdmissionEntry) -> None:
+        queue = self._queue_of(entry)
+        self._remove_from(queue, entry)
         self._rank(queue)
         self._drop_if_idle(queue)
 
-    def run(self, ticket: Ticket) -> None:
-        """Counts a ticket as running, and removes it from the queue if it was waiting."""
-        queue = self._queue_of(ticket)
+    def run(self, entry: AdmissionEntry) -> None:
+        """Counts an entry as running, and removes it from the queue if it was waiting."""
+        queue = self._queue_of(entry)
         for loads in self._loads_of(queue):
-            loads.running.add(ticket.size_bytes, ticket.request.choices)
-        if ticket.state is TicketState.WAITING:
+            loads.running.add(entry.size_bytes, entry.request.choices)
+        if entry.state is EntryState.WAITING:
             queue.within.serve(queue, by_age=self._is_by_age)
             self._turns += 1
-            self._remove_from(queue, ticket)
+            self._remove_from(queue, entry)
         self._rank_all(queue.caller)
 
-    def end(self, ticket: Ticket) -> None:
-        """Stops counting a ticket as running."""
-        queue = self._queue_of(ticket)
+    def end(self, entry: AdmissionEntry) -> None:
+        """Stops counting an entry as running."""
+        queue = self._queue_of(entry)
         for loads in self._loads_of(queue):
-            loads.running.subtract(ticket.size_bytes, ticket.request.choices)
+            loads.running.subtract(entry.size_bytes, entry.request.choices)
         self._rank_all(queue.caller)
         self._drop_if_idle(queue)
 
-    def displaced_by(self, request: AdmissionRequest) -> Ticket | None:
-        """Returns the ticket that must leave a full queue to make space for a new request, or None if there is none.
+    def displaced_by(self, request: AdmissionRequest) -> AdmissionEntry | None:
+        """Returns the entry that must leave a full queue to make space for a new request, or None if there is none.
 
-        This is the last ticket in the longest caller queue of the lowest priority. A request displaces no ticket of a
-        higher priority. A request displaces no ticket of its own priority if its caller's queue would become as long as
+        This is the last entry in the longest caller queue of the lowest priority. A request displaces no entry of a
+        higher priority. A request displaces no entry of its own priority if its caller's queue would become as long as
         the longest queue.
         """
         highest = _priority_of(request)
@@ -371,8 +371,8 @@ class AdmissionQueue:
     def _is_by_age(self) -> bool:
         return self._turns % TURNS_TO_ONE_BY_AGE == TURNS_TO_ONE_BY_AGE - 1
 
-    def _queue_of(self, ticket: Ticket) -> _CallerQueue:
-        name, priority = ticket.request.caller, _priority_of(ticket.request)
+    def _queue_of(self, entry: AdmissionEntry) -> _CallerQueue:
+        name, priority = entry.request.caller, _priority_of(entry.request)
         caller = self._callers.setdefault(name, self.caller(name))
         if priority not in caller.queues:
             caller.queues[priority] = _CallerQueue(caller, self._classes[priority])
@@ -382,11 +382,11 @@ class AdmissionQueue:
         """Returns all Loads in which a request of `queue` is counted."""
         return self.loads, queue.within, queue.caller, queue
 
-    def _remove_from(self, queue: _CallerQueue, ticket: Ticket) -> None:
-        queue.by_deadline.remove(ticket)
-        queue.by_age.remove(ticket)
+    def _remove_from(self, queue: _CallerQueue, entry: AdmissionEntry) -> None:
+        queue.by_deadline.remove(entry)
+        queue.by_age.remove(entry)
         for loads in self._loads_of(queue):
-            loads.waiting.subtract(ticket.request.input_bytes)
+            loads.waiting.subtract(entry.request.input_bytes)
 
     def _drop_if_idle(self, queue: _CallerQueue) -> None:
         if not queue.running.requests and not queue.waiting.requests:

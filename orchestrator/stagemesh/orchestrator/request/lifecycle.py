@@ -16,9 +16,9 @@ from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import ExistsError, StagemeshError
 from stagemesh.common.wire.encoding import digest_of, without_fields
 from stagemesh.orchestrator.admission.admission import Admission
-from stagemesh.orchestrator.admission.queue import AdmissionRequest, TicketState
+from stagemesh.orchestrator.admission.queue import AdmissionRequest, EntryState
 from stagemesh.orchestrator.planning.planner import NotReadyYetError, Plan
-from stagemesh.orchestrator.planning.replacement_replicas import Failover
+from stagemesh.orchestrator.planning.replacement_replicas import ReplacementReplicas
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.run import RequestRun
 from stagemesh.orchestrator.request.streamed_input import InputPlanes
@@ -71,7 +71,7 @@ class RequestLifecycle:
         seed: int,
         admission: Admission,
         admission_request: AdmissionRequest,
-        failover: Failover,
+        replacements: ReplacementReplicas,
         facts: Facts,
         input_planes: InputPlanes,
         clock: Callable[[], float] = time.monotonic,
@@ -93,11 +93,11 @@ class RequestLifecycle:
         waiting task is cancelled.
         """
         self._admission, self._admission_request = admission, admission_request
-        self._failover, self._input_planes, self._clock = failover, input_planes, clock
+        self._replacements, self._input_planes, self._clock = replacements, input_planes, clock
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopped: StagemeshError | None = None
         self._runs: tuple[RequestRun, ...] = ()
-        self._ticket = admission.enter(admission_request, self)
+        self._entry = admission.enter(admission_request, self)
 
     def stop(self, error: StagemeshError) -> None:
         """Stops the request. The request then fails with `error`.
@@ -107,7 +107,7 @@ class RequestLifecycle:
         self._stopped = self._stopped or error
         for run in self._runs:
             run.stop(self._stopped)
-        if not self._runs and self._admission.withdraw(self._ticket):
+        if not self._runs and self._admission.withdraw(self._entry):
             self.refused(self._stopped)
 
     @property
@@ -122,7 +122,7 @@ class RequestLifecycle:
 
         `made_bytes` returns the number of bytes that the outputs and chunks of the request occupied.
 
-        Releases the admission ticket before returning. Afterwards, neither this object nor the returned error refers to
+        Releases the admission entry before returning. Afterwards, neither this object nor the returned error refers to
         the request's input or plan, so that their memory is freed.
         """
         made: int | None = None
@@ -139,9 +139,9 @@ class RequestLifecycle:
             self._runs = ()
             if request.stream is not None:
                 request.stream.close()
-            self._admission.withdraw(self._ticket)
-            if self._ticket.state is TicketState.RUNNING:
-                self._admission.release(self._ticket, made_bytes=made)
+            self._admission.withdraw(self._entry)
+            if self._entry.state is EntryState.RUNNING:
+                self._admission.release(self._entry, made_bytes=made)
 
     async def _run_choices(self, request: ValidRequest, plan: PlanRuns) -> StagemeshError | None:
         """Plans all choices of the request and runs them at the same time.
@@ -254,7 +254,7 @@ class RequestLifecycle:
                 request,
                 plan,
                 self.record,
-                failover=self._failover,
+                replacements=self._replacements,
                 timeout_s=timeout_s,
                 failed=failed or self._note_failed,
                 input_planes=self._input_planes,

@@ -22,8 +22,8 @@ from typing import TypeAlias
 
 from stagemesh.common.wire.chunk_sizes import StepPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.planning.checkpoint_budget import CheckpointBudget
 from stagemesh.orchestrator.planning.planner import PlannedStep
-from stagemesh.orchestrator.planning.replacement_replicas import StateBudget
 from stagemesh.orchestrator.request.timeline import StepNotes
 from stagemesh.pipeline import Edge, Route
 from stagemesh.v1 import stage_pb2
@@ -78,7 +78,7 @@ class StepState(AttemptState):
     """The full state of one stage of a request: its newest attempt, and values that persist across attempts."""
 
     step: PlannedStep
-    budget: StateBudget
+    budget: CheckpointBudget
     """The budget that limits the total size of the checkpoints of all requests."""
     notes: StepNotes | None = None
     checkpoint: stage_pb2.Checkpoint | None = None

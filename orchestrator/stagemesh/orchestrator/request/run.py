@@ -14,7 +14,7 @@ from stagemesh.common.tasks import end_tasks, kept_in
 from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.connectors.packets import EdgeKey
 from stagemesh.orchestrator.planning.planner import Plan
-from stagemesh.orchestrator.planning.replacement_replicas import Failover
+from stagemesh.orchestrator.planning.replacement_replicas import ReplacementReplicas
 from stagemesh.orchestrator.request.failures import NOT_REBOUND, SETTLE_S, Failure, Failures, root_cause
 from stagemesh.orchestrator.request.output_record import CALLER_DISCONNECTED, NOT_RUNNING, RequestRecord
 from stagemesh.orchestrator.request.recovery import (
@@ -62,7 +62,7 @@ class RequestRun:
         plan: Plan,
         record: RequestRecord,
         *,
-        failover: Failover,
+        replacements: ReplacementReplicas,
         timeout_s: float,
         failed: Callable[[StagemeshError], None],
         input_planes: InputPlanes,
@@ -73,11 +73,11 @@ class RequestRun:
         """
         self._input_planes = input_planes
         self._failed = failed
-        self._request, self._plan, self._record, self._failover = request, plan, record, failover
+        self._request, self._plan, self._record, self._replacements = request, plan, record, replacements
         self._timeout_s, self._deadline_s = timeout_s, 0.0
         self._route = plan.route
         self._states = {
-            name: StepState(step=step, attempt=request.first_attempt, budget=failover.kept_states)
+            name: StepState(step=step, attempt=request.first_attempt, budget=replacements.checkpoints)
             for name, step in plan.steps.items()
         }
         self._changed = Notifier()
@@ -248,11 +248,11 @@ class RequestRun:
             await asyncio.sleep(_RESTART_PAUSES.pause_s(state.restarts - _QUICK_RESTARTS))
         state.alone = len(state.dead_replicas) >= _SUSPECT_DEATHS
         if state.alone:
-            replica = await self._failover.find_alone(
+            replica = await self._replacements.find_alone(
                 state.name, self._plan, avoid=state.avoid, reservation=state.arrangements
             )
         else:
-            replica = await self._failover.find(state.name, self._plan, avoid=state.avoid)
+            replica = await self._replacements.find(state.name, self._plan, avoid=state.avoid)
         if replica is None:
             self._failures.add_final(state.name, self._generation_ended(state))
             return

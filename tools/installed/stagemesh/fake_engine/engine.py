@@ -134,14 +134,7 @@ class FakeRun:
     """
 
     def __init__(
-        self,
-        task: Task,
-        *,
-        stage: str,
-        function: str,
-        options: FakeOptions,
-        closed: asyncio.Event,
-        states: StateStore,
+        self, task: Task, *, stage: str, function: str, options: FakeOptions, closed: asyncio.Event, states: StateStore
     ) -> None:
         """Prepares the run.
 

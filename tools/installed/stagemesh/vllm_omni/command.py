@@ -21,8 +21,7 @@ _IMPORT: Parameters = {
     ),
     "name": option(str, "Set the name of the pipeline.", show_default="the name of FILE"),
     "topology": option(
-        str,
-        "Set the graph of stages of a deploy config that does not name it, for example qwen3_omni_moe.",
+        str, "Set the graph of stages of a deploy config that does not name it, for example qwen3_omni_moe."
     ),
     **AS_JSON,
 }

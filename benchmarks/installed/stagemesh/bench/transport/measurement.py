@@ -17,13 +17,7 @@ import grpc
 import numpy as np
 
 from stagemesh.bench.transport.peer import ARRIVED, EACH, ENGINE, MIB, SUMMARY, make_plane
-from stagemesh.common.errors import (
-    InternalError,
-    InvalidRequestError,
-    NotReadyError,
-    StagemeshError,
-    UnavailableError,
-)
+from stagemesh.common.errors import InternalError, InvalidRequestError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, NIXL, SHM, ConnectorName, descriptors
 from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.common.wire.tensors import read_inline, to_messages
@@ -179,11 +173,7 @@ class _Prober:
         except StagemeshError as exc:
             return ConnectorFigures(name, refusal=f"it failed during the measurement: {exc.message}")
         return ConnectorFigures(
-            name,
-            how=self._how(name),
-            one_way_s=one_way_s,
-            bytes_per_s=bytes_per_s,
-            cpu_s_per_gb=cpu_s_per_gb,
+            name, how=self._how(name), one_way_s=one_way_s, bytes_per_s=bytes_per_s, cpu_s_per_gb=cpu_s_per_gb
         )
 
     def _how(self, name: ConnectorName) -> str:

@@ -64,10 +64,7 @@ def check_handover(signature: Signature, abilities: EngineAbilities, *, engine: 
     Call it after the engine has started. `engine` is the engine's name.
     """
     able = abilities.hands_over or HandsOver()
-    lacking = {
-        "offer": signature.emitted_kinds - able.offers,
-        "accept": signature.accepted_kinds - able.accepts,
-    }
+    lacking = {"offer": signature.emitted_kinds - able.offers, "accept": signature.accepted_kinds - able.accepts}
     for verb, kinds in lacking.items():
         if kinds:
             raise NotReadyError(

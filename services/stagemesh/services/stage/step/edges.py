@@ -54,10 +54,7 @@ class StepEdges:
         self._accepts_only_tickets = all(spec.ticket_kind for spec in accepts.values())
         for binding in self._inputs.values():
             inlet = self._plane.open_inlet(
-                self._key(binding),
-                producer=binding.producer,
-                rebind_s=_rebind_s(binding.edge),
-                ticket_kinds=kinds,
+                self._key(binding), producer=binding.producer, rebind_s=_rebind_s(binding.edge), ticket_kinds=kinds
             )
             if binding.edge == STATE_EDGE:
                 self.state_inlet = inlet

@@ -25,11 +25,7 @@ PROGRESS_INTERVAL_S, STEPS_INTERVAL_S = 0.5, 0.05
 """The shortest time between two progress reports of a step in seconds: in general, and if the total number of steps is
 known. A display need not change more often, and a message takes as long as a part of a short step."""
 _MAGIC_BYTES = 4
-_MEDIA_TYPES: Mapping[bytes, str] = {
-    b"\x89PNG": "image/png",
-    b"\xff\xd8\xff": "image/jpeg",
-    b"RIFF": "image/webp",
-}
+_MEDIA_TYPES: Mapping[bytes, str] = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"RIFF": "image/webp"}
 
 
 class StreamedOutputs:
@@ -60,10 +56,7 @@ class StreamedOutputs:
         return dict(self._lengths)
 
     def push(
-        self,
-        packet: Packet,
-        logprobs: Sequence[TokenLogprobs] = (),
-        text_logprobs: Sequence[TokenLogprobs] = (),
+        self, packet: Packet, logprobs: Sequence[TokenLogprobs] = (), text_logprobs: Sequence[TokenLogprobs] = ()
     ) -> list[stage_pb2.ExecuteStepResponse]:
         """Returns the parts that a packet's tensors form.
 
