@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -140,17 +141,20 @@ def deployed(
     until: Callable[[Deployment], bool] = Deployment.all_ready,
     ready_s: float = READY_TIMEOUT_S,
     stagemesh: Sequence[str] = (),
+    home: Path | None = None,
 ) -> Iterator[Deployment]:
     """Runs `stagemesh up`, yields when it is ready, and stops it. Asserts that it exits with status 0.
 
     `until` is the condition for yielding. `stagemesh` is the command line that starts the program, by default that of
-    the environment that runs the tests.
+    the environment that runs the tests. `home` is its folder for models and logs, by
+    default the folder of this process.
     """
     program = stagemesh or (str(Path(sys.executable).with_name("stagemesh")),)
     command = [*program, "up", str(pipeline), "--port", "0", "--json"]
     if TLS_FOLDER is not None:
         command += ["--tls", TLS_FOLDER]
-    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
+    environment = None if home is None else {**os.environ, "STAGEMESH_HOME": str(home)}
+    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True, env=environment)
     deployment = Deployment(process)
     try:
         deployment.wait(until, timeout_s=ready_s)
@@ -163,6 +167,17 @@ def deployed(
             process.kill()
             process.stdout.close() if process.stdout else None
     assert status == 0, f"`up` ended with status {status}"
+
+
+def deployed_for_module(write: Callable[[Path], Path]) -> Any:
+    """Returns a fixture for the tests of a module: a deployment of the pipeline that `write` writes to a new folder."""
+
+    @pytest.fixture(scope="module")
+    def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+        with deployed(write(tmp_path_factory.mktemp("pipeline"))) as up:
+            yield up
+
+    return running
 
 
 def metric_value(metrics: Mapping[str, Metric], sample: str, **labels: str) -> float:

@@ -127,14 +127,9 @@ def jobs_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
     from tests.jobs.servers import write_pipeline
 
-    @contextmanager
-    def start() -> Iterator[Deployment]:
+    def start() -> AbstractContextManager[Deployment]:
         folder = tmp_path_factory.mktemp("spoken")
-        with ExitStack() as running:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("STAGEMESH_HOME", str(folder / "home"))
-                up = running.enter_context(deployed(write_pipeline(folder), "--jobs"))
-            yield up
+        return deployed(write_pipeline(folder), "--jobs", home=folder / "home")
 
     yield from _released(_SHARED.enter("jobs", start))
 

@@ -1,13 +1,13 @@
 """The comparison of the benchmarks of two versions."""
 
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from benchmarks.compare import Comparison, Key, checked_out, compare, measure
+from tests.repository.commands import git
 
 BENCHMARK = """\
 import json, sys
@@ -57,11 +57,6 @@ def test_figures_that_one_version_lacks_are_left_out() -> None:
 
 
 def test_each_version_measures_its_own_source_roots_and_entry_points(tmp_path: Path) -> None:
-    def git(*arguments: str) -> None:
-        identity = ("-c", "user.name=test", "-c", "user.email=test@example.com")
-        command = ["git", "-C", str(tmp_path), *identity, *arguments]
-        subprocess.run(command, check=True, capture_output=True)
-
     def write(root: str, package: str, value: float) -> None:
         module = tmp_path / root / "stagemesh" / package / "made.py"
         module.parent.mkdir(parents=True)
@@ -71,9 +66,9 @@ def test_each_version_measures_its_own_source_roots_and_entry_points(tmp_path: P
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks/made.py").write_text(BENCHMARK)
     write("services", "engines", 1.0)
-    git("init", "--quiet")
-    git("add", ".")
-    git("commit", "--quiet", "--message", "base")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message", "base")
     shutil.rmtree(tmp_path / "services")
     write("engines", "plugins", 3.0)
     with checked_out("HEAD", root=tmp_path) as base:

@@ -63,6 +63,7 @@ def test_a_command_is_added_to_a_group() -> None:
 def test_a_group_is_added() -> None:
     assert invoke("farm", "dog").stdout == "WOOF\n"
     assert "cow" in invoke("farm", "-h").stdout
+    assert "farm " in invoke("--help").stdout
 
 
 def test_an_added_command_does_not_replace_one_of_stagemesh() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.json_format import ParseDict
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.cli.operation import admin_connection as admin_client
@@ -23,7 +23,7 @@ from stagemesh.cli.operation.admin import Condition, unmet_cause
 from stagemesh.cli.operation.top import top_view
 from stagemesh.cli.operation.views import REQUESTS, attempt_text, moments, request_view
 from stagemesh.cli.terminal.tables import make_table
-from stagemesh.client import Admitted, Client, ResponseStream, Text
+from stagemesh.client import Admitted, Client, Text
 from stagemesh.common.errors import CancelledRequestError, ExitCode
 from stagemesh.v1 import admin_pb2, chunk_pb2, orchestrator_pb2, stage_pb2
 from stagemesh.v1.orchestrator_pb2 import ReplicaStatus
@@ -57,12 +57,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 def _admin(running: Deployment, *arguments: str) -> Ran:
     return invoke("admin", *arguments, "--server", running.admin_endpoint)
-
-
-def _replica(response_stream: ResponseStream, stage: str) -> str:
-    """Returns the replica that was chosen for a stage."""
-    admitted = next(event for event in response_stream if isinstance(event, Admitted))
-    return admitted.replicas[stage]
 
 
 def _json(running: Deployment, *arguments: str) -> Any:
@@ -126,8 +120,7 @@ def test_each_list_is_a_table_or_json(running: Deployment, command: str, words: 
 
 
 def test_a_page_prints_the_token_of_the_next_page(running: Deployment) -> None:
-    ran = _admin(running, "replicas", "--page-size", "3")
-    token = re.search(r"--page-token (\S+)", ran.stderr)
+    token = re.search(r"--page-token (\S+)", _admin(running, "replicas", "--page-size", "3").stderr)
     assert token is not None
     (document,) = _json(running, "replicas", "--page-size", "3", "--page-token", token[1])
     assert [replica["name"] for replica in document["replicas"]] == ["speak-1", "sound-0"]
@@ -182,8 +175,7 @@ def test_names_of_replicas_and_requests_are_completed(running: Deployment, monke
 def test_json_is_the_json_mapping_of_protobuf(running: Deployment) -> None:
     (document,) = _json(running, "replicas", "--stage", "sound")
     (replica,) = document["replicas"]
-    message = ParseDict(document, admin_pb2.ListReplicasResponse()).replicas[0]
-    assert message.name == "sound-0"
+    assert ParseDict(document, admin_pb2.ListReplicasResponse()).replicas[0].name == "sound-0"
     assert (replica["state"], replica["planned"]) == ("REPLICA_STATE_READY", 0)
     assert replica["load"]["arena_used_bytes"] == "0"
 
@@ -205,8 +197,7 @@ def test_requests_are_filtered_by_stage_and_state(running: Deployment, long_requ
     assert [request["request_id"] for request in there["requests"]] == [long_request]
     assert nowhere["requests"] == []
     assert _admin(running, "cancel", long_request).exit_code == 0
-    again = _admin(running, "cancel", long_request)
-    again.check(ExitCode.REFUSED, "has already been cancelled")
+    _admin(running, "cancel", long_request).check(ExitCode.REFUSED, "has already been cancelled")
     (ended,) = _json(running, "requests", "--state", "cancelled")
     assert long_request in [request["request_id"] for request in ended["requests"]]
 
@@ -230,8 +221,7 @@ def test_requests_are_filtered_by_stage_and_state(running: Deployment, long_requ
 def test_a_failed_command_prints_the_cause_and_the_remedy(
     running: Deployment, arguments: tuple[str, ...], code: ExitCode, said: str, remedy: str
 ) -> None:
-    ran = _admin(running, *arguments)
-    ran.check(code, said, remedy)
+    _admin(running, *arguments).check(code, said, remedy)
 
 
 def test_the_replicas_of_a_stage_are_found_on_every_page(running: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,8 +230,7 @@ def test_the_replicas_of_a_stage_are_found_on_every_page(running: Deployment, mo
 
 
 def test_an_unreachable_server_is_reported_with_a_remedy() -> None:
-    ran = invoke("admin", "stages", "--server", "127.0.0.1:1")
-    ran.check(ExitCode.UNAVAILABLE, "stagemesh up")
+    invoke("admin", "stages", "--server", "127.0.0.1:1").check(ExitCode.UNAVAILABLE, "stagemesh up")
 
 
 def test_an_edge_is_probed_between_all_pairs(running: Deployment) -> None:
@@ -254,10 +243,18 @@ def test_an_edge_is_probed_between_all_pairs(running: Deployment) -> None:
 def test_a_drained_replica_gets_no_new_requests(running: Deployment) -> None:
     assert _admin(running, "drain", "write-0", "--wait").exit_code == 0
     with running.client() as client:
-        chosen = [_replica(client.generate("hello"), "write") for _ in range(3)]
+        streams = [client.generate("hello") for _ in range(3)]
+        admitted = [next(event for event in stream if isinstance(event, Admitted)) for stream in streams]
     (document,) = _json(running, "resume", "write-0")
-    assert chosen == ["write-1"] * 3
+    assert [each.replicas["write"] for each in admitted] == ["write-1"] * 3
     assert [replica["state"] for replica in document["replicas"]] == ["REPLICA_STATE_READY"]
+
+
+def _writers(running: Deployment, request: str) -> dict[str, bool]:
+    """Returns whether the step of a request has ended, by replica of the stage `write` on which it has run."""
+    (document,) = _json(running, "request", request)
+    writing = (step for step in document["steps"] if step["stage"] == "write")
+    return {step["replica"]: step.get("ended_s") is not None for step in writing}
 
 
 def _wait(running: Deployment, *arguments: str, timeout_s: float = 20.0) -> Ran:
@@ -273,8 +270,7 @@ def test_a_wait_for_readiness_ends_at_once(running: Deployment, target: tuple[st
 
 
 def test_a_wait_for_a_drain_ends_with_the_last_request(running: Deployment, long_request: str) -> None:
-    (document,) = _json(running, "request", long_request)
-    (there,) = {step["replica"] for step in document["steps"] if step["stage"] == "write"}
+    (there,) = _writers(running, long_request)
     assert _admin(running, "drain", there).exit_code == 0
     try:
         assert _wait(running, there, "--for", "drained", timeout_s=0.5).exit_code == ExitCode.TIMEOUT
@@ -312,6 +308,13 @@ def test_a_wait_begins_before_the_server_and_ends_after_it(tiny: Path, monkeypat
     assert gone.wait(30) == 0
 
 
+def _printed(*views: RenderableType) -> str:
+    """Returns the text of views on a terminal of 200 columns."""
+    file = io.StringIO()
+    Console(file=file, width=200).print(*views)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("status", "shown", "hidden"),
     [
@@ -325,9 +328,7 @@ def test_top_shows_the_scaling_signals_that_are_not_zero(
 ) -> None:
     stages = [admin_pb2.StageStatus(name="idle"), ParseDict(status, admin_pb2.StageStatus(name="busy"))]
     snapshot = admin_pb2.WatchPipelineResponse(stages=stages)
-    console = Console(file=io.StringIO(), width=200)
-    console.print(top_view(snapshot, snapshot))
-    table = console.file.getvalue()  # type: ignore[attr-defined]
+    table = _printed(top_view(snapshot, snapshot))
     assert [text for text in (*shown, *hidden) if text in table] == shown
 
 
@@ -359,22 +360,15 @@ def test_a_condition_that_is_not_met_has_a_cause(target: str, condition: Conditi
         ReplicaStatus(name="b-1", stage="b", state=stage_pb2.REPLICA_STATE_DRAINING, planned=1, load=load),
         ReplicaStatus(name="d-0", stage="d", state=stage_pb2.REPLICA_STATE_DRAINING),
     ]
-    snapshot = admin_pb2.WatchPipelineResponse(replicas=replicas)
-    assert unmet_cause(snapshot, target, condition) == cause
+    assert unmet_cause(admin_pb2.WatchPipelineResponse(replicas=replicas), target, condition) == cause
 
 
 def test_a_drain_that_moves_requests_does_not_wait_for_their_end(running: Deployment, long_request: str) -> None:
-    (document,) = _json(running, "request", long_request)
-    (there,) = {
-        step["replica"] for step in document["steps"] if step["stage"] == "write" and step.get("ended_s") is None
-    }
+    (there,) = (replica for replica, has_ended in _writers(running, long_request).items() if not has_ended)
     assert _admin(running, "drain", there, "--move", "--wait", "--timeout", "20").exit_code == 0
     _admin(running, "resume", there)
-    (document,) = _json(running, "request", long_request)
-    states = {
-        step["replica"]: step.get("ended_s") is not None for step in document["steps"] if step["stage"] == "write"
-    }
-    assert states == {there: True, {"write-0": "write-1", "write-1": "write-0"}[there]: False}
+    other = {"write-0": "write-1", "write-1": "write-0"}[there]
+    assert _writers(running, long_request) == {there: True, other: False}
     assert "moved to another replica" in _admin(running, "request", long_request).stdout
 
 
@@ -425,14 +419,13 @@ def test_top_shows_the_rates_of_edges() -> None:
         sent = stage_pb2.SentChunks(edge="a->b", chunks=chunks, size_bytes=chunks << 20)
         return admin_pb2.WatchPipelineResponse(clock_s=clock_s, edges=[admin_pb2.EdgeStatus(edge=edge, sent=sent)])
 
-    def shown(now: admin_pb2.WatchPipelineResponse, before: admin_pb2.WatchPipelineResponse) -> str:
-        table = io.StringIO()
-        Console(file=table, width=200).print(top_view(now, before))
-        return next(line for line in table.getvalue().splitlines() if "a->b" in line)
+    def shown(chunks: int) -> str:
+        lines = _printed(top_view(snapshot(3.0, chunks), snapshot(1.0, 7))).splitlines()
+        return " ".join(next(line for line in lines if "a->b" in line).split())
 
-    assert "3.0 3.1 MB 13" in " ".join(shown(snapshot(3.0, 13), snapshot(1.0, 7)).split())
+    assert "3.0 3.1 MB 13" in shown(13)
     # A restarted replica counts from 0.
-    assert "0 0 bytes 2" in " ".join(shown(snapshot(3.0, 2), snapshot(1.0, 7)).split())
+    assert "0 0 bytes 2" in shown(2)
 
 
 def test_a_timeline_shows_a_moved_step_and_its_successor() -> None:
@@ -457,11 +450,8 @@ def test_brackets_in_an_error_message_are_printed_verbatim() -> None:
     error = chunk_pb2.Error(message="[/bold] is float32[samples]")
     status = admin_pb2.RequestStatus(request_id="r", state=admin_pb2.REQUEST_STATE_FAILED, error=error)
     step = admin_pb2.StepStatus(stage="a", replica="a-0", attempt=1, ended_s=1.0, error=error)
-    shown = io.StringIO()
-    console = Console(width=200, file=shown)
-    console.print(make_table(REQUESTS, [status]))
-    console.print(request_view(admin_pb2.GetRequestResponse(request=status, steps=[step])))
-    assert shown.getvalue().count("[/bold] is float32[samples]") == 4
+    request = request_view(admin_pb2.GetRequestResponse(request=status, steps=[step]))
+    assert _printed(make_table(REQUESTS, [status]), request).count("[/bold] is float32[samples]") == 4
 
 
 @pytest.mark.parametrize(

@@ -248,5 +248,4 @@ MODEL = ["--openai", "http://a", "--model", "m"]
     ],
 )
 def test_a_wrong_command_line_is_explained(arguments: list[str], message: str) -> None:
-    ran = invoke("bench", *arguments)
-    ran.check(ExitCode.USAGE, message)
+    invoke("bench", *arguments).check(ExitCode.USAGE, message)

@@ -79,8 +79,7 @@ def test_a_failed_write_keeps_the_file(folder: Path, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", no_space)
-    ran = invoke("context", "use", "here")
-    ran.check(ExitCode.USAGE, f"{contexts_path()} cannot be written: No space")
+    invoke("context", "use", "here").check(ExitCode.USAGE, f"{contexts_path()} cannot be written: No space")
     assert load_contexts() == Contexts({"here": Context("a:1")})
     assert [path.name for path in folder.iterdir()] == ["contexts.json"]
 
@@ -102,8 +101,7 @@ def test_a_failed_write_keeps_the_file(folder: Path, monkeypatch: pytest.MonkeyP
 def test_a_mistake_is_reported_and_changes_nothing(arguments: tuple[str, ...], code: ExitCode, said: str) -> None:
     before = Contexts({"here": Context("a:1")})
     save_contexts(before)
-    ran = invoke("context", *arguments)
-    ran.check(code, said)
+    invoke("context", *arguments).check(code, said)
     assert load_contexts() == before
 
 
@@ -121,8 +119,7 @@ def test_a_mistake_is_reported_and_changes_nothing(arguments: tuple[str, ...], c
 def test_a_damaged_file_is_named(content: str, said: str, folder: Path) -> None:
     folder.mkdir()
     contexts_path().write_text(content)
-    ran = _address(SERVER)
-    ran.check(ExitCode.USAGE, f"{contexts_path()} is damaged", said)
+    _address(SERVER).check(ExitCode.USAGE, f"{contexts_path()} is damaged", said)
     assert invoke("context", "add", "new", "--server", "n:1").exit_code == ExitCode.USAGE
     assert contexts_path().read_text() == content
     assert _address(SERVER, "--server", "n:1").stdout == "n:1"
@@ -177,14 +174,12 @@ def test_commands_for_operators_connect_to_one_address() -> None:
 
 def test_an_operator_never_gets_the_default_of_a_context_without_an_address() -> None:
     save_contexts(Contexts({"here": Context("a:1")}, current="here"))
-    ran = _address(ADMIN_SERVER)
-    ran.check(ExitCode.NOT_FOUND, "has no address for operators", "--admin HOST:PORT")
+    _address(ADMIN_SERVER).check(ExitCode.NOT_FOUND, "has no address for operators", "--admin HOST:PORT")
 
 
 def test_a_malformed_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGEMESH_SERVER", "nowhere")
-    ran = _address(SERVER)
-    ran.check(ExitCode.USAGE, "STAGEMESH_SERVER")
+    _address(SERVER).check(ExitCode.USAGE, "STAGEMESH_SERVER")
 
 
 async def test_commands_connect_to_the_context(orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator) -> None:

@@ -28,15 +28,8 @@ from tests.client.scripted_sessions import (
 
 
 def _answer(turn: int, line: str) -> Talk:
-    return [
-        "commit",
-        committed(turn),
-        generated(turn, admitted()),
-        text(turn, line),
-        generated(turn, audio([0.0] * 240)),
-        generated(turn, finished()),
-        turn_ended(turn, line),
-    ]
+    outputs = [generated(turn, admitted()), text(turn, line), generated(turn, audio([0.0] * 240))]
+    return ["commit", committed(turn), *outputs, generated(turn, finished()), turn_ended(turn, line)]
 
 
 def _write_recording(path: Path, seconds: float) -> None:
@@ -69,9 +62,8 @@ async def test_spoken_lines_are_one_streamed_turn(orchestrator: ScriptedOrchestr
 async def test_options_reach_the_server(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.talks.append(["open", opened(), "close"])
     options = ["--system", "Be brief.", "--max-tokens", "9", "--option", "speed=1.5", "--outputs", "audio"]
-    options += ["--seed", "3"]
     options += ["--stage-parameter", "talker.voice=alto", "--timeout", "2.5", "--session-id", "s", "--caller", "me"]
-    ran = await run_process("converse", "--server", orchestrator.endpoint, *options)
+    ran = await run_process("converse", "--server", orchestrator.endpoint, "--seed", "3", *options)
     assert ran.exit_code == 0, ran.stderr
     sent = orchestrator.events[0][0].open
     assert (sent.conversation.messages[0].role, sent.conversation.messages[0].content) == (ROLE_SYSTEM, "Be brief.")
@@ -109,12 +101,8 @@ async def test_events_can_be_printed_as_json(orchestrator: ScriptedOrchestrator,
     arguments = ["--json", "--audio", str(tmp_path / "a.wav"), "--server", orchestrator.endpoint]
     ran = await run_process("converse", *arguments, stdin="hello\n")
     events = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert [next(name for name in event if name not in {"turn", "ignorable"}) for event in events] == [
-        "opened",
-        "committed",
-        *["generated"] * 4,
-        "ended",
-    ]
+    names = [next(name for name in event if name not in {"turn", "ignorable"}) for event in events]
+    assert names == ["opened", "committed", *["generated"] * 4, "ended"]
     assert events[3]["generated"]["output"]["text"] == "Hi."
     assert (events[-1]["ended"]["answer"], ran.stderr) == ("Hi.", "")
     assert _frames(tmp_path / "a.wav") == 240
@@ -149,8 +137,7 @@ async def test_a_session_that_cannot_be_opened_is_an_error(orchestrator: Scripte
 async def test_wrong_options_are_rejected(
     orchestrator: ScriptedOrchestrator, arguments: list[str], message: str
 ) -> None:
-    ran = await run_process("converse", "--server", orchestrator.endpoint, *arguments)
-    ran.check(ExitCode.USAGE, message)
+    (await run_process("converse", "--server", orchestrator.endpoint, *arguments)).check(ExitCode.USAGE, message)
     assert orchestrator.events == []
 
 

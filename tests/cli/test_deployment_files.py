@@ -27,8 +27,7 @@ def test_the_config_of_an_orchestrator_is_complete(tmp_path: Path) -> None:
     config = _orchestrator(tmp_path)
     text = (tmp_path / "orchestrator.json").read_text()
     assert (config.registration, config.admin_listen) == (Registration(30), "127.0.0.1:7781")
-    keys = set(OrchestratorConfig.__dataclass_fields__) - {"parent_pid"}
-    for key in keys:
+    for key in set(OrchestratorConfig.__dataclass_fields__) - {"parent_pid"}:
         before, _, _ = text.partition(f'"{key}"')
         assert before.splitlines()[-2].lstrip().startswith("//"), f"{key} has no comment"
     assert "None" not in text
@@ -66,8 +65,7 @@ def test_the_config_of_a_replica_is_that_of_the_launcher(tmp_path: Path) -> None
 )
 def test_a_wrong_command_is_explained(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     pipeline = str(relays(tmp_path))
-    ran = invoke("config", *(pipeline if each == "PIPELINE" else each for each in arguments))
-    ran.check(ExitCode.USAGE, message)
+    invoke("config", *(pipeline if each == "PIPELINE" else each for each in arguments)).check(ExitCode.USAGE, message)
 
 
 STAGE = """\
@@ -161,6 +159,5 @@ async def test_tokens_of_the_command_are_accepted_until_they_are_removed(tmp_pat
 def test_a_damaged_file_of_tokens_is_named_and_kept(tmp_path: Path) -> None:
     file = tmp_path / "tokens.json"
     file.write_text('{"tokens": [{}]}')
-    ran = invoke("token", "new", str(file), "--caller", "alice")
-    ran.check(ExitCode.USAGE, f"{file} is damaged")
+    invoke("token", "new", str(file), "--caller", "alice").check(ExitCode.USAGE, f"{file} is damaged")
     assert file.read_text() == '{"tokens": [{}]}'

@@ -56,8 +56,7 @@ async def test_encoded_media_are_written_as_they_are(orchestrator: ScriptedOrche
 
 async def test_a_stored_output_is_named(orchestrator: ScriptedOrchestrator) -> None:
     file = request_pb2.MediaFile(uri="s3://b/a.mp4", media_type="video/mp4", size_bytes=7, sha256=b"\x0f" * 32)
-    stored = Response(output=request_pb2.Output(name="film", file=file))
-    ran = await _generate(orchestrator, "hello", parts=[stored])
+    ran = await _generate(orchestrator, "hello", parts=[Response(output=request_pb2.Output(name="film", file=file))])
     assert f"stored s3://b/a.mp4 (video/mp4, 7 bytes, SHA-256 {'0f' * 32})" in ran.stderr
 
 
@@ -74,8 +73,7 @@ async def test_choices_are_printed_one_after_another_and_their_files_are_numbere
     orchestrator: ScriptedOrchestrator, tmp_path: Path
 ) -> None:
     parts = [text("a", index=1), text("b"), text("c", index=1), audio([0.0], index=1), audio([0.0, 0.0])]
-    script = [admitted(choices=2), *parts, ended(index=1), text("d\n"), ended(), finished(2)]
-    orchestrator.scripts.append(script)
+    orchestrator.scripts.append([admitted(choices=2), *parts, ended(index=1), text("d\n"), ended(), finished(2)])
     arguments = ["generate", "hello", "--server", orchestrator.endpoint, "--choices", "2", "--output", str(tmp_path)]
     ran = await stagemesh(*arguments, "--image", str(tmp_path / "x.png"))
     assert (ran.exit_code, ran.stdout) == (0, "choice 1:\nac\nchoice 0:\nbd\n")
@@ -121,18 +119,8 @@ async def test_a_queued_request_prints_its_position(orchestrator: ScriptedOrches
 
 
 async def test_every_sampling_option_reaches_the_server(orchestrator: ScriptedOrchestrator) -> None:
-    numbers: dict[str, float] = {
-        "max_tokens": 9,
-        "temperature": 0.5,
-        "top_p": 0.25,
-        "top_k": 4,
-        "min_p": 0.125,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
-        "min_tokens": 2,
-        "logprobs": 0,
-    }
+    numbers = {"max_tokens": 9, "temperature": 0.5, "top_p": 0.25, "top_k": 4, "min_p": 0.125, "min_tokens": 2}
+    numbers |= {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5, "logprobs": 0}
     arguments = [text for name, value in numbers.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     arguments += ["--stop", "end", "--stop", "fin", "--stop-token", "3", "--bad-word", "bad", "--ignore-eos"]
     arguments += ["--allowed-text", "yes", "--allowed-text", "no", "--adapter", "style"]
@@ -191,20 +179,16 @@ async def test_an_attachment_of_an_unknown_type_is_an_error(orchestrator: Script
 
 
 async def test_the_result_can_be_printed_as_json(orchestrator: ScriptedOrchestrator) -> None:
-    ran = await _generate(orchestrator, "hello", "--json", parts=[text("Hi")])
-    document = json.loads(ran.stdout)
+    document = json.loads((await _generate(orchestrator, "hello", "--json", parts=[text("Hi")])).stdout)
     assert (document["texts"], document["edges"][0]["connector"]) == ({"text": "Hi"}, "shm")
 
 
 async def test_a_stage_that_ended_early_is_named(orchestrator: ScriptedOrchestrator) -> None:
-    script = [admitted(), text("Hi"), finished(talker=request_pb2.FINISH_REASON_LENGTH)]
-    orchestrator.scripts.append(script)
+    orchestrator.scripts.append([admitted(), text("Hi"), finished(talker=request_pb2.FINISH_REASON_LENGTH)])
     ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
     assert "stage talker ended early: length" in ran.stderr
-    orchestrator.scripts.append(script)
-    stages = json.loads((await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--json")).stdout)[
-        "stages"
-    ]
+    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--json")
+    stages = json.loads(ran.stdout)["stages"]
     assert {name: stage["finish_reason"] for name, stage in stages.items()} == {"thinker": None, "talker": "length"}
 
 
@@ -271,12 +255,8 @@ async def test_messages_and_tools_are_read_from_files(orchestrator: ScriptedOrch
     files = ["--messages", str(tmp_path / "messages.json"), "--tools", str(tmp_path / "tools.json")]
     await _generate(orchestrator, *files, "--template-arguments", '{"thinking": false}')
     sent = orchestrator.requests[0].input.conversation
-    assert [request_pb2.Role.Name(each.role) for each in sent.messages] == [
-        "ROLE_USER",
-        "ROLE_ASSISTANT",
-        "ROLE_TOOL",
-        "ROLE_USER",
-    ]
+    roles = [request_pb2.Role.Name(each.role) for each in sent.messages]
+    assert roles == ["ROLE_USER", "ROLE_ASSISTANT", "ROLE_TOOL", "ROLE_USER"]
     assert [part.WhichOneof("content") for part in sent.messages[0].parts] == ["text", "image"]
     assert (sent.messages[0].parts[1].image.data, sent.messages[1].tool_calls[0].name) == (b"cat.png", "look")
     assert (sent.messages[2].tool_call_id, sent.messages[3].parts[0].use_audio_in_video) == ("c1", True)

@@ -18,8 +18,7 @@ def test_a_missing_model_is_listed_with_its_remedy(tiny: Path) -> None:
 
 
 def test_a_tiny_model_is_written_and_described(tmp_path: Path) -> None:
-    written = invoke("models", "tiny", "qwen3-omni", str(tmp_path / "model"), "--json")
-    report = json.loads(written.stdout)
+    report = json.loads(invoke("models", "tiny", "qwen3-omni", str(tmp_path / "model"), "--json").stdout)
     assert report["folder"] == str(tmp_path / "model")
     assert report["size_bytes"] == sum(path.stat().st_size for path in (tmp_path / "model").iterdir())
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "qwen3_omni_moe"

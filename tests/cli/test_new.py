@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,24 +13,16 @@ import pytest
 from stagemesh.client import read_wav
 from stagemesh.common.errors import ExitCode
 from tests.cli.commands import invoke
+from tests.repository.commands import ROOT, run
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "own-stage.md"
 INSTALL = "pip install --no-deps --editable ."
 
 
-def _run(command: str, *, folder: Path, environment: Mapping[str, str]) -> None:
-    done = subprocess.run(
-        shlex.split(command), cwd=folder, env=environment, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-
-
 def _environment(site: Path) -> dict[str, str]:
-    tools = Path(sys.executable).parent
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
-        "PATH": os.pathsep.join((str(tools), os.environ["PATH"])),
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
         "PYTHONPATH": str(site),
     }
 
@@ -49,12 +40,12 @@ def test_the_page_leads_to_a_stage_that_speaks(tmp_path: Path) -> None:
         elif command == INSTALL:
             # Not editable and not into the environment, which other tests use at the same time.
             install = f"python -m pip install --quiet --no-deps --no-build-isolation --target {site} ."
-            _run(install, folder=folder, environment=environment)
+            run(*shlex.split(install), folder=folder, environment=environment)
         else:
-            _run(command, folder=folder, environment=environment)
+            run(*shlex.split(command), folder=folder, environment=environment)
     assert len(read_wav(folder / "hello.wav").samples) == 5 * 60 * 24
     for check in ("mypy src tests", "pyright", "ruff check .", "ruff format --check ."):
-        _run(check, folder=folder, environment=environment)
+        run(*shlex.split(check), folder=folder, environment=environment)
 
 
 def test_the_examples_of_the_page_run() -> None:
@@ -91,7 +82,7 @@ state = louder.open(seed=1, options={name: option.default for name, option in LO
 LOUDER.signature.emits["audio"].spec.check("audio", made.tensors["audio"])
 assert (made.tensors["audio"].tolist(), rest) == ([1, 1, 1], [])
 """
-    _run(shlex.join((sys.executable, "-c", check)), folder=tmp_path, environment=_environment(tmp_path))
+    run(sys.executable, "-c", check, folder=tmp_path, environment=_environment(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["My-voice", "1voice", "my_voice", "json", "class", "stagemesh", "a--b"])

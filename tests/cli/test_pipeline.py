@@ -56,8 +56,7 @@ def test_the_tree_shows_stages_edges_and_outputs(tiny: Path) -> None:
 
 
 def test_the_graph_can_be_printed_as_json(tiny: Path) -> None:
-    document = json.loads(invoke("pipeline", "graph", str(tiny), "--json").stdout)
-    assert document == {
+    assert json.loads(invoke("pipeline", "graph", str(tiny), "--json").stdout) == {
         "pipeline": "tiny",
         "stages": ["first", "second"],
         "edges": [{"from": "first", "to": "second"}],
@@ -197,8 +196,7 @@ def test_a_pipeline_that_diffusion_does_not_support_is_reported(
 
 
 def test_a_valid_file_has_a_generation(tmp_path: Path) -> None:
-    ran = invoke("pipeline", "validate", "speech", "--json", "--no-models")
-    document = json.loads(ran.stdout)
+    document = json.loads(invoke("pipeline", "validate", "speech", "--json", "--no-models").stdout)
     assert (document["findings"], document["pipeline"]) == ([], "speech")
     assert f"generation {document['generation']}" in invoke("pipeline", "validate", "speech", "--no-models").stdout
 
@@ -294,10 +292,8 @@ def test_the_number_of_gpus_of_a_diffusion_stage(options: str, gpus: int, tmp_pa
 def test_images_are_named_by_repository_and_tag(song: Path) -> None:
     values = _render(str(song))
     tag = version("stagemesh")
-    assert {name: (image["repository"].split("/")[-1], image["tag"]) for name, image in values["images"].items()} == {
-        "orchestrator": ("orchestrator", tag),
-        "stage": ("stage-cpu", tag),
-    }
+    images = {name: (image["repository"].split("/")[-1], image["tag"]) for name, image in values["images"].items()}
+    assert images == {"orchestrator": ("orchestrator", tag), "stage": ("stage-cpu", tag)}
     assert values["stages"]["thinker"]["image"]["repository"].endswith("/stage-cuda")
 
 
@@ -329,8 +325,7 @@ def test_a_pipeline_that_breaks_a_rule_of_the_chart_is_rejected() -> None:
 @pytest.mark.parametrize("path", CHART_EXAMPLES, ids=lambda path: path.stem)
 def test_only_later_functions_are_missing_in_the_examples_of_the_chart(path: Path) -> None:
     later = ("unknown function 'qwen3_", "unknown transform 'qwen3_", "stage 'talker' emits have no common first axis")
-    lines = _validate(path).stderr.splitlines()
-    assert [line for line in lines if not any(text in line for text in later)] == []
+    assert [line for line in _validate(path).stderr.splitlines() if not any(text in line for text in later)] == []
 
 
 def test_models_are_not_looked_up_for_kubernetes(song: Path) -> None:

@@ -65,8 +65,7 @@ async def test_shm_is_not_used_between_hosts() -> None:
         environment = ("env", *(f"{name}={value}" for name, value in ENVIRONMENT.items()))
         there, here = (tuple(net.within(number)) for number in (1, 0))
         async with _serving(f"{net.address(1)}:0", within=there, environment=environment) as endpoint:
-            program = (*here, *environment, *COMMAND)
-            ran = await run_process("probe-transport", endpoint, "--json", program=program)
+            ran = await run_process("probe-transport", endpoint, "--json", program=(*here, *environment, *COMMAND))
     _check(ran, choice="nixl", usable=["nixl", "grpc"])
     report = json.loads(ran.stdout)
     assert not report["same_host"]
@@ -84,11 +83,8 @@ async def test_a_second_process_ends_with_its_body() -> None:
 
 async def test_an_unreachable_peer_is_named_with_a_remedy() -> None:
     ran = await stagemesh("probe-transport", "127.0.0.1:1")
-    ran.check(
-        ExitCode.UNAVAILABLE,
-        "nothing answers at 127.0.0.1:1",
-        "run `stagemesh probe-transport --serve 127.0.0.1:1` there",
-    )
+    remedy = "run `stagemesh probe-transport --serve 127.0.0.1:1` there"
+    ran.check(ExitCode.UNAVAILABLE, "nothing answers at 127.0.0.1:1", remedy)
 
 
 async def test_a_malformed_address_is_rejected() -> None:

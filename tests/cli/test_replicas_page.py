@@ -56,5 +56,4 @@ def test_the_page_deploys_and_upgrades_a_pipeline(folder: Path) -> None:
     assert len(set(generations)) == 2
     listed = [line for line in ran.stdout.splitlines() if re.match(r"\s*(writer|reader)\s", line)]
     assert [re.findall(r"\b(\w{12})\b", line)[-1] for line in listed] == [generations[0]] * 2 + [generations[1]] * 2
-    texts = re.findall(r"Step 0 is .*", ran.stdout)
-    assert [text.count("Step ") for text in texts] == [20, 20, 30]
+    assert [text.count("Step ") for text in re.findall(r"Step 0 is .*", ran.stdout)] == [20, 20, 30]

@@ -13,7 +13,6 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-from grpc_health.v1 import health_pb2
 
 from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.common.errors import ExitCode
@@ -22,9 +21,10 @@ from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.rpc.channels import CHANNEL_OPTIONS, open_sync
 from stagemesh.rpc.credentials import Credentials
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
-from tests.children import commands_of_children
+from tests.children import commands_of_children, killed_at_end
 from tests.cli.commands import COMMAND
 from tests.credentials import issue
+from tests.rpc.health_calls import wait_status
 from tests.stage.replicas import stage_config
 from tests.system.pipelines import pipeline_file
 
@@ -39,14 +39,7 @@ def _stage(endpoint: str) -> bytes:
 
 def _await_health(endpoint: str, name: str) -> None:
     with grpc.insecure_channel(endpoint) as channel:
-        watch = channel.unary_stream(
-            "/grpc.health.v1.Health/Watch",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
-        call = watch(health_pb2.HealthCheckRequest(service=name), wait_for_ready=True, timeout=LIMIT_S)
-        assert any(each.status == health_pb2.HealthCheckResponse.SERVING for each in call)
-        call.cancel()
+        wait_status(channel, name, timeout_s=LIMIT_S)
 
 
 @contextmanager
@@ -55,16 +48,13 @@ def _serving(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Runs a process, and sends SIGTERM to it at the end. Asserts that it then exits with code 0."""
     command = [*COMMAND, "serve", role, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
-        try:
-            assert process.stdin is not None
-            process.stdin.write(stdin)
-            process.stdin.close()
-            yield process
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(LIMIT_S) == 0
-        finally:
-            process.kill()
+    with killed_at_end(subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)) as process:
+        assert process.stdin is not None
+        process.stdin.write(stdin)
+        process.stdin.close()
+        yield process
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0
 
 
 @pytest.fixture
@@ -91,8 +81,7 @@ def test_a_stage_is_served_with_the_configuration_of_standard_input(endpoint: st
 
 def test_an_orchestrator_is_served_with_the_configuration_of_standard_input(tiny: Path, endpoint: str) -> None:
     replicas = {stage: (ReplicaAddress(f"{stage}-0", "127.0.0.1:1"),) for stage in ("first", "second")}
-    config = dump_config(OrchestratorConfig(str(tiny), replicas, endpoint))
-    with _serving("orchestrator", "-", stdin=config):
+    with _serving("orchestrator", "-", stdin=dump_config(OrchestratorConfig(str(tiny), replicas, endpoint))):
         _await_health(endpoint, "liveness")
 
 
@@ -110,30 +99,23 @@ def test_an_invalid_configuration_is_a_usage_error_that_names_its_origin(role: s
 def test_a_sigterm_before_the_first_process_of_a_container_is_ready_is_not_lost(endpoint: str) -> None:
     program = "from stagemesh.cli.__main__ import main; main()"
     command = [*IN_CONTAINER, sys.executable, "-c", program, "serve", "stage", "-"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as container:
-        try:
-            first = _replaced_by(container, "stagemesh.services.stage")
-            # The process still waits for its configuration, and has no handler for signals.
-            first.send_signal(signal.SIGTERM)
-            container.communicate(_stage(endpoint), timeout=LIMIT_S)
-            assert container.returncode == 0
-        finally:
-            container.kill()
+    with killed_at_end(subprocess.Popen(command, stdin=subprocess.PIPE)) as container:
+        # The process still waits for its configuration, and has no handler for signals.
+        _replaced_by(container, "stagemesh.services.stage").send_signal(signal.SIGTERM)
+        container.communicate(_stage(endpoint), timeout=LIMIT_S)
+        assert container.returncode == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a namespace of process ids")
 def test_a_command_that_is_the_first_process_of_a_container_ends_on_sigterm(endpoint: str) -> None:
     program = "from stagemesh.cli.__main__ import main; main()"
     command = [*IN_CONTAINER, sys.executable, "-c", program, "probe-transport", "--serve", endpoint, "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as container:
-        try:
-            assert container.stdout is not None
-            assert b"ready" in container.stdout.readline()
-            (first,) = psutil.Process(container.pid).children()
-            first.send_signal(signal.SIGTERM)
-            assert container.wait(timeout=LIMIT_S) == 0
-        finally:
-            container.kill()
+    with killed_at_end(subprocess.Popen(command, stdout=subprocess.PIPE)) as container:
+        assert container.stdout is not None
+        assert b"ready" in container.stdout.readline()
+        (first,) = psutil.Process(container.pid).children()
+        first.send_signal(signal.SIGTERM)
+        assert container.wait(timeout=LIMIT_S) == 0
 
 
 def _replaced_by(container: "subprocess.Popen[bytes]", module: str) -> psutil.Process:

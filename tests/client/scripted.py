@@ -162,9 +162,8 @@ def _placed(event: GenerateResponse, positions: Counter[OutputKey]) -> GenerateR
 def admitted(request_id: str = "r", *, seed: int = 7, choices: int = 1, generation: str = "g") -> GenerateResponse:
     """Returns the first event of a request."""
     placed = [AdmittedChoice(replicas={"thinker": "thinker-0"})] * choices
-    return GenerateResponse(
-        admitted=RequestAdmitted(request_id=request_id, seed=seed, choices=placed, generation=generation)
-    )
+    message = RequestAdmitted(request_id=request_id, seed=seed, choices=placed, generation=generation)
+    return GenerateResponse(admitted=message)
 
 
 def queued(position: int, *, expected_wait_s: float = 1.5) -> GenerateResponse:

@@ -39,6 +39,7 @@ from stagemesh.common.errors import (
     UnavailableError,
 )
 from stagemesh.common.wire.tensors import read_inline
+from stagemesh.conformance.replicas import until
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import request_pb2, stage_pb2
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
@@ -121,8 +122,7 @@ async def test_media_reach_the_server_in_order(orchestrator: ScriptedOrchestrato
         AudioFile(b"wav", "audio/wav"),
         VideoFile(b"mp4", "video/mp4"),
     ]
-    request = await _sent(orchestrator, prompt)
-    (message,) = request.input.conversation.messages
+    (message,) = (await _sent(orchestrator, prompt)).input.conversation.messages
     kinds = [part.WhichOneof("content") for part in message.parts]
     assert kinds == ["image", "text", "audio", "audio_file", "video_file"]
     assert (message.role, message.content, message.parts[0].image.media_type) == (ROLE_USER, "", "image/jpeg")
@@ -173,8 +173,7 @@ async def test_every_sampling_argument_reaches_the_server(orchestrator: Scripted
 async def test_a_structure_reaches_the_server(
     orchestrator: ScriptedOrchestrator, structure: dict[str, object], sent: object
 ) -> None:
-    request = await _sent(orchestrator, "hello", **structure)
-    sampling = request.parameters.sampling
+    sampling = (await _sent(orchestrator, "hello", **structure)).parameters.sampling
     (name,) = structure
     assert sampling.WhichOneof("structure") == name
     assert (list(sampling.allowed_texts.texts) if name == "allowed_texts" else getattr(sampling, name)) == sent
@@ -196,8 +195,7 @@ async def test_tools_and_their_calls_reach_the_server(orchestrator: ScriptedOrch
 
 
 async def test_a_prompt_with_tools_becomes_a_conversation(orchestrator: ScriptedOrchestrator) -> None:
-    request = await _sent(orchestrator, "Hi", tools=[Tool("weather")])
-    sent = request.input
+    sent = (await _sent(orchestrator, "Hi", tools=[Tool("weather")])).input
     assert (sent.WhichOneof("prompt"), sent.conversation.messages[0].content) == ("conversation", "Hi")
 
 
@@ -206,8 +204,7 @@ async def test_media_accompany_a_prompt_without_template(
     orchestrator: ScriptedOrchestrator, prompt: dict[str, Any]
 ) -> None:
     media: list[Medium] = [ImageFile(b"png", "image/png"), VideoFile(b"mp4", "video/mp4", use_audio_in_video=True)]
-    request = await _sent(orchestrator, media=media, **prompt)
-    sent = request.input
+    sent = (await _sent(orchestrator, media=media, **prompt)).input
     assert (sent.WhichOneof("prompt"), len(sent.media)) == (next(iter(prompt)), 2)
     assert (sent.media[0].image.data, sent.media[1].use_audio_in_video) == (b"png", True)
 
@@ -247,9 +244,7 @@ async def test_a_generation_is_iterated_once(orchestrator: ScriptedOrchestrator,
 async def test_a_cancelled_task_cancels_the_request(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     orchestrator.scripts.append([admitted(), Pause.FOREVER])
     asking = asyncio.create_task(client.generate("hello").result())
-    async with asyncio.timeout(10):
-        while not orchestrator.requests:
-            await asyncio.sleep(0.005)
+    await until(lambda: bool(orchestrator.requests), timeout_s=10)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking

@@ -77,9 +77,7 @@ async def test_a_truncation_waits_for_the_end_of_the_turn(
         assert (await truncating).answer == "H"
 
 
-async def test_the_iteration_ends_when_the_session_is_closed(
-    orchestrator: ScriptedOrchestrator, client: AsyncClient
-) -> None:
+async def test_the_iteration_ends_when_the_session_is_closed(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.talks.append([opened(), "close"])
     async with asynchronous(orchestrator) as talk:
         reading = asyncio.create_task(talk.read("ended"))

@@ -58,9 +58,8 @@ async def test_a_request_that_a_stopping_server_has_not_accepted_is_sent_again(
 async def test_the_second_call_sends_the_received_positions(
     orchestrator: ScriptedOrchestrator, generate: Generate
 ) -> None:
-    orchestrator.scripts.extend(
-        [[admitted(seed=9), text("Zoë "), audio([0.5, 1]), text("!"), Pause.BREAK], [admitted(seed=9), finished()]]
-    )
+    orchestrator.scripts.append([admitted(seed=9), text("Zoë "), audio([0.5, 1]), text("!"), Pause.BREAK])
+    orchestrator.scripts.append([admitted(seed=9), finished()])
     await generate(orchestrator.endpoint)
     first, second = orchestrator.requests
     assert _positions(second) == {"text": 5, "audio": 2}
@@ -247,10 +246,8 @@ async def test_each_choice_continues_where_it_was(orchestrator: ScriptedOrchestr
     assert [(choice.seed, choice.text) for choice in result.choices] == [(2**63 - 1, "You?"), (0, "Hi there")]
     assert (result.text, result.seed, steps) == ("You?", 2**63 - 1, [(0, 2), (1, 3), (0, 3)])
     sent = orchestrator.requests
-    assert [(each.name, each.index, each.position) for each in sent[1].next_positions] == [
-        ("text", 1, 3),
-        ("text", 0, 3),
-    ]
+    positions = [(each.name, each.index, each.position) for each in sent[1].next_positions]
+    assert positions == [("text", 1, 3), ("text", 0, 3)]
     assert [each.parameters.choices for each in sent] == [2, 2]
 
 

@@ -162,16 +162,11 @@ async def test_a_truncation_is_confirmed_although_the_orchestrator_is_lost(
 async def test_an_orchestrator_that_knows_an_older_state_forgets_it_first(
     orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator, converse: Converse
 ) -> None:
-    orchestrator.talks.extend(
-        [
-            [opened(), *FIRST_TURN, Pause.BREAK],
-            [opened(known=True, accepted=2, turn=2), "close"],
-            [opened(), "commit", committed(3), turn_ended(3), "close"],
-        ]
-    )
-    other.talks.append(
-        [opened(), "commit", committed(2), turn_ended(2, "Yo"), granted(accepted=4), "append", Pause.BREAK]
-    )
+    orchestrator.talks.append([opened(), *FIRST_TURN, Pause.BREAK])
+    orchestrator.talks.append([opened(known=True, accepted=2, turn=2), "close"])
+    orchestrator.talks.append([opened(), "commit", committed(3), turn_ended(3), "close"])
+    second: Talk = ["commit", committed(2), turn_ended(2, "Yo"), granted(accepted=4), "append", Pause.BREAK]
+    other.talks.append([opened(), *second])
     async with converse(orchestrator, other) as talk:
         for line in ("one", "two", "three"):
             await talk.say(line)

@@ -1,5 +1,8 @@
 """Sessions of every client against a scripted orchestrator."""
 
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -14,7 +17,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.conformance.replicas import until
 from stagemesh.v1.orchestrator_pb2 import ConverseResponse
-from tests.client.scripted import ScriptedOrchestrator, Talk, admitted, audio, finished
+from tests.client.scripted import ScriptedOrchestrator, Talk, TalkItem, admitted, audio, finished
 from tests.client.scripted_sessions import (
     committed,
     generated,
@@ -30,7 +33,7 @@ from tests.client.scripted_sessions import (
     truncated,
     turn_ended,
 )
-from tests.client.session_drivers import Converse
+from tests.client.session_drivers import Converse, SessionDriver
 from tests.rpc.call_errors import raises
 
 ANSWER: Talk = [
@@ -39,9 +42,16 @@ ANSWER: Talk = [
 ]
 
 
+def open_session(
+    converse: Converse, orchestrator: ScriptedOrchestrator, *script: TalkItem, **arguments: Any
+) -> AbstractAsyncContextManager[SessionDriver]:
+    """Opens a session at an orchestrator that opens it, follows a script and expects its close."""
+    orchestrator.talks.append([opened(), *script, "close"])
+    return converse(orchestrator, **arguments)
+
+
 async def test_a_turn_is_answered(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
-    orchestrator.talks.append([opened(), *ANSWER, "close"])
-    async with converse(orchestrator, outputs=["text"]) as talk:
+    async with open_session(converse, orchestrator, *ANSWER, outputs=["text"]) as talk:
         assert await talk.ask("hello") == 1
         assert await talk.answer() == "Hi you"
     assert talk.kinds == ["opened", "committed", "admitted", "text", "text", "audio", "finished", "ended"]
@@ -51,9 +61,8 @@ async def test_a_turn_is_answered(orchestrator: ScriptedOrchestrator, converse: 
 
 
 async def test_pieces_of_every_kind_are_appended(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
-    orchestrator.talks.append([opened(), *ANSWER, "close"])
     samples = AudioSamples(np.zeros(8, np.float32), 16_000)
-    async with converse(orchestrator) as talk:
+    async with open_session(converse, orchestrator, *ANSWER) as talk:
         await talk.append("look", ImageFile(b"png", "image/png"), samples, Message("tool", "4", (), "c1"))
         await talk.commit()
     pieces = [event.append for event in orchestrator.events[0] if event.HasField("append")]
@@ -62,8 +71,7 @@ async def test_pieces_of_every_kind_are_appended(orchestrator: ScriptedOrchestra
 
 
 async def test_long_audio_is_divided(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
-    orchestrator.talks.append([opened(), *ANSWER, "close"])
-    async with converse(orchestrator) as talk:
+    async with open_session(converse, orchestrator, *ANSWER) as talk:
         await talk.append(AudioSamples(np.arange(150_000, dtype=np.float32), 16_000))
         await talk.commit()
     pieces = [event.append.part.audio.samples for event in orchestrator.events[0] if event.HasField("append")]
@@ -79,8 +87,7 @@ async def test_an_append_waits_for_credit(orchestrator: ScriptedOrchestrator, co
 
 
 async def test_a_piece_that_is_too_large_is_not_sent(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
-    orchestrator.talks.append([opened(), *ANSWER, "close"])
-    async with converse(orchestrator) as talk:
+    async with open_session(converse, orchestrator, *ANSWER) as talk:
         with raises(InvalidRequestError, reason="MESSAGE_TOO_LARGE", match="shorten the input"):
             await talk.append(Message("user", "x" * (8 << 20)))
         assert await talk.say("hello") == "Hi you"
@@ -88,17 +95,15 @@ async def test_a_piece_that_is_too_large_is_not_sent(orchestrator: ScriptedOrche
 
 async def test_a_rejected_commit_raises_its_error(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     empty = NotReadyError("turn 1 has no input", reason="EMPTY_TURN")
-    orchestrator.talks.append([opened(), "commit", rejected(1, empty), *ANSWER, "close"])
-    async with converse(orchestrator) as talk:
+    async with open_session(converse, orchestrator, "commit", rejected(1, empty), *ANSWER) as talk:
         with raises(NotReadyError, reason="EMPTY_TURN", match="turn 1 has no input"):
             await talk.commit()
         assert await talk.ask("hello") == 1
 
 
 async def test_a_rejected_piece_fails_the_next_call(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
-    wrong = UnsupportedError("no edge carries images")
-    orchestrator.talks.append([opened(), "append", rejected(1, wrong), "append", granted(accepted=2), *ANSWER, "close"])
-    async with converse(orchestrator) as talk:
+    wrong = rejected(1, UnsupportedError("no edge carries images"))
+    async with open_session(converse, orchestrator, "append", wrong, "append", granted(accepted=2), *ANSWER) as talk:
         await talk.append("wrong")
         with pytest.raises(UnsupportedError, match="no edge carries images"):
             await talk.ask("right")
@@ -107,8 +112,7 @@ async def test_a_rejected_piece_fails_the_next_call(orchestrator: ScriptedOrches
 async def test_nothing_of_an_interrupted_turn_follows(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     late: Talk = [text(1, "late", position=6)] * 3
     stop: Talk = [interrupted(1, text=6), *late, turn_ended(1, "Hi you")]
-    orchestrator.talks.append([opened(), *ANSWER[:5], "interrupt", *stop, "close"])
-    async with converse(orchestrator) as talk:
+    async with open_session(converse, orchestrator, *ANSWER[:5], "interrupt", *stop) as talk:
         await talk.ask("hello")
         assert await talk.interrupt() == {"text": 6}
         await talk.read_answer()
@@ -121,8 +125,7 @@ async def test_an_interruption_of_an_ended_turn_is_an_error(
     orchestrator: ScriptedOrchestrator, converse: Converse
 ) -> None:
     ended = NotReadyError("turn 1 has ended", reason="TURN_ENDED")
-    orchestrator.talks.append([opened(), *ANSWER, "interrupt", rejected(3, ended), "close"])
-    async with converse(orchestrator) as talk:
+    async with open_session(converse, orchestrator, *ANSWER, "interrupt", rejected(3, ended)) as talk:
         await talk.ask("hello")
         with pytest.raises(NotReadyError, match="turn 1 has ended"):
             await talk.interrupt()
@@ -131,8 +134,7 @@ async def test_an_interruption_of_an_ended_turn_is_an_error(
 async def test_a_truncation_names_what_was_heard(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     answers = ["Hi", "Hi you", "H", ""]
     confirmed: Talk = [item for answer in answers for item in ("truncate", truncated(1, answer))]
-    orchestrator.talks.append([opened(), *ANSWER, *confirmed, "close"])
-    async with converse(orchestrator) as talk:
+    async with open_session(converse, orchestrator, *ANSWER, *confirmed) as talk:
         await talk.ask("hello")
         await talk.read("text")
         heard = [await talk.truncate()]
@@ -149,16 +151,14 @@ async def test_a_truncation_names_what_was_heard(orchestrator: ScriptedOrchestra
 
 
 async def test_audio_cannot_be_truncated_without_audio(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
-    orchestrator.talks.append([opened(), *ANSWER[:2], turn_ended(1), "close"])
-    async with converse(orchestrator) as talk:
+    async with open_session(converse, orchestrator, *ANSWER[:2], turn_ended(1)) as talk:
         await talk.ask("hello")
         with pytest.raises(NotFoundError, match="produced no audio"):
             await talk.truncate(audio_s=1.0)
 
 
 async def test_a_clear_withdraws_the_input(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
-    orchestrator.talks.append([opened(), "clear", granted(accepted=2), *ANSWER, "close"])
-    async with converse(orchestrator) as talk:
+    async with open_session(converse, orchestrator, "clear", granted(accepted=2), *ANSWER) as talk:
         await talk.append("no")
         await talk.clear()
         await talk.ask("yes")
@@ -168,8 +168,8 @@ async def test_a_clear_withdraws_the_input(orchestrator: ScriptedOrchestrator, c
 async def test_cleared_streamed_input_ends_its_turn(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     cleared: Talk = [interrupted(1), turn_ended(1), granted(accepted=2)]
     script: Talk = ["append", text(1, "wrong"), "clear", text(1, "late", position=5), *cleared]
-    orchestrator.talks.append([opened(), *script, "commit", committed(2), text(2, "right"), turn_ended(2), "close"])
-    async with converse(orchestrator, input_mode="stream") as talk:
+    again: Talk = ["commit", committed(2), text(2, "right"), turn_ended(2)]
+    async with open_session(converse, orchestrator, *script, *again, input_mode="stream") as talk:
         await talk.append("no")
         await talk.clear()
         assert await talk.ask("yes") == 2
@@ -179,8 +179,7 @@ async def test_cleared_streamed_input_ends_its_turn(orchestrator: ScriptedOrches
 async def test_a_failed_turn_raises_after_its_events(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     failed = turn_ended(1, "Hi ", InternalError("the stage failed"))
     again: Talk = ["commit", committed(2), text(2, "ok"), turn_ended(2, "ok")]
-    orchestrator.talks.append([opened(), *ANSWER[:4], failed, *again, "close"])
-    async with converse(orchestrator) as talk:
+    async with open_session(converse, orchestrator, *ANSWER[:4], failed, *again) as talk:
         with pytest.raises(InternalError, match="the stage failed"):
             await talk.say("hello")
         assert talk.kinds[-1] == "ended"
@@ -190,8 +189,7 @@ async def test_a_failed_turn_raises_after_its_events(orchestrator: ScriptedOrche
 async def test_detected_turns_and_speech_are_events(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     begins, ends = speech(1, begins=True, at_s=0.25), speech(1, begins=False, at_s=0.5)
     turn: Talk = [begins, ends, committed(1, audio_end_s=0.75), text(1, "Hi"), turn_ended(1, "Hi")]
-    orchestrator.talks.append([opened(), "append", *turn, "close"])
-    async with converse(orchestrator, turn_detection={}) as talk:
+    async with open_session(converse, orchestrator, "append", *turn, turn_detection={}) as talk:
         await talk.append(AudioSamples(np.zeros(16_000, np.float32), 16_000))
         await talk.read("ended")
     assert talk.kinds == ["opened", "speech", "speech", "committed", "text", "ended"]
@@ -231,8 +229,7 @@ async def test_a_session_of_another_client_is_not_taken_over(
 async def test_an_unknown_kind_closes_the_session(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     unknown = ConverseResponse.FromString(b"\xa2\x06\x00")  # field 100
     ignorable = ConverseResponse.FromString(b"\xa2\x06\x00\x78\x01")
-    orchestrator.talks.append([opened(), ignorable, "append", unknown, "close"])
-    async with converse(orchestrator) as talk:
+    async with open_session(converse, orchestrator, ignorable, "append", unknown) as talk:
         await talk.append("hello")
         with raises(UnsupportedError, reason="UNKNOWN_KIND", match="unknown kind"):
             await talk.read("ended")

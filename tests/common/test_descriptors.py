@@ -7,6 +7,7 @@ import pytest
 from stagemesh.common.errors import NotFoundError, NotReadyError
 from stagemesh.common.plugins.entry_points import factory_problem, load_function_descriptor
 from tests.rpc.call_errors import raises
+from tests.system.added_transforms import write_package
 
 GOOD = """\
 from stagemesh.common.plugins.descriptors import FunctionDescriptor, Signature
@@ -27,10 +28,7 @@ class WithoutOpen:
 
 def _install(folder: Path, package: str, *, entry: str, name: str = "tested", source: str = GOOD) -> None:
     (folder / f"{entry.partition(':')[0]}.py").write_text(source)
-    info = folder / f"{package}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[stagemesh.functions]\n{name} = {entry}\n")
+    write_package(folder, name=package, entry_points=f"[stagemesh.functions]\n{name} = {entry}\n")
 
 
 @pytest.fixture

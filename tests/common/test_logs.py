@@ -72,8 +72,7 @@ def test_records_as_text() -> None:
 
 def test_records_as_json() -> None:
     first, second = map(json.loads, _logged(STAGEMESH_LOG_FORMAT="json").splitlines())
-    time = first.pop("time")
-    assert time.endswith("+00:00")
+    assert first.pop("time").endswith("+00:00")
     assert first == {
         "level": "INFO",
         "logger": "stagemesh.x",
@@ -90,8 +89,7 @@ def test_the_level_at_the_start() -> None:
 
 @pytest.mark.parametrize("name", ["STAGEMESH_LOG_FORMAT", "STAGEMESH_LOG_LEVEL"])
 def test_an_unknown_setting_is_named(name: str) -> None:
-    output = _logged(**{name: "loud"})
-    assert f"{name} is 'loud'; it must be" in output
+    assert f"{name} is 'loud'; it must be" in _logged(**{name: "loud"})
 
 
 @pytest.fixture
@@ -113,9 +111,8 @@ def test_a_level_is_set_for_a_logger_and_those_below_it(logger: logging.Logger) 
 
 
 def test_an_unknown_logger_is_an_error() -> None:
-    with raises(
-        NotFoundError, reason="UNKNOWN_LOGGER", match=r"no logger 'stagemesh.nobody'; it has loggers below .*stagemesh"
-    ):
+    message = r"no logger 'stagemesh.nobody'; it has loggers below .*stagemesh"
+    with raises(NotFoundError, reason="UNKNOWN_LOGGER", match=message):
         set_level(logging.DEBUG, logger="stagemesh.nobody")
 
 

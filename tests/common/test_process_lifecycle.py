@@ -4,10 +4,11 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import pytest
+
+from tests.children import killed_at_end
 
 SERVICE = """
 import asyncio, sys
@@ -121,13 +122,5 @@ def _run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
 
 
-@contextmanager
-def _started(code: str, argument: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", code, argument], stdout=subprocess.PIPE)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+def _started(code: str, argument: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    return killed_at_end(subprocess.Popen([sys.executable, "-c", code, argument], stdout=subprocess.PIPE))

@@ -12,9 +12,8 @@ def test_home_that_is_a_file_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("STAGEMESH_HOME", str(file))
-    with raises(
-        InvalidRequestError, reason="INVALID_SETTING", match=r"STAGEMESH_HOME is '.*file'; it must be a folder"
-    ):
+    message = r"STAGEMESH_HOME is '.*file'; it must be a folder"
+    with raises(InvalidRequestError, reason="INVALID_SETTING", match=message):
         home()
 
 

@@ -13,6 +13,7 @@ from stagemesh.connectors.packets import EdgeKey
 from stagemesh.connectors.wire import key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
+from tests.connectors.hosts import started_host
 
 KEY = EdgeKey("r", "a->b", 1)
 WIRE_KEY = key_to_wire(KEY)
@@ -68,18 +69,14 @@ class Peer:
         """Returns the next reply of a kind."""
         return await self.reply(lambda reply: reply.WhichOneof("reply") == kind)
 
-    async def rejection(self) -> chunk_pb2.Error:
-        """Returns the error of the next rejected flow. Repeats the last items if the consumer asks for it."""
+    async def reason(self) -> str:
+        """Returns the reason of the next rejected flow. Repeats the last items if the consumer asks for it."""
         last = self._last
         while True:
             verdict = await self.reply(lambda reply: reply.HasField("rejected") or reply.HasField("resync"))
             if verdict.HasField("rejected"):
-                return verdict.rejected.error
+                return verdict.rejected.error.reason
             await self.put(opening(), *last)
-
-    async def reason(self) -> str:
-        """Returns the reason of the next rejected flow."""
-        return (await self.rejection()).reason
 
     async def _response(self) -> stage_pb2.PutChunkResponse:
         response = await self.call.read()
@@ -100,12 +97,11 @@ async def dialled(host: Host, first: stage_pb2.PutChunkRequest) -> AsyncIterator
 @asynccontextmanager
 async def peer(first: stage_pb2.PutChunkRequest | None = None) -> AsyncIterator[Peer]:
     """Yields a producer that has sent its first message, by default a valid Hello, to a new consumer."""
-    host = await Host.started("b-0", window_bytes=1 << 20, arena_bytes=2 << 20)
-    try:
-        async with dialled(host, first or hello()) as one:
-            yield one
-    finally:
-        await host.close()
+    async with (
+        started_host("b-0", window_bytes=1 << 20, arena_bytes=2 << 20) as host,
+        dialled(host, first or hello()) as one,
+    ):
+        yield one
 
 
 @asynccontextmanager

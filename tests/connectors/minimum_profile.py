@@ -68,6 +68,15 @@ def digest_of(chunks: Sequence[chunk_pb2.ChunkData]) -> bytes:
     return hashlib.sha256(b"".join(struct.pack("<Q", len(list(run))) + each for each, run in runs)).digest()
 
 
+def put_chunk_handler(put_chunk: Any) -> Any:
+    """Returns the handler of a method PutChunk."""
+    return grpc.stream_stream_rpc_method_handler(
+        put_chunk,
+        request_deserializer=stage_pb2.PutChunkRequest.FromString,
+        response_serializer=stage_pb2.PutChunkResponse.SerializeToString,
+    )
+
+
 def stage_service(**methods: Any) -> grpc.GenericRpcHandler:
     """Returns a StageService with these methods."""
     return grpc.method_handlers_generic_handler("stagemesh.v1.StageService", methods)
@@ -83,21 +92,14 @@ class MinimumConsumer:
 
     def handler(self) -> Any:
         """Returns the handler of PutChunk."""
-        return grpc.stream_stream_rpc_method_handler(
-            self.put_chunk,
-            request_deserializer=stage_pb2.PutChunkRequest.FromString,
-            response_serializer=stage_pb2.PutChunkResponse.SerializeToString,
-        )
+        return put_chunk_handler(self.put_chunk)
 
     async def put_chunk(
         self, requests: AsyncIterator[stage_pb2.PutChunkRequest], context: Any
     ) -> AsyncIterator[stage_pb2.PutChunkResponse]:
-        identity = self._identity
+        own = self._identity
         welcome = stage_pb2.Welcome(
-            replica=identity.replica,
-            incarnation=identity.incarnation,
-            inline_limit_bytes=1024,
-            protocol=identity.protocol,
+            replica=own.replica, incarnation=own.incarnation, inline_limit_bytes=1024, protocol=own.protocol
         )
         async for request in requests:
             if request.HasField("hello"):
@@ -137,12 +139,11 @@ class MinimumConsumer:
         flow.next_seq += 1
         replies: list[Reply] = []
         if chunk.HasField("data"):
-            tensors = chunk.data.tensors
             contents = [
                 bytes(flow.pieces[each.streamed.offset :][: each.streamed.size_bytes])
                 if each.HasField("streamed")
                 else each.inline
-                for each in tensors
+                for each in chunk.data.tensors
             ]
             flow.pieces.clear()
             flow.received_bytes += chunk.data.size_bytes
@@ -155,9 +156,8 @@ class MinimumConsumer:
             assert (chunk.end.count, chunk.end.digest) == (len(chunks), digest_of(chunks))
             flow.ended.set()
             replies.append(Reply(commit=stage_pb2.EdgeCommit(key=chunk.key)))
-        ack = stage_pb2.ChunkAck(
-            key=chunk.key, next_seq=flow.next_seq, credit_limit_bytes=flow.received_bytes + WINDOW_BYTES
-        )
+        limit_bytes = flow.received_bytes + WINDOW_BYTES
+        ack = stage_pb2.ChunkAck(key=chunk.key, next_seq=flow.next_seq, credit_limit_bytes=limit_bytes)
         return [Reply(ack=ack), *replies]
 
 
@@ -178,12 +178,9 @@ class Sending:
         self._is_committed = False
 
     async def open(self) -> None:
-        identity = self._identity
-        hello = stage_pb2.Hello(**identity._asdict())
-        await self._call.write(stage_pb2.PutChunkRequest(hello=hello))
+        await self._call.write(stage_pb2.PutChunkRequest(hello=stage_pb2.Hello(**self._identity._asdict())))
         self._inline_limit_bytes = (await self._call.read()).welcome.inline_limit_bytes
-        opening = stage_pb2.OpenEdge(key=self._key, connector=chunk_pb2.CONNECTOR_GRPC, opening=1)
-        await self._put(Item(open=opening))
+        await self._put(Item(open=stage_pb2.OpenEdge(key=self._key, connector=chunk_pb2.CONNECTOR_GRPC, opening=1)))
         while not self._window_bytes:
             await self._receive()
 

@@ -1,11 +1,11 @@
 """Tickets that a test offers, and flows that carry them."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import numpy as np
 
-from stagemesh.conformance import Host, open_flow
+from stagemesh.conformance import open_flow
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import OfferedTicket, Packet, Ticket
@@ -40,11 +40,8 @@ class Offers:
                 ticket.release()
 
 
-def open_ticket_flow(
-    producer: Host, consumer: Host, *, ticket_kinds: tuple[str, ...] = (KIND,), **flow: Any
-) -> tuple[Outlet, Inlet]:
-    """Opens a flow whose reader accepts tickets of `ticket_kinds`. `flow` is passed to `open_flow`."""
-    return open_flow(producer, consumer, ticket_kinds=ticket_kinds, **flow)
+open_ticket_flow = partial(open_flow, ticket_kinds=(KIND,))
+"""Opens a flow as `open_flow` does. Its reader accepts tickets of KIND unless the caller names other kinds."""
 
 
 async def take(inlet: Inlet, name: str = "kv") -> Ticket:

@@ -5,16 +5,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
-
-from google.protobuf.message import Message
+from typing import Any
 
 from stagemesh.v1 import stage_pb2
 
 DELAY_S = 0.05
 """The time for which a delayed message waits for the message that is to overtake it."""
-
-MessageT = TypeVar("MessageT", bound=Message)
 
 
 class Fault(Enum):
@@ -31,6 +27,13 @@ class Direction(Enum):
 
     REQUESTS = "requests"
     REPLIES = "replies"
+
+
+_KINDS: dict[Direction, tuple[Any, str]] = {
+    Direction.REQUESTS: (stage_pb2.PutChunkRequest, "items"),
+    Direction.REPLIES: (stage_pb2.PutChunkResponse, "replies"),
+}
+"""The class of the messages of each direction, and the name of the field with their items."""
 
 
 class CutError(Exception):
@@ -106,16 +109,12 @@ async def pump(
 
 def split(message: bytes, direction: Direction) -> list[bytes]:
     """Returns a message for each item of a message, so that batching does not decide which item is affected."""
-    if direction is Direction.REQUESTS:
-        return _split(stage_pb2.PutChunkRequest.FromString(message), "items")
-    return _split(stage_pb2.PutChunkResponse.FromString(message), "replies")
-
-
-def _split(message: MessageT, name: str) -> list[bytes]:
-    items = list(getattr(message, name))
-    message.ClearField(name)
-    rest = message.SerializeToString()
-    return [rest] * bool(rest or not items) + [type(message)(**{name: [item]}).SerializeToString() for item in items]
+    kind, name = _KINDS[direction]
+    whole = kind.FromString(message)
+    items = list(getattr(whole, name))
+    whole.ClearField(name)
+    rest = whole.SerializeToString()
+    return [rest] * bool(rest or not items) + [kind(**{name: [item]}).SerializeToString() for item in items]
 
 
 async def _send_all(messages: list[bytes], sink: Callable[[bytes], Awaitable[None]]) -> None:

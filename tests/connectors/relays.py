@@ -14,6 +14,7 @@ import grpc
 
 from stagemesh.rpc.channels import SERVER_OPTIONS, open_channel
 from stagemesh.v1 import stage_pb2
+from tests.connectors.hosts import serving
 from tests.connectors.local_sockets import LocalSocket, connect, listen
 from tests.connectors.relay_faults import CutError, Direction, Faults, pump
 
@@ -69,11 +70,8 @@ class Relay(grpc.GenericRpcHandler):
         faults = self.faults[stage_pb2.PutChunkRequest.FromString(first).hello.replica]
         replies: asyncio.Queue[bytes] = asyncio.Queue()
 
-        async def write(message: bytes) -> None:
-            await call.write(message)
-
         async def send_requests() -> None:
-            await pump(_chain(first, requests), write, faults=faults, direction=Direction.REQUESTS)
+            await pump(_chain(first, requests), call.write, faults=faults, direction=Direction.REQUESTS)
             await call.done_writing()
             await asyncio.Event().wait()
 
@@ -174,12 +172,8 @@ async def relayed(endpoint: str) -> AsyncIterator[Relay]:
     """Yields a relay before "host:port". Producers connect to its `endpoint`."""
     async with open_channel(endpoint) as channel:
         relay = Relay(channel)
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        server.add_generic_rpc_handlers((relay,))
-        relay.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        try:
-            yield relay
-        finally:
-            await relay.close()
-            await server.stop(None)
+        async with serving(relay, SERVER_OPTIONS) as relay.endpoint:
+            try:
+                yield relay
+            finally:
+                await relay.close()

@@ -20,7 +20,7 @@ import uvloop
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.wire.chunk_sizes import StepPolicy
-from stagemesh.conformance import Host
+from stagemesh.conformance import Host, send_all
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
@@ -76,9 +76,7 @@ class Program:
         )
         self._outlets[request] = outlet
         started = time.monotonic()
-        for seq in range(count):
-            await outlet.send(packet_of(request, seq, size_bytes))
-        await outlet.finish()
+        await send_all(outlet, (packet_of(request, seq, size_bytes) for seq in range(count)))
         seconds = time.monotonic() - started
         return {"connector": outlet.attempt.connector, "chunks": outlet.usage.chunks, "seconds": seconds}
 

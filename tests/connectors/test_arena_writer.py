@@ -26,6 +26,7 @@ from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.connectors.packets import Packet
 from tests.connectors import EACH_CONNECTOR
 from tests.connectors.contents import write_tensors
+from tests.connectors.hosts import flow_of_hosts
 
 MIB = 1 << 20
 SPAWN = multiprocessing.get_context("spawn")
@@ -106,8 +107,7 @@ def _fill(address: PartitionAddress, connection: Connection) -> None:
 
 
 def test_worker_waits_while_its_partition_is_full(arena: Arena) -> None:
-    address = arena.open_partition(MIB)
-    with _worker(_fill, address) as (connection, _):
+    with _worker(_fill, arena.open_partition(MIB)) as (connection, _):
         handles: list[Handle] = []
         while isinstance(received := connection.recv(), Handle):
             handles.append(received)
@@ -138,8 +138,7 @@ def test_partition_of_a_killed_worker_is_freed_with_its_last_view(arena: Arena) 
     assert arena.used_bytes == held.region.size_bytes
     assert arena.max_region_bytes < arena.size_bytes // 2
     assert (held.tensors["x"] == 7).all()
-    found = arena.find(held.tensors["x"])
-    assert found is not None
+    assert arena.find(held.tensors["x"]) is not None
     held.region.release()
     assert (arena.used_bytes, arena._regions) == (0, {})
     assert arena.max_region_bytes == arena.size_bytes // 2
@@ -193,10 +192,8 @@ def test_space_between_held_regions_is_used(arena: Arena) -> None:
         held = [arena.adopt(write_tensors(writer, page, 0)) for _ in range(8)]
         for free in (2, 3, 6):
             held[free].region.release()
-        offsets = [
-            write_tensors(writer, {"x": np.zeros(size, np.uint8)}, 0).offset for size in (2 * PAGE_BYTES, PAGE_BYTES)
-        ]
-        assert offsets == [held[2].region.offset, held[6].region.offset]
+        for size, free in ((2 * PAGE_BYTES, 2), (PAGE_BYTES, 6)):
+            assert write_tensors(writer, {"x": np.zeros(size, np.uint8)}, 0).offset == held[free].region.offset
 
 
 @pytest.mark.parametrize(
@@ -322,8 +319,7 @@ async def _forward(plane: DataPlane, outlet: Outlet | FanOut) -> None:
 
 @EACH_CONNECTOR
 async def test_packets_of_a_worker_are_copied_once(connector: ConnectorName) -> None:
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_flow(a, b, connector=connector)
+    async with flow_of_hosts(connector=connector) as (a, _, outlet, inlet):
         _, received = await asyncio.gather(_forward(a.plane, outlet), receive_all(inlet))
         assert_same(received, [packet(seq, 50_000) for seq in range(COUNT)])
         assert outlet.attempt.connector == connector
@@ -345,8 +341,7 @@ async def test_two_consumers_of_a_worker_need_no_copy() -> None:
 
 
 async def test_packets_of_a_dead_worker_stay_intact() -> None:
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_flow(a, b, connector=SHM)
+    async with flow_of_hosts(connector=SHM) as (a, _, outlet, inlet):
         address = a.plane.arena.open_partition(SLAB_BYTES)
         with _worker(_write_flow, address) as (connection, _):
             tensors = a.plane.arena.adopt(await asyncio.to_thread(connection.recv)).held()

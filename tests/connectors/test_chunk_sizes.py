@@ -1,8 +1,8 @@
 """The sizes of chunks that depend on play-out time."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ FRAME_S = 0.08
 # Measured on a GPU (a vocoder of 12.5 frames a second), and assumed for a CPU.
 GPU_S = {4: 0.0116, 32: 0.0144}
 CPU_S = {4: 0.15, 8: 0.25, 16: 0.45, 32: 0.7}
+GPU_PACE = PlayoutPace(0.01, FRAME_S, GPU_S)
 
 
 @dataclass
@@ -77,8 +78,7 @@ class Play:
 
 @pytest.mark.parametrize("frames", range(40, 60))
 def test_no_audio_waits_for_a_producer_that_pauses(frames: int) -> None:
-    pace = PlayoutPace(0.01, FRAME_S, GPU_S)
-    play = Play(pace, (4, 16, 25)).run([0.01] * frames)
+    play = Play(GPU_PACE, (4, 16, 25)).run([0.01] * frames)
     if play.waiting:
         play.pause()
     assert sum(play.sizes) == frames
@@ -87,20 +87,19 @@ def test_no_audio_waits_for_a_producer_that_pauses(frames: int) -> None:
 
 def test_frames_of_a_slow_producer_wait_for_the_smallest_chunk() -> None:
     # Each frame arrives when the audio has run dry, but not later than usual.
-    play = Play(PlayoutPace(0.01, FRAME_S, GPU_S), (4, 25)).run([0.01] * 4 + [0.2] * 30)
+    play = Play(GPU_PACE, (4, 25)).run([0.01] * 4 + [0.2] * 30)
     assert play.waiting == 2
     assert play.due_in_s() == pytest.approx(4 * 0.2, rel=0.01)
 
 
 def test_nothing_is_due_before_the_first_chunk() -> None:
-    play = Play(PlayoutPace(0.01, FRAME_S, GPU_S), (4, 25)).run([0.01] * 3)
-    assert play.due_in_s() is None
+    assert Play(GPU_PACE, (4, 25)).run([0.01] * 3).due_in_s() is None
 
 
 @pytest.mark.parametrize(
     ("pace", "sizes"),
     [
-        (PlayoutPace(0.01, FRAME_S, GPU_S), [1, 4, 25, 25, 25]),
+        (GPU_PACE, [1, 4, 25, 25, 25]),
         (PlayoutPace(0.03, FRAME_S, {4: 0.04, 32: 0.08}), [1, 2, 4, 8, 16, 25, 25]),
         (PlayoutPace(0.03, FRAME_S, {4: 0.04, 32: 0.08}, reserve_s=0.165), [4, 4, 8, 16, 25, 25]),
         (PlayoutPace(0.03, FRAME_S, CPU_S), [16, 25, 25]),
@@ -116,8 +115,7 @@ def test_sizes_grow_as_fast_as_the_costs_permit(pace: PlayoutPace, sizes: Sequen
 
 
 def test_a_talker_that_becomes_slow_sends_what_it_has() -> None:
-    pace = PlayoutPace(0.01, FRAME_S, GPU_S)
-    steady, slowed = (Play(pace).run([0.01] * 10 + [late_s] * 30) for late_s in (0.01, 0.07))
+    steady, slowed = (Play(GPU_PACE).run([0.01] * 10 + [late_s] * 30) for late_s in (0.01, 0.07))
     assert steady.sizes == [1, 4, 25]
     assert max(slowed.sizes) < 16
     assert slowed.longest_gap_s() == 0
@@ -151,9 +149,8 @@ def test_a_small_call_costs_at_most_as_much_as_a_large_one() -> None:
 def test_play_out_never_waits_for_a_steady_producer_that_is_fast_enough(
     frame_interval_s: float, costs_s: list[float], reserve_s: float, context: int
 ) -> None:
-    pace = PlayoutPace(
-        frame_interval_s, FRAME_S, dict(zip((1, 2, 4, 8, 16, 64), sorted(costs_s), strict=True)), reserve_s
-    )
+    costs_by_frames_s = dict(zip((1, 2, 4, 8, 16, 64), sorted(costs_s), strict=True))
+    pace = PlayoutPace(frame_interval_s, FRAME_S, costs_by_frames_s, reserve_s)
     play = Play(pace, context=context).run([frame_interval_s] * 120)
     # A chunk must be late only if even chunks of the largest size cannot be ready in time.
     if 25 * frame_interval_s + reserve_s + pace.cost_s(25 + context) < 25 * FRAME_S:
@@ -168,13 +165,10 @@ def test_a_pace_has_positive_numbers(wrong: tuple[float, float, dict[int, float]
 
 @given(lengths=st.lists(st.integers(0, 40), max_size=12), context=st.sampled_from([0, 3]))
 def test_chunks_contain_each_row_once_and_have_permitted_sizes(lengths: list[int], context: int) -> None:
-    pace = PlayoutPace(0.01, FRAME_S, GPU_S)
-    chunker = Chunker(FramesPolicy(25, (1, 2, 4, 8, 16), context, pace))
+    chunker = Chunker(FramesPolicy(25, (1, 2, 4, 8, 16), context, GPU_PACE))
     rows = np.arange(sum(lengths))
     ends = np.cumsum([0, *lengths])
-    chunks = [
-        chunk for start, end in itertools.pairwise(ends) for chunk in chunker.push(Packet({"x": rows[start:end]}))
-    ]
+    chunks = [chunk for start, end in pairwise(ends) for chunk in chunker.push(Packet({"x": rows[start:end]}))]
     last = chunker.finish()
     own = [chunk.tensors["x"][int(str(chunk.metadata.get("context_frames", 0))) :] for chunk in [*chunks, *last]]
     assert np.array_equal(np.concatenate([rows[:0], *own]), rows)

@@ -35,15 +35,18 @@ from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.connectors.wire import key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+from tests.connectors.hosts import flow_of_hosts
 from tests.connectors.relays import relayed
 from tests.rpc.call_errors import raises
+
+SMALL = {"arena_bytes": 1 << 20, "window_bytes": 1 << 20}
+"""Limits of data planes."""
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 250])
 async def test_small_tensors_arrive_inline(size: int) -> None:
     sent = [packet(seq, size) for seq in range(20)]
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_flow(a, b)
+    async with flow_of_hosts() as (a, _, outlet, inlet):
         assert_same(await exchange(outlet, inlet, sent), sent)
         assert a.plane.arena.used_bytes == 0
 
@@ -51,26 +54,22 @@ async def test_small_tensors_arrive_inline(size: int) -> None:
 async def test_request_id_can_be_used_again() -> None:
     async with two_hosts() as (a, b):
         for _ in range(2):
-            outlet, inlet = open_flow(a, b)
-            received = await exchange(outlet, inlet, [packet(seq) for seq in range(3)])
-            assert len(received) == 3
+            assert len(await exchange(*open_flow(a, b), [packet(seq) for seq in range(3)])) == 3
             await a.settled()
 
 
 async def test_chunk_within_the_window_may_exceed_half_the_arena() -> None:
     sent = [packet(seq, 150_000) for seq in range(5)]
-    async with two_hosts() as (a, _), two_hosts(arena_bytes=1 << 20, window_bytes=1 << 20) as (_, b):
+    async with two_hosts() as (a, _), two_hosts(**SMALL) as (_, b):
         for connector in (SHM, GRPC):
-            outlet, inlet = open_flow(a, b, connector=connector)
-            assert_same(await exchange(outlet, inlet, sent), sent)
+            assert_same(await exchange(*open_flow(a, b, connector=connector), sent), sent)
 
 
 @pytest.mark.parametrize("connector", [NIXL, GRPC, AUTO])
 async def test_private_arena_transfers_by_every_connector_but_shm(connector: ConnectorName) -> None:
     pytest.importorskip("nixl_cu12")
     sent = [packet(seq, 100_000) for seq in range(20)]
-    async with two_hosts(shared_arena=False) as (a, b):
-        outlet, inlet = open_flow(a, b, connector=connector)
+    async with flow_of_hosts({"shared_arena": False}, connector=connector) as (a, b, outlet, inlet):
         assert_same(await exchange(outlet, inlet, sent), sent)
         assert outlet.attempt.connector == (NIXL if connector == AUTO else connector)
         await a.settled()
@@ -101,8 +100,7 @@ def _frames(first: int, count: int) -> Packet:
 
 @pytest.mark.parametrize("connector", [SHM, GRPC])
 async def test_rows_that_wait_are_sent_when_the_producer_pauses(connector: ConnectorName) -> None:
-    async with two_hosts() as (a, b), asyncio.timeout(10):
-        outlet, inlet = open_flow(a, b, connector=connector, policy=PAUSING)
+    async with flow_of_hosts(connector=connector, policy=PAUSING) as (_, _, outlet, inlet), asyncio.timeout(10):
         received = aiter(inlet)
         # Two rows form the first chunk. The others would wait for 13 more.
         await outlet.send(_frames(0, 5))
@@ -116,9 +114,8 @@ async def test_rows_that_wait_are_sent_when_the_producer_pauses(connector: Conne
 
 
 async def test_flow_may_end_while_rows_wait_for_a_pause() -> None:
-    pace = replace(PACE, frame_audio_s=10.0)
+    policy = FramesPolicy(16, (2,), pace=replace(PACE, frame_audio_s=10.0))
     async with two_hosts() as (a, b):
-        policy = FramesPolicy(16, (2,), pace=pace)
         finished, aborted = (open_flow(a, b, request=name, policy=policy) for name in ("finished", "aborted"))
         await finished[0].send(_frames(0, 5))
         await aborted[0].send(_frames(0, 5))
@@ -146,17 +143,14 @@ async def test_producer_that_pauses_receives_the_error_that_ended_its_flow() -> 
 
 
 async def test_chunk_larger_than_the_arena_is_rejected_with_a_remedy() -> None:
-    async with two_hosts(arena_bytes=1 << 20, window_bytes=1 << 20) as (a, b):
-        outlet, _ = open_flow(a, b)
+    async with flow_of_hosts(SMALL) as (_, _, outlet, _):
         with pytest.raises(InvalidRequestError, match="frames"):
             await outlet.send(packet(0, 1_000_000))
 
 
 async def test_frames_policy_cuts_across_packets() -> None:
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_flow(a, b, policy=FramesPolicy(4, (2,), left_context_frames=1))
-        packets = [Packet({"x": np.arange(n * 5, n * 5 + 5)}) for n in range(3)]
-        received = await exchange(outlet, inlet, packets)
+    async with flow_of_hosts(policy=FramesPolicy(4, (2,), left_context_frames=1)) as (_, _, outlet, inlet):
+        received = await exchange(outlet, inlet, [Packet({"x": np.arange(n * 5, n * 5 + 5)}) for n in range(3)])
         # Each chunk repeats the last row of the one before.
         rows = [range(2), range(1, 6), range(5, 10), range(9, 14), range(13, 15)]
         assert [got.tensors["x"].tolist() for got in received] == list(map(list, rows))
@@ -180,8 +174,7 @@ async def test_stale_attempt_is_rejected() -> None:
 
 async def test_consumer_that_never_answers_fails_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.connectors.peer_timeouts.LOST_CONSUMER_S", 0.2)
-    async with two_hosts() as (a, b):
-        outlet, _ = open_flow(a, b)
+    async with flow_of_hosts() as (_, b, outlet, _):
         await b.server.stop(None)
         with pytest.raises(UnavailableError, match="b-0"):
             await send_all(outlet, [packet(0, 10)])
@@ -189,8 +182,7 @@ async def test_consumer_that_never_answers_fails_the_flow(monkeypatch: pytest.Mo
 
 async def test_lost_producer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.connectors.peer_timeouts.LOST_PRODUCER_S", 0.2)
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_flow(a, b)
+    async with flow_of_hosts() as (a, _, outlet, inlet):
         await outlet.send(packet(0))
         packets = aiter(inlet)
         await anext(packets)
@@ -243,8 +235,7 @@ async def _carry(outlet: Outlet, inlet: Inlet, count: int) -> None:
 
 
 async def test_retained_chunks_are_replayed_to_the_end() -> None:
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_flow(a, b, connector=GRPC)
+    async with flow_of_hosts(connector=GRPC) as (a, _, outlet, inlet):
         for seq in range(3):
             await outlet.send(packet(seq, 300_000))
         follower = asyncio.create_task(_get(a, EdgeKey("r", "a->b", 1), 1))
@@ -255,8 +246,7 @@ async def test_retained_chunks_are_replayed_to_the_end() -> None:
 
 
 async def test_evicted_chunk_is_not_found() -> None:
-    async with two_hosts(arena_bytes=1 << 20, window_bytes=1 << 20) as (a, b):
-        outlet, inlet = open_flow(a, b, connector=GRPC)
+    async with flow_of_hosts(SMALL, connector=GRPC) as (a, _, outlet, inlet):
         for seq in range(5):
             await outlet.send(packet(seq, 50_000))
             assert (await anext(aiter(inlet))).metadata["seq"] == seq

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from stagemesh.conformance import Host, open_flow, two_hosts
+from stagemesh.conformance import Host, send_all
 from stagemesh.connectors.flow.edge_meters import OTHER_EDGES, EdgeMeter, EdgeMeters
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
 from tests.connectors import EACH_CONNECTOR
 from tests.connectors.contents import packet_of
+from tests.connectors.hosts import flow_of_hosts
 
 CHUNKS = 40
 
@@ -56,20 +57,14 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Transfers:
 @EACH_CONNECTOR
 async def test_bytes_and_seconds_are_those_that_were_transferred(connector: str, transfers: Transfers) -> None:
     packets = [packet_of("r", seq, size_bytes=1000 + 977 * seq) for seq in range(CHUNKS)]
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_flow(a, b, connector=connector)
-
-        async def send() -> None:
-            for packet in packets:
-                await outlet.send(packet)
-            await outlet.finish()
+    async with flow_of_hosts(connector=connector) as (a, _, outlet, inlet):
 
         async def receive() -> None:
             async for _ in inlet:
                 # Chunks then wait to be acknowledged for different times.
                 await asyncio.sleep(0.001)
 
-        await asyncio.gather(send(), receive())
+        await asyncio.gather(send_all(outlet, packets), receive())
         meter = _meter(a, connector)
     assert meter.size_bytes == sum(packet.size_bytes for packet in packets)
     assert meter.transfer_s.count == CHUNKS == transfers.count
@@ -81,8 +76,7 @@ async def test_bytes_and_seconds_are_those_that_were_transferred(connector: str,
 @EACH_CONNECTOR
 async def test_the_wait_for_credit_is_counted(connector: str) -> None:
     packet = packet_of("r", 0, size_bytes=60_000)
-    async with two_hosts(window_bytes=64_000) as (a, b):
-        outlet, inlet = open_flow(a, b, connector=connector)
+    async with flow_of_hosts({"window_bytes": 64_000}, connector=connector) as (a, _, outlet, inlet):
         await outlet.send(packet)
         # The first chunk waits until the consumer has accepted the flow.
         before_s, began_s = _meter(a, connector).credit_wait_s, time.monotonic()

@@ -5,24 +5,24 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
-import grpc
 import pytest
 
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM, ConnectorName
 from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.common.wire.versions import OFFERS, own_protocol
-from stagemesh.conformance import Host, assert_same, exchange, open_flow, packet, two_hosts, until
+from stagemesh.conformance import Host, assert_same, exchange, open_flow, packet, send_all, two_hosts, until
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
-from stagemesh.connectors.packets import ConsumerAddress, EdgeKey
+from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.wire import key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
-from tests.connectors.handmade_producers import dialled, hello
+from tests.connectors.handmade_producers import KEY, dialled, hello
+from tests.connectors.hosts import serving, started_host
+from tests.connectors.minimum_profile import put_chunk_handler, stage_service
 from tests.connectors.relays import relayed
 
-KEY = EdgeKey("r", "a->b", 1)
 HUGE = (1 << 64) - 1
 CREDIT_BYTES = 64 << 20
 UNKNOWN: Any = 99
@@ -83,16 +83,7 @@ class Consumer:
         """Whether each offer is accepted, in order. All later offers are accepted."""
         self.connections = 0
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Returns a handler of PutChunk alone."""
-        put = grpc.stream_stream_rpc_method_handler(
-            self._put,
-            request_deserializer=stage_pb2.PutChunkRequest.FromString,
-            response_serializer=stage_pb2.PutChunkResponse.SerializeToString,
-        )
-        return grpc.method_handlers_generic_handler("stagemesh.v1.StageService", {"PutChunk": put})
-
-    async def _put(
+    async def put_chunk(
         self, requests: AsyncIterator[stage_pb2.PutChunkRequest], _: object
     ) -> AsyncIterator[stage_pb2.PutChunkResponse]:
         self.connections += 1
@@ -126,14 +117,10 @@ class Scene:
 
     async def send(self, request: str = "r", *, connector: ConnectorName = GRPC, count: int = 3) -> Outlet:
         """Sends a flow to its end."""
-        key = KEY._replace(request_id=request)
-        outlet = self.plane.open_outlet(
-            key, ConsumerAddress("b-0", self.endpoint), connector=connector, policy=StepPolicy()
-        )
+        key, consumer = KEY._replace(request_id=request), ConsumerAddress("b-0", self.endpoint)
+        outlet = self.plane.open_outlet(key, consumer, connector=connector, policy=StepPolicy())
         async with asyncio.timeout(10):
-            for seq in range(count):
-                await outlet.send(packet(seq, 5000))
-            await outlet.finish()
+            await send_all(outlet, (packet(seq, 5000) for seq in range(count)))
         return outlet
 
     async def until_released(self) -> None:
@@ -143,16 +130,13 @@ class Scene:
 
 @asynccontextmanager
 async def scene() -> AsyncIterator[Scene]:
-    consumer, server = Consumer(), grpc.aio.server()
-    server.add_generic_rpc_handlers((consumer.handler(),))
-    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    plane = DataPlane(replica="a-0", pipeline="p", generation="g", arena_bytes=1 << 20)
-    try:
-        yield Scene(consumer, plane, endpoint)
-    finally:
-        await plane.close()
-        await server.stop(None)
+    consumer = Consumer()
+    async with serving(stage_service(PutChunk=put_chunk_handler(consumer.put_chunk))) as endpoint:
+        plane = DataPlane(replica="a-0", pipeline="p", generation="g", arena_bytes=1 << 20)
+        try:
+            yield Scene(consumer, plane, endpoint)
+        finally:
+            await plane.close()
 
 
 FALSE_ANSWERS: list[tuple[str, str, Answer, str | None]] = [
@@ -183,7 +167,7 @@ async def test_false_answer_fails_its_flow_and_no_other(kind: str, answer: Answe
         await it.until_released()
 
 
-NOBODYS = key_to_wire(EdgeKey("?", "a->b", 1))
+NOBODYS = key_to_wire(KEY._replace(request_id="?"))
 IGNORABLE = Reply(ignorable=True).SerializeToString()
 IDLE_TALK: list[tuple[str, list[Reply]]] = [
     ("nothing", [Reply()]),
@@ -229,8 +213,7 @@ async def test_credit_is_never_revoked() -> None:
 async def test_leases_returned_twice_or_too_early_free_nothing_else() -> None:
     async with scene() as it:
         it.consumer.answers["chunk"] = lambda item: [_released(*range(item.data.lease_id + 9))] * 2 + _acked(item)
-        outlet = await it.send(connector=SHM, count=50)
-        assert outlet.attempt.connector == SHM
+        assert (await it.send(connector=SHM, count=50)).attempt.connector == SHM
         await it.until_released()
 
 
@@ -266,16 +249,12 @@ NOBODYS_SOCKET = "stagemesh-nobody-listens-here"
 @asynccontextmanager
 async def _claimed(connector: str, *, somebodys: bool) -> AsyncIterator[tuple[Host, Host, Outlet, Inlet]]:
     """Yields a flow to a consumer that names another replica's local socket, or one that does not exist."""
-    async with two_hosts() as (a, b), relayed(b.endpoint) as relay:
-        other = await Host.started("c-0")
-        try:
-            relay.false_socket = NOBODYS_SOCKET
-            if somebodys:
-                async with dialled(other, hello(replica="curious")) as curious:
-                    relay.false_socket = (await curious.welcome()).local_socket
-            yield a, other, *open_flow(a, b, connector=connector, endpoint=relay.endpoint)
-        finally:
-            await other.close()
+    async with two_hosts() as (a, b), relayed(b.endpoint) as relay, started_host("c-0") as other:
+        relay.false_socket = NOBODYS_SOCKET
+        if somebodys:
+            async with dialled(other, hello(replica="curious")) as curious:
+                relay.false_socket = (await curious.welcome()).local_socket
+        yield a, other, *open_flow(a, b, connector=connector, endpoint=relay.endpoint)
 
 
 @pytest.mark.parametrize("somebodys", [True, False])

@@ -128,8 +128,7 @@ async def test_chunk_of_a_committed_flow_is_answered_with_the_commit() -> None:
 
 async def test_chunk_of_a_closed_flow_is_rejected() -> None:
     async with open_peer() as one:
-        inlet = one.inlet
-        await inlet.aclose()
+        await one.inlet.aclose()
         assert (await one.answer("rejected")).rejected.error.reason == "NOT_READ"
         await one.put(GOOD)
         assert (await one.answer("rejected")).rejected.error.reason == "UNKNOWN_FLOW"
@@ -152,10 +151,9 @@ async def test_rejected_flow_harms_no_other() -> None:
 
 async def test_reader_of_a_rejected_flow_receives_the_cause() -> None:
     async with open_peer() as one:
-        inlet = one.inlet
         await one.put(BAD)
         with pytest.raises(StagemeshError, match="needs 4 bytes but has 5") as caught:
-            await anext(inlet)
+            await anext(one.inlet)
         assert caught.value.metadata["edge"] == "a->b"
 
 

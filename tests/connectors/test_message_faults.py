@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.v1 import stage_pb2
 from tests.connectors import CONNECTORS
 from tests.connectors.contents import is_packet_of, packet_of
+from tests.connectors.hosts import started_host
 from tests.connectors.relay_faults import CutError, Direction, Fault, Faults, pump, split
 from tests.connectors.relays import Relay, relayed
 
@@ -30,16 +31,6 @@ HELD = 4
 REQUESTS = {"shm": CHUNKS + 5, "nixl": CHUNKS + 5, "grpc": 5 * CHUNKS + 4}
 """Messages of a flow: two Hello, Offer, OpenEdge, the chunks, End. By grpc: no Offer, and four fragments per chunk."""
 AT_ONCE = 20
-
-
-@asynccontextmanager
-async def _behind_a_relay() -> AsyncIterator[tuple[Host, Relay]]:
-    consumer = await Host.started("b-0", **{**LIMITS, "arena_bytes": 16 << 20})
-    try:
-        async with relayed(consumer.endpoint) as relay:
-            yield consumer, relay
-    finally:
-        await consumer.close()
 
 
 async def _deliver(consumer: Host, relay: Relay, *, name: str, connector: str) -> None:
@@ -87,12 +78,6 @@ def _lost_a_lease(faults: Faults) -> bool:
     return any(reply.HasField("release") for reply in stage_pb2.PutChunkResponse.FromString(faults.harmed).replies)
 
 
-async def _replies(consumer: Host, relay: Relay, *, connector: str) -> int:
-    """Returns the number of replies to a flow without faults. It varies with the number of acks per message."""
-    await _deliver(consumer, relay, name="unharmed", connector=connector)
-    return relay.faults.pop("unharmed").counts[Direction.REPLIES]
-
-
 def _all(count: int) -> list[int]:
     return list(range(count))
 
@@ -114,8 +99,11 @@ async def _harm_each(fault: Fault, direction: Direction, *, connector: str, chos
             except Exception as exc:
                 raise AssertionError(f"{name} over {connector}: {exc!r}") from exc
 
-    async with _behind_a_relay() as (consumer, relay):
-        replies = await _replies(consumer, relay, connector=connector)
+    limits = {**LIMITS, "arena_bytes": 16 << 20}
+    async with started_host("b-0", **limits) as consumer, relayed(consumer.endpoint) as relay:
+        await _deliver(consumer, relay, name="unharmed", connector=connector)
+        # The number of replies to a flow without faults varies with the number of acks per message.
+        replies = relay.faults.pop("unharmed").counts[Direction.REPLIES]
         indices = chosen(REQUESTS[connector] if direction is Direction.REQUESTS else replies)
         results = await asyncio.gather(*(one(index) for index in indices), return_exceptions=True)
         assert [result for result in results if result is not None] == []
@@ -193,8 +181,6 @@ async def test_fault_affects_the_named_message(fault: Fault | None, index: int, 
 def test_batched_items_are_affected_one_by_one() -> None:
     items = [stage_pb2.PutItem(demand=stage_pb2.CreditDemand(size_bytes=n)) for n in range(3)]
     batch = stage_pb2.PutChunkRequest(hello=stage_pb2.Hello(replica="a"), items=items)
-    parts = [
-        stage_pb2.PutChunkRequest.FromString(part) for part in split(batch.SerializeToString(), Direction.REQUESTS)
-    ]
+    parts = list(map(stage_pb2.PutChunkRequest.FromString, split(batch.SerializeToString(), Direction.REQUESTS)))
     assert [len(part.items) for part in parts] == [0, 1, 1, 1]
     assert parts[0].hello.replica == "a"

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
@@ -27,17 +28,20 @@ SIZES = [1, 4 * KIB, 64 * KIB - 1, MIB, 16 * MIB]
 
 
 @asynccontextmanager
-async def processes(
-    *names: str, tcp: bool = False, arena_bytes: int = 64 * MIB, landing_bytes: int = 64 * MIB
-) -> AsyncIterator[list[Replica]]:
-    """Runs processes on this host, which share memory unless `tcp` is set."""
-    environment = ENVIRONMENT if tcp else {}
+async def processes(*names: str, tcp: bool = False, **limits: Any) -> AsyncIterator[list[Replica]]:
+    """Runs processes on this host, which share memory unless `tcp` is set. `limits` are for `nixl_process`."""
     async with AsyncExitStack() as stack:
-        started = [
-            nixl_process(name, environment=environment, arena_bytes=arena_bytes, landing_bytes=landing_bytes)
-            for name in names
-        ]
+        started = [nixl_process(name, environment=ENVIRONMENT if tcp else {}, **limits) for name in names]
         yield [await stack.enter_async_context(process) for process in started]
+
+
+@asynccontextmanager
+async def connected(*others: str, **options: Any) -> AsyncIterator[list[Replica]]:
+    """Runs the producer "a-0", the consumer "b-0", which has connected to it, and others, as `processes` does."""
+    async with processes("a-0", "b-0", *others, **options) as started:
+        producer, consumer, *_ = started
+        await connect(consumer, producer)
+        yield started
 
 
 @asynccontextmanager
@@ -57,10 +61,14 @@ async def connect(consumer: Replica, producer: Replica) -> None:
     await consumer.call("connect", offer=await producer.call("offer"), replica=producer.name)
 
 
+async def write(producer: Replica, sizes: Sequence[int], *, seed: int = 1) -> dict[str, Any]:
+    """Makes the producer write. Returns the arguments with which a consumer fetches the bytes."""
+    return {"replica": producer.name, "places": await producer.call("write", sizes=sizes, seed=seed), "seed": seed}
+
+
 async def read(consumer: Replica, producer: Replica, sizes: Sequence[int], *, seed: int = 1) -> bool:
     """Makes the producer write, and fetches the bytes. Returns whether they are intact."""
-    places = await producer.call("write", sizes=sizes, seed=seed)
-    return bool(await consumer.call("fetch", replica=producer.name, places=places, seed=seed))
+    return bool(await consumer.call("fetch", **await write(producer, sizes, seed=seed)))
 
 
 async def all_sizes_arrive(producer: Replica, consumer: Replica) -> None:
@@ -85,22 +93,18 @@ async def test_bytes_arrive_between_hosts() -> None:
 @pytest.mark.parametrize("tcp", [False, True])
 async def test_many_ranges_of_all_sizes_arrive_in_one_fetch(*, tcp: bool) -> None:
     sizes = [0, 1, 63, 64, 65, 0, 4095, 4096, 4097, 3 * MIB, 7] * 40
-    async with processes("a-0", "b-0", tcp=tcp, arena_bytes=256 * MIB, landing_bytes=256 * MIB) as (producer, consumer):
-        await connect(consumer, producer)
+    async with connected(tcp=tcp, arena_bytes=256 * MIB, landing_bytes=256 * MIB) as (producer, consumer):
         assert await read(consumer, producer, sizes)
 
 
 async def test_fetches_overlap() -> None:
-    async with processes("a-0", "b-0", tcp=True) as (producer, consumer):
-        await connect(consumer, producer)
+    async with connected(tcp=True) as (producer, consumer):
         assert all(await asyncio.gather(*(read(consumer, producer, [64 * KIB, MIB], seed=seed) for seed in range(20))))
 
 
 async def test_fetches_wait_for_landing_memory() -> None:
-    async with processes("a-0", "b-0", landing_bytes=4 * MIB) as (producer, consumer):
-        await connect(consumer, producer)
-        places = await producer.call("write", sizes=[2 * MIB - 64 * KIB], seed=1)
-        fetch = {"replica": "a-0", "places": places, "seed": 1, "keep": True}
+    async with connected(landing_bytes=4 * MIB) as (producer, consumer):
+        fetch = {**await write(producer, [2 * MIB - 64 * KIB]), "keep": True}
         assert [await consumer.call("fetch", **fetch) for _ in range(2)] == [True, True]
         third = consumer.start("fetch", **fetch)
         assert await consumer.call("landing_bytes") > 3 * MIB
@@ -183,11 +187,9 @@ def test_description_names_the_transport_and_its_variable(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("tcp", [False, True])
 async def test_killed_producer_fails_its_reads_and_no_others(*, tcp: bool) -> None:
-    async with processes("a-0", "b-0", "c-0", tcp=tcp) as (producer, consumer, other):
-        await connect(consumer, producer)
+    async with connected("c-0", tcp=tcp) as (producer, consumer, other):
         await connect(consumer, other)
-        places = await producer.call("write", sizes=[16 * MIB], seed=1)
-        fetch = {"replica": "a-0", "places": places, "seed": 1}
+        fetch = await write(producer, [16 * MIB])
         reads = [consumer.start("fetch", **fetch) for _ in range(3)]
         producer.kill()
         await asyncio.gather(*reads, return_exceptions=True)
@@ -199,10 +201,9 @@ async def test_killed_producer_fails_its_reads_and_no_others(*, tcp: bool) -> No
 
 @pytest.mark.parametrize("tcp", [False, True])
 async def test_killed_consumer_does_not_harm_the_producer(*, tcp: bool) -> None:
-    async with processes("a-0", "b-0", "c-0", tcp=tcp) as (producer, consumer, other):
-        await connect(consumer, producer)
-        places = await producer.call("write", sizes=[16 * MIB], seed=1)
-        reads = [consumer.start("fetch", replica="a-0", places=places, seed=1) for _ in range(2)]
+    async with connected("c-0", tcp=tcp) as (producer, consumer, other):
+        fetch = await write(producer, [16 * MIB])
+        reads = [consumer.start("fetch", **fetch) for _ in range(2)]
         await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
         consumer.kill()
         await asyncio.gather(*reads, return_exceptions=True)
@@ -211,11 +212,9 @@ async def test_killed_consumer_does_not_harm_the_producer(*, tcp: bool) -> None:
 
 
 async def test_silent_producer_is_abandoned_and_its_landing_memory_retained() -> None:
-    async with processes("a-0", "b-0", tcp=True) as (producer, consumer):
-        await connect(consumer, producer)
-        places = await producer.call("write", sizes=[8 * MIB], seed=1)
+    async with connected(tcp=True) as (producer, consumer):
+        fetch = await write(producer, [8 * MIB])
         offer = await producer.call("offer")
-        fetch = {"replica": "a-0", "places": places, "seed": 1}
         assert await consumer.call("fetch", **fetch)
         producer.signal(signal.SIGSTOP)
         began_s = time.monotonic()
@@ -238,11 +237,10 @@ async def fails(consumer: Replica, **fetch: object) -> None:
 
 
 async def test_connector_closes_while_a_producer_is_silent() -> None:
-    async with processes("a-0", "b-0", tcp=True) as (producer, consumer):
-        await connect(consumer, producer)
-        places = await producer.call("write", sizes=[8 * MIB], seed=1)
+    async with connected(tcp=True) as (producer, consumer):
+        fetch = await write(producer, [8 * MIB])
         producer.signal(signal.SIGSTOP)
-        reading = asyncio.create_task(fails(consumer, replica="a-0", places=places, seed=1))
+        reading = asyncio.create_task(fails(consumer, **fetch))
         await asyncio.sleep(0.1)
         async with asyncio.timeout(READ_TIMEOUT_S):
             await consumer.call("close")
@@ -251,10 +249,9 @@ async def test_connector_closes_while_a_producer_is_silent() -> None:
 
 
 async def test_producer_that_closes_fails_its_reads_and_keeps_running() -> None:
-    async with processes("a-0", "b-0", tcp=True) as (producer, consumer):
-        await connect(consumer, producer)
-        places = await producer.call("write", sizes=[16 * MIB], seed=1)
-        reads = [consumer.start("fetch", replica="a-0", places=places, seed=1) for _ in range(3)]
+    async with connected(tcp=True) as (producer, consumer):
+        fetch = await write(producer, [16 * MIB])
+        reads = [consumer.start("fetch", **fetch) for _ in range(3)]
         await producer.call("close")
         for ended in await asyncio.gather(*reads, return_exceptions=True):
             assert ended is True or (isinstance(ended, ReplicaError) and ended.kind == "UnavailableError")
@@ -271,9 +268,8 @@ async def test_restarted_producer_is_another_producer() -> None:
 
 @pytest.mark.parametrize("tcp", [False, True])
 async def test_idle_connection_costs_no_processor(*, tcp: bool) -> None:
-    async with processes("a-0", "b-0", tcp=tcp) as pair:
+    async with connected(tcp=tcp) as pair:
         producer, consumer = pair
-        await connect(consumer, producer)
         assert await read(consumer, producer, [MIB])
         # The read's transfers have ended by then.
         await asyncio.sleep(0.5)

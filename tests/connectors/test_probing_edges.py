@@ -18,15 +18,10 @@ async def _probe(producer: Host, consumer: Host, connector: ConnectorName = AUTO
     return await producer.plane.probe(ConsumerAddress(consumer.replica, consumer.endpoint), connector)
 
 
-async def test_auto_is_shm_on_one_host() -> None:
+@pytest.mark.parametrize(("connector", "found"), [(AUTO, SHM), (SHM, SHM), (GRPC, GRPC)])
+async def test_probe_returns_the_connector_of_a_flow(connector: ConnectorName, found: ConnectorName) -> None:
     async with two_hosts() as (a, b):
-        assert await _probe(a, b) == EdgeProbe(SHM, {})
-
-
-@pytest.mark.parametrize("connector", [SHM, GRPC])
-async def test_probe_returns_a_fixed_connector_that_works(connector: ConnectorName) -> None:
-    async with two_hosts() as (a, b):
-        assert await _probe(a, b, connector) == EdgeProbe(connector, {})
+        assert await _probe(a, b, connector) == EdgeProbe(found, {})
 
 
 async def test_probe_and_flow_share_a_link() -> None:
@@ -39,7 +34,10 @@ async def test_probe_and_flow_share_a_link() -> None:
 
 
 async def test_probe_returns_better_connectors_with_their_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    _without_shm(monkeypatch)
+    async def refuse(self: ShmConnector) -> bytes:
+        raise NotReadyError("no memory is shared here", reason="CONNECTOR_UNAVAILABLE")
+
+    monkeypatch.setattr(ShmConnector, "offer", refuse)
     _without_nixl(monkeypatch)
     async with two_hosts() as (a, b):
         found = await _probe(a, b)
@@ -92,13 +90,6 @@ async def test_restarted_consumer_is_probed_again() -> None:
         successor = await Host.started("b-0", listen=b.endpoint)
         assert (await _probe(a, b)).connector == SHM
         await successor.close()
-
-
-def _without_shm(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(self: ShmConnector) -> bytes:
-        raise NotReadyError("no memory is shared here", reason="CONNECTOR_UNAVAILABLE")
-
-    monkeypatch.setattr(ShmConnector, "offer", refuse)
 
 
 def _without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:

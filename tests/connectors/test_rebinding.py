@@ -12,7 +12,7 @@ import pytest
 from stagemesh.common.errors import InternalError, NotReadyError, StagemeshError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM
 from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
-from stagemesh.conformance import Host, assert_same, open_outlet, packet, receive_all, send_all
+from stagemesh.conformance import Host, assert_same, exchange, open_outlet, packet, receive_all, send_all
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
@@ -98,11 +98,9 @@ async def test_restarted_producer_continues_the_edge_by_rows(policy: ChunkPolicy
         former = out(a1, b, attempt=2, policy=policy)
         for one in rows(8):
             await former.send(one)
-        count = 0 if isinstance(policy, WholePolicy) else taken
-        got = [await anext(inlet) for _ in range(count)]
+        got = [await anext(inlet) for _ in range(0 if isinstance(policy, WholePolicy) else taken)]
         rebind_into(inlet, b, a2, attempt=3, first_rows={})
-        later = out(a2, b, attempt=3, policy=policy)
-        _, rest = await asyncio.gather(send_all(later, rows(10)), receive_all(inlet))
+        rest = await exchange(out(a2, b, attempt=3, policy=policy), inlet, rows(10))
         assert_same([*got, *rest], expected)
         former.abort(InternalError("it is gone"))
 
@@ -115,8 +113,7 @@ async def test_producer_that_resumes_from_a_checkpoint_may_cut_at_other_rows() -
             await former.send(one)
         got = [await anext(inlet) for _ in range(5)]
         rebind_into(inlet, b, a2, attempt=2, first_rows={"x": 14})
-        later = out(a2, b, attempt=2, policy=FramesPolicy(5))
-        _, rest = await asyncio.gather(send_all(later, rows(8, start=14)), receive_all(inlet))
+        rest = await exchange(out(a2, b, attempt=2, policy=FramesPolicy(5)), inlet, rows(8, start=14))
         numbers = np.concatenate([one.tensors["x"] for one in (*got, *rest)])
         assert numbers.tolist() == list(range(70))
 
@@ -168,6 +165,5 @@ async def test_lost_edge_that_is_aborted_retains_nothing() -> None:
 
 async def _carried(a: Host, b: Host, policy: ChunkPolicy) -> list[Packet]:
     """Returns the packets that an edge delivers without faults."""
-    inlet, outlet = into(b, a, attempt=1), out(a, b, attempt=1, policy=policy)
-    _, received = await asyncio.gather(send_all(outlet, rows(10)), receive_all(inlet))
-    return received
+    inlet = into(b, a, attempt=1)
+    return await exchange(out(a, b, attempt=1, policy=policy), inlet, rows(10))

@@ -62,13 +62,16 @@ def test_each_row_is_delivered_once_and_in_order(data: st.DataObject, total: tup
         taken += [new] if new is not None else []
     count.accept_end()
     for name in _NAMES:
-        parts = [one.tensors[name] for one in taken]
-        joined = np.concatenate(parts) if parts else np.arange(0)
-        assert joined.tolist() == list(range(rows[name]))
+        parts = [np.arange(0), *(one.tensors[name] for one in taken)]
+        assert np.concatenate(parts).tolist() == list(range(rows[name]))
 
 
-def test_packet_without_new_rows_is_dropped() -> None:
-    count = PacketQueue(edge="e")
+@pytest.fixture
+def count() -> PacketQueue:
+    return PacketQueue(edge="e")
+
+
+def test_packet_without_new_rows_is_dropped(count: PacketQueue) -> None:
     one = Packet({"x": np.arange(3), "n": np.array(7)})
     assert count.new_part(one) is one
     count.begin({})
@@ -77,8 +80,7 @@ def test_packet_without_new_rows_is_dropped() -> None:
     assert count.new_part(one) is one
 
 
-def test_missing_rows_are_reported() -> None:
-    count = PacketQueue(edge="e")
+def test_missing_rows_are_reported(count: PacketQueue) -> None:
     count.new_part(Packet({"x": np.arange(3)}))
     count.check_rows({"x": 3})
     with pytest.raises(NotReadyError, match="begins at row 4 of tensor 'x', but only 3 of its rows") as caught:
@@ -87,8 +89,7 @@ def test_missing_rows_are_reported() -> None:
     assert caught.value.metadata == {"edge": "e", "tensor": "x", "rows": "3"}
 
 
-def test_repeated_context_is_counted_from_the_beginning_alone() -> None:
-    count = PacketQueue(edge="e")
+def test_repeated_context_is_counted_from_the_beginning_alone(count: PacketQueue) -> None:
     chunks = [_with(Packet({"x": np.arange(start, start + 4)}), context_frames=bool(start)) for start in (0, 3)]
     assert [count.new_part(one) for one in chunks] == chunks
     with pytest.raises(NotReadyError):
@@ -98,16 +99,14 @@ def test_repeated_context_is_counted_from_the_beginning_alone() -> None:
     count.accept_end()
 
 
-def test_context_cut_at_other_rows_is_rejected() -> None:
-    count = PacketQueue(edge="e")
+def test_context_cut_at_other_rows_is_rejected(count: PacketQueue) -> None:
     count.new_part(_with(Packet({"x": np.arange(4)}), context_frames=0))
     count.begin({})
     with raises(InvalidChunkError, reason="ATTEMPTS_DIFFER"):
         count.new_part(_with(Packet({"x": np.arange(6)}), context_frames=2))
 
 
-def test_token_at_which_a_packet_starts_moves_with_its_rows() -> None:
-    count = PacketQueue(edge="e")
+def test_token_at_which_a_packet_starts_moves_with_its_rows(count: PacketQueue) -> None:
     count.new_part(_with(Packet({"x": np.arange(5)}), token_start=0))
     count.begin({"x": 3})
     new = count.new_part(_with(Packet({"x": np.arange(3, 8)}), token_start=3))
@@ -115,8 +114,7 @@ def test_token_at_which_a_packet_starts_moves_with_its_rows() -> None:
     assert (new.tensors["x"].tolist(), new.metadata["token_start"]) == ([5, 6, 7], 5)
 
 
-def test_producer_with_fewer_rows_than_before_is_rejected() -> None:
-    count = PacketQueue(edge="e")
+def test_producer_with_fewer_rows_than_before_is_rejected(count: PacketQueue) -> None:
     count.new_part(Packet({"x": np.arange(5)}))
     count.begin({})
     count.new_part(Packet({"x": np.arange(4)}))

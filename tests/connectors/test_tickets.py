@@ -29,6 +29,7 @@ from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet, Recei
 from stagemesh.connectors.stream import local_socket
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from tests.connectors.handmade_producers import KEY, Peer, chunk, opening, peer
+from tests.connectors.hosts import started_host
 from tests.connectors.offers import KIND, LIMIT_S, Offers, open_ticket_flow, take
 from tests.rpc.call_errors import raises
 
@@ -46,16 +47,6 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionRefusedError(f"{name} is on another host ({arena_fd})")
 
     monkeypatch.setattr(local_socket, "dial", refuse)
-
-
-@asynccontextmanager
-async def started(name: str = "c-0") -> AsyncGenerator[Host]:
-    """Yields another replica than the two of a flow."""
-    host = await Host.started(name)
-    try:
-        yield host
-    finally:
-        await host.close()
 
 
 @dataclass
@@ -200,7 +191,7 @@ async def test_companions_are_released_together() -> None:
 
 async def test_state_for_two_consumers_is_released_after_the_last() -> None:
     offers = Offers()
-    async with started() as c, two_hosts() as (a, b):
+    async with started_host("c-0") as c, two_hosts() as (a, b):
         flows = [open_ticket_flow(a, consumer) for consumer in (b, c)]
         fan_out = a.plane.fan_out()
         for outlet, _ in flows:
@@ -246,7 +237,7 @@ async def test_acceptance_that_is_cut_off_is_repeated() -> None:
 
 
 async def test_lost_consumer_leaves_the_ticket_to_its_successor(apart: None) -> None:
-    async with started() as c, handed_over(rebind_s=10) as it:
+    async with started_host("c-0") as c, handed_over(rebind_s=10) as it:
         await it.ticket.accept()
         await it.b.close()
         await eventually(lambda: it.outlet.is_lost)
@@ -272,7 +263,7 @@ async def test_lost_consumer_without_a_successor_releases_the_state(apart: None)
 async def test_ticket_of_a_former_incarnation_is_refused() -> None:
     async with handed_over() as it:
         await it.a.close()
-        async with started("a-0") as restarted:
+        async with started_host("a-0") as restarted:
             other, other_inlet = open_ticket_flow(restarted, it.b, request="r2")
             await Offers().send(other)
             await (await take(other_inlet)).accept()
@@ -325,7 +316,7 @@ async def test_used_ticket_is_not_sent_to_another_consumer() -> None:
 
 async def test_ticket_that_a_new_producer_repeats_is_dropped() -> None:
     repeated = Offers()
-    async with started() as c, handed_over(rebind_s=10) as it:
+    async with started_host("c-0") as c, handed_over(rebind_s=10) as it:
         await it.ticket.accept()
         it.b.plane.rebind_inlet(it.inlet, NEXT, producer=c.replica, first_rows={})
         consumer = ConsumerAddress(it.b.replica, it.b.endpoint)
@@ -363,8 +354,7 @@ async def test_policy_that_cuts_packets_rejects_tickets(policy: WholePolicy | Fr
     [(64 << 10, 1, ""), ((64 << 10) + 1, 1, "a packet of their own"), (0, 17, "at most 16"), (4, 0, "")],
 )
 async def test_limits_of_a_packet_with_tickets(tensor_bytes: int, names: int, message: str) -> None:
-    offers = Offers()
-    offered = {f"kv{number}": offers.offer(f"kv{number}") for number in range(names)}
+    offered = {f"kv{number}": Offers().offer(f"kv{number}") for number in range(names)}
     async with two_hosts() as (a, b):
         outlet, inlet = open_ticket_flow(a, b)
         packet = Packet({"x": np.zeros(tensor_bytes, np.uint8)}, tickets=offered)
@@ -463,7 +453,7 @@ async def test_repeated_and_unknown_answers_are_ignored() -> None:
 
 
 async def test_lease_of_another_consumer_cannot_be_accepted() -> None:
-    async with started() as c, handed_over() as it:
+    async with started_host("c-0") as c, handed_over() as it:
         producer = "a-0", it.a.plane.incarnation
         [lease_id] = it.b.plane.consumer._producers[producer].held_lease_ids
         _, other = open_ticket_flow(it.a, c, request="r2")

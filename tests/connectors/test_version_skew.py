@@ -43,10 +43,8 @@ def _open(key: EdgeKey, connector: int = chunk_pb2.CONNECTOR_GRPC) -> ITEM:
 
 def _data() -> chunk_pb2.ChunkData:
     ((name, tensor),) = DATA.tensors.items()
-    message = tensor_pb2.Tensor(
-        name=name, dtype=tensor_pb2.DATA_TYPE_UINT8, shape=tensor.shape, inline=tensor.tobytes()
-    )
-    return chunk_pb2.ChunkData(tensors=[message], size_bytes=tensor.nbytes)
+    sent = tensor_pb2.Tensor(name=name, dtype=tensor_pb2.DATA_TYPE_UINT8, shape=tensor.shape, inline=tensor.tobytes())
+    return chunk_pb2.ChunkData(tensors=[sent], size_bytes=tensor.nbytes)
 
 
 def _rest(key: EdgeKey) -> list[ITEM]:

@@ -14,7 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.wire.tensors import DTYPES, Tensors
-from stagemesh.conformance import Host, assert_same, exchange, open_flow, two_hosts
+from stagemesh.conformance import Host, assert_same, exchange
 from stagemesh.connectors import fragments as fragments_module
 from stagemesh.connectors import wire
 from stagemesh.connectors.base import Bytes
@@ -25,6 +25,7 @@ from stagemesh.connectors.wire import FlowDigest, PacketShape
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from tests.connectors import EACH_CONNECTOR
 from tests.connectors.contents import packet_of
+from tests.connectors.hosts import flow_of_hosts
 from tests.rpc.call_errors import raises
 
 VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "protos/digest_vectors.json").read_text())
@@ -164,8 +165,7 @@ async def _carry(a: Host, outlet: Any, inlet: Any) -> None:
 async def test_ids_stay_unique_after_many_leases_and_transfers(
     connector: str, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with two_hosts() as (a, b):
-        outlet, inlet = open_flow(a, b, connector=connector)
+    async with flow_of_hosts(connector=connector) as (a, _, outlet, inlet):
         (link,) = a.plane._links.values()
         lease_ids, transfer_ids = itertools.count(start + 1), itertools.count(start + 1)
         monkeypatch.setattr(sent_chunks, "_lease_ids", lease_ids)
@@ -178,20 +178,15 @@ async def test_ids_stay_unique_after_many_leases_and_transfers(
 @EACH_CONNECTOR
 @LONG_AGO
 async def test_flow_continues_after_many_chunks_and_bytes(connector: str, start: int) -> None:
-    async with two_hosts(window_bytes=WINDOW_BYTES) as (a, b):
-        outlet, inlet = open_flow(a, b, connector=connector)
-        _advance_outlet(outlet, start)
-        _advance_inlet(inlet, start)
+    async with flow_of_hosts({"window_bytes": WINDOW_BYTES}, connector=connector) as (a, _, outlet, inlet):
+        _advance(outlet, inlet, start)
         await _carry(a, outlet, inlet)
         # The End, too, has a number.
         assert (outlet.chunks.next_seq, inlet.attempt.next_seq) == (start + CHUNKS + 1,) * 2
 
 
-def _advance_outlet(outlet: Any, start: int) -> None:
+def _advance(outlet: Any, inlet: Any, start: int) -> None:
     outlet.chunks.next_seq = outlet.chunks.acked = outlet.chunks.sent_bytes = start
-
-
-def _advance_inlet(inlet: Any, start: int) -> None:
     attempt, credit = inlet.attempt, inlet.attempt._credit
     attempt.next_seq = attempt._reported_seq = credit.received_bytes = credit._consumed_bytes = start
     credit.limit_bytes = credit._reported_bytes = start + WINDOW_BYTES

@@ -44,8 +44,7 @@ def run_together(model: str, pipeline: ModularStepPipeline, specs: Sequence[Imag
 
 def run_to_end(runner: DiffusionRunner, inputs: DiffusionInputs) -> Array:
     """Runs one request on a runner and returns its frames."""
-    prepared = runner.begin("", inputs)
-    for _ in range(prepared.total_steps):
+    for _ in range(runner.begin("", inputs).total_steps):
         assert runner.step([""]) == [None]
     frames = runner.decode("")
     runner.drop("")

@@ -1,9 +1,7 @@
 """Starts diffusion engines and stages, as processes or in this process, and builds requests to them."""
 
 import hashlib
-import re
 import subprocess
-import sys
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -12,10 +10,8 @@ from typing import Any
 
 import grpc
 import numpy as np
-from grpc_health.v1 import health_pb2
 from pydantic import JsonValue
 
-from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.common.wire.tensors import Array, read_inline, to_messages
 from stagemesh.connectors.data_plane import DataPlane
@@ -25,9 +21,11 @@ from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.v1 import request_pb2, stage_pb2
+from tests.children import config_command, killed_at_end, read_endpoint
 from tests.diffusion.tiny.calls import WAN_FRAMES, ImageSpec
 from tests.engines import support
 from tests.engines.support import collect, packets, stage_config
+from tests.rpc.health_calls import wait_status
 from tests.stage.replicas import Replica, served
 
 READY_TIMEOUT_S = 120
@@ -87,19 +85,12 @@ async def made_frames(engine: DiffusionEngine, task: Task) -> Array:
 @contextmanager
 def stage_process(config: StageConfig, folder: Path) -> Generator[str]:
     """Starts a stage process. Yields its endpoint once it is ready."""
-    path = folder / f"{config.replica}.json"
-    path.write_bytes(dump_config(config))
-    command = [sys.executable, "-m", "stagemesh.services.stage", "--config", str(path)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        found = next(filter(None, (re.search(r"listening on (\S+)", line) for line in process.stderr)))
-        _wait_serving(found[1])
-        yield found[1]
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+    command = config_command("stagemesh.services.stage", config, folder / f"{config.replica}.json")
+    with killed_at_end(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)) as process:
+        endpoint = read_endpoint(process)
+        with grpc.insecure_channel(endpoint) as channel:
+            wait_status(channel, timeout_s=READY_TIMEOUT_S)
+        yield endpoint
 
 
 @asynccontextmanager
@@ -153,15 +144,3 @@ def md5(numbers: Array) -> str:
     """Returns the digest of float32 numbers."""
     assert numbers.dtype == np.float32
     return hashlib.md5(numbers.tobytes(), usedforsecurity=False).hexdigest()
-
-
-def _wait_serving(endpoint: str) -> None:
-    with grpc.insecure_channel(endpoint) as channel:
-        watch = channel.unary_stream(
-            "/grpc.health.v1.Health/Watch",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
-        call = watch(health_pb2.HealthCheckRequest(), timeout=READY_TIMEOUT_S)
-        assert any(response.status == health_pb2.HealthCheckResponse.SERVING for response in call)
-        call.cancel()

@@ -45,8 +45,7 @@ def adapters(qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def with_lora(qwen_image: Path) -> AsyncGenerator[DiffusionEngine]:
-    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_batch": 8}
-    async with painting(qwen_image, **options) as made:
+    async with painting(qwen_image, enable_lora=True, max_loras=2, max_lora_rank=8, max_batch=8) as made:
         yield made
 
 
@@ -150,6 +149,8 @@ async def test_an_adapter_that_cannot_be_loaded_is_rejected(
 
 
 TO_Q = "base_model.model.transformer_blocks.{}.attn.to_q"
+DIFFUSERS, PEFT = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"
+"""The files into which these libraries write weights."""
 
 
 @pytest.mark.parametrize(
@@ -157,11 +158,7 @@ TO_Q = "base_model.model.transformer_blocks.{}.attn.to_q"
     [
         (TO_Q.format(0), {"inputs": 96}, "has 96 inputs and 64 outputs in the adapter but 64 and 64 in the"),
         (TO_Q.format(7), {}, "which the model does not have; it belongs to another"),
-        (
-            "text_encoder.layers.0.q_proj",
-            {"file": "pytorch_lora_weights.safetensors"},
-            "this stage accepts adapters of the transformer only",
-        ),
+        ("text_encoder.layers.0.q_proj", {"file": DIFFUSERS}, "this stage accepts adapters of the transformer only"),
     ],
     ids=["other size", "other layer", "text encoder"],
 )
@@ -183,8 +180,8 @@ async def test_a_stage_without_adapter_support_rejects_adapters(qwen_image: Path
             await made_frames(plain, task(adapter_scale=1.0))
 
 
-def write_matrices(folder: Path, layer: str, *, inputs: int = 64, file: str = "adapter_model.safetensors") -> None:
+def write_matrices(folder: Path, layer: str, *, inputs: int = 64, file: str = PEFT) -> None:
     matrices = {"lora_A": torch.zeros(4, inputs), "lora_B": torch.zeros(64, 4)}
     save_file({f"{layer}.{name}.weight": matrix for name, matrix in matrices.items()}, folder / file)
-    if file == "adapter_model.safetensors":
+    if file == PEFT:
         (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "target_modules": []}))

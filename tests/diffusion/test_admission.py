@@ -8,6 +8,7 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.diffusion.admission import POSITIONS_PER_PRIORITY, Admission, Footprint
+from tests.rpc.call_errors import raises
 
 SMALL = Footprint(10, 5)
 
@@ -21,11 +22,12 @@ class RequestGroup:
         self._finished: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def submit(self, name: str, footprint: Footprint = SMALL, *, priority: int = 0) -> None:
-        """Submits a request, which is then running or waiting."""
-        self._finished[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._stay(name, footprint, priority))
-        await until_blocked()
+    async def submit(self, *names: str, footprint: Footprint = SMALL, priority: int = 0) -> None:
+        """Submits requests one after another, each of which is then running or waiting."""
+        for name in names:
+            self._finished[name] = asyncio.Event()
+            self.tasks[name] = asyncio.create_task(self._stay(name, footprint, priority))
+            await until_blocked()
 
     async def finish(self, name: str) -> None:
         self._finished[name].set()
@@ -68,8 +70,7 @@ async def opened(*, max_running: int = 2, memory_bytes: int = 1000) -> AsyncGene
 
 async def test_the_number_of_running_requests_is_limited() -> None:
     async with opened() as (admission, requests):
-        for name in "abc":
-            await requests.submit(name)
+        await requests.submit("a", "b", "c")
         assert (requests.running, admission.running, admission.waiting) == (["a", "b"], 2, 1)
         await requests.finish("a")
         assert requests.running == ["b", "c"]
@@ -77,9 +78,8 @@ async def test_the_number_of_running_requests_is_limited() -> None:
 
 async def test_admission_is_by_priority_then_by_arrival() -> None:
     async with opened(max_running=1) as (_, requests):
-        await requests.submit("runs")
-        for name, priority in (("first", 0), ("second", 0), ("urgent", 1)):
-            await requests.submit(name, priority=priority)
+        await requests.submit("runs", "first", "second")
+        await requests.submit("urgent", priority=1)
         seen = list[str]()
         for _ in range(4):
             seen += requests.running
@@ -89,11 +89,8 @@ async def test_admission_is_by_priority_then_by_arrival() -> None:
 
 async def test_a_low_priority_is_overtaken_a_limited_number_of_times() -> None:
     async with opened(max_running=1) as (_, requests):
-        await requests.submit("runs")
-        await requests.submit("low")
-        others = 2 * POSITIONS_PER_PRIORITY
-        for number in range(others):
-            await requests.submit(str(number), priority=1)
+        await requests.submit("runs", "low")
+        await requests.submit(*map(str, range(2 * POSITIONS_PER_PRIORITY)), priority=1)
         passed_by = 0
         await requests.finish("runs")
         while requests.running != ["low"]:
@@ -104,15 +101,14 @@ async def test_a_low_priority_is_overtaken_a_limited_number_of_times() -> None:
 
 async def test_memory_counts_all_running_requests_and_one_decode() -> None:
     async with opened(max_running=9, memory_bytes=35) as (_, requests):
-        for name in "abcd":
-            await requests.submit(name)
+        await requests.submit("a", "b", "c", "d")
         assert requests.running == ["a", "b", "c"]
 
 
 async def test_no_request_overtakes_one_that_waits_for_memory() -> None:
     async with opened(max_running=9, memory_bytes=35) as (_, requests):
         await requests.submit("runs")
-        await requests.submit("large", Footprint(30, 5))
+        await requests.submit("large", footprint=Footprint(30, 5))
         await requests.submit("small")
         assert requests.running == ["runs"]
         await requests.finish("runs")
@@ -121,18 +117,16 @@ async def test_no_request_overtakes_one_that_waits_for_memory() -> None:
 
 async def test_a_request_that_never_fits_is_rejected_at_once() -> None:
     async with opened(memory_bytes=3 << 20) as (admission, _):
-        with pytest.raises(
-            InvalidRequestError, match="about 4 MiB in addition to the weights, and the stage has 3 MiB"
-        ) as why:
+        problem = "about 4 MiB in addition to the weights, and the stage has 3 MiB"
+        with raises(InvalidRequestError, reason="EXCEEDS_MEMORY", match=problem):
             async with admission.admitted(Footprint(3 << 20, 1 << 20), priority=0):
                 raise AssertionError("it was let in")
-    assert why.value.reason == "EXCEEDS_MEMORY"
 
 
 async def test_a_cancelled_waiting_request_unblocks_the_next() -> None:
     async with opened(max_running=9, memory_bytes=35) as (admission, requests):
         await requests.submit("runs")
-        await requests.submit("large", Footprint(30, 5))
+        await requests.submit("large", footprint=Footprint(30, 5))
         await requests.submit("small")
         await requests.cancel("large")
         assert (requests.running, admission.waiting) == (["runs", "small"], 0)
@@ -140,18 +134,14 @@ async def test_a_cancelled_waiting_request_unblocks_the_next() -> None:
 
 async def test_a_slot_freed_during_a_cancellation_goes_to_the_next() -> None:
     async with opened(max_running=1) as (_, requests):
-        await requests.submit("runs")
-        await requests.submit("gives up")
-        await requests.submit("next")
+        await requests.submit("runs", "gives up", "next")
         await requests.cancel("runs", "gives up")
         assert requests.running == ["next"]
 
 
 async def test_a_slot_given_to_a_cancelled_request_goes_to_the_next() -> None:
     async with opened(max_running=1) as (_, requests):
-        await requests.submit("runs")
-        await requests.submit("gives up")
-        await requests.submit("next")
+        await requests.submit("runs", "gives up", "next")
         requests.tasks["runs"].add_done_callback(lambda _: requests.tasks["gives up"].cancel())
         await requests.finish("runs")
         assert requests.running == ["next"]

@@ -29,6 +29,7 @@ from tests.diffusion.stages import image_task, made_frames
 from tests.diffusion.tiny.calls import ImageSpec, diffusers
 from tests.diffusion.tiny.pipelines import write_qwen_image
 from tests.engines.support import controls_of, stage_config, started
+from tests.rpc.call_errors import raises
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -49,8 +50,7 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_qwen_image(tmp_path_factory.mktemp("large") / "qwen-image")
     config = json.loads((folder / "transformer" / "config.json").read_text())
     config["num_attention_heads"], config["num_layers"] = 16, 6
-    kind = diffusers.QwenImageTransformer2DModel
-    transformer = kind.from_config(config)
+    transformer = diffusers.QwenImageTransformer2DModel.from_config(config)
     assert 4 * transformer.num_parameters() > WEIGHTS_BYTES
     transformer.save_pretrained(folder / "transformer")
     return folder
@@ -104,9 +104,8 @@ async def test_an_unknown_level_or_tag_is_rejected(model: Path) -> None:
             controls_of(tested).sleep.check_sleep(3)
         await controls_of(tested).sleep.sleep(1)
         assert controls_of(tested).sleep.asleep() == ["weights"]
-        with pytest.raises(InvalidRequestError, match="kv_cache is not asleep; asleep: weights") as caught:
+        with raises(InvalidRequestError, reason="UNKNOWN_TAG", match="kv_cache is not asleep; asleep: weights"):
             await controls_of(tested).sleep.wake(["kv_cache"])
-        assert caught.value.reason == "UNKNOWN_TAG"
         with pytest.raises(NotReadyError, match="is asleep"):
             await controls_of(tested).sleep.sleep(1)
 

@@ -231,9 +231,7 @@ WAV = MediaFile("audio", b"RIFF", "audio/wav")
             )
         ),
         (with_options(eta=1), "unknown option 'eta'"),
-        ({"prompt": ""}, "the prompt is empty; describe the image"),
-        ({"prompt": " \n\t"}, "the prompt is empty; describe the image"),
-        ({"prompt": None}, "the prompt is empty; describe the image"),
+        *(({"prompt": empty}, "the prompt is empty; describe the image") for empty in ("", " \n\t", None)),
         ({"prompt": "x" * 20_001}, "the prompt has 20001 characters; this stage allows 20000"),
         ({"negative_prompt": "x" * 20_001}, "the negative prompt has 20001 characters; this stage allows 20000"),
         ({"prompt": RawPrompt((1, 2, 3))}, "a diffusion stage accepts text, but not token ids"),
@@ -263,8 +261,7 @@ async def test_requests_too_large_for_memory_are_rejected_and_others_wait(qwen_i
     async with painting(qwen_image) as engine:
         assert engine._facts is not None
         needed = engine._facts.footprint(engine._inputs(task(), engine._facts.family))
-    memory_bytes = needed.denoise_bytes + needed.decode_bytes
-    async with painting(qwen_image, memory_bytes=memory_bytes) as engine:
+    async with painting(qwen_image, memory_bytes=needed.denoise_bytes + needed.decode_bytes) as engine:
         with raises(InvalidRequestError, reason="EXCEEDS_MEMORY", match="request fewer pixels or frames"):
             await collect(engine.submit(task(replace(SMALL, height=512, width=512))))
         running = [asyncio.ensure_future(made_frames(engine, task(request_id=name))) for name in "abc"]
@@ -286,12 +283,11 @@ async def test_a_paused_task_resumes_with_the_same_bits(engine: DiffusionEngine)
     paused = event
     assert isinstance(paused, Paused)
     assert paused.checkpoint.steps < SMALL.steps
-    rest = await made_frames(engine, task(resume_from=paused.checkpoint))
-    assert np.array_equal(rest, whole)
+    assert np.array_equal(await made_frames(engine, task(resume_from=paused.checkpoint)), whole)
 
 
-async def paused_state(engine: DiffusionEngine, spec: ImageSpec = SMALL) -> Checkpoint:
-    *_, last = await collect(engine.submit(task(spec, max_steps=2)))
+async def paused_state(engine: DiffusionEngine) -> Checkpoint:
+    *_, last = await collect(engine.submit(task(max_steps=2)))
     assert isinstance(last, Paused)
     return last.checkpoint
 

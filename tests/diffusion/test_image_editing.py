@@ -62,15 +62,13 @@ def damaged(at: int) -> bytes:
     return bytes(data)
 
 
+UNREADABLE = (b"", b"not an image", encoded(PIXELS)[:200], damaged(8), damaged(60), b"RIFF\x24\x00\x00\x00WAVEfmt ")
+
+
 @pytest.mark.parametrize(
     ("images", "error"),
     [
-        ((png(b""),), "the image cannot be read"),
-        ((png(b"not an image"),), "the image cannot be read"),
-        ((png(encoded(PIXELS)[:200]),), "the image cannot be read"),
-        ((png(damaged(8)),), "the image cannot be read"),
-        ((png(damaged(60)),), "the image cannot be read"),
-        ((png(b"RIFF\x24\x00\x00\x00WAVEfmt "),), "the image cannot be read"),
+        *(((png(data),), "the image cannot be read") for data in UNREADABLE),
         ((), "the prompt has 0 images; this model needs one image"),
         ((png(), png()), "the prompt has 2 images; this model needs one image"),
         ((MediaFile("audio", b"RIFF", "audio/wav"),), "a diffusion stage accepts images, but not audio or video"),

@@ -53,8 +53,7 @@ def test_a_dummy_does_not_change_the_global_random_state(tmp_path: Path) -> None
 
 
 def test_a_custom_pipeline_runs_the_phases(tmp_path: Path) -> None:
-    folder = WRITERS["qwen-image"](tmp_path)
-    own = runner(folder, format="custom_pipeline", custom_pipeline=f"{__name__}:Still")
+    own = runner(WRITERS["qwen-image"](tmp_path), format="custom_pipeline", custom_pipeline=f"{__name__}:Still")
     own.begin("r", inputs())
     state = own.states["r"]
     noise = state.loop.latents.clone()

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
+from stagemesh.conformance.replicas import until
 from stagemesh.services.engines.base import Checkpoint, Paused, Progress, Task
 from stagemesh.services.engines.diffusion import STATE
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
@@ -124,9 +125,7 @@ async def test_no_worker_outlives_its_stage_process() -> None:
     assert worker.is_running()
     parent.kill()
     await parent.wait()
-    async with asyncio.timeout(10):
-        while _lives(worker):
-            await asyncio.sleep(0.02)
+    await until(lambda: not _lives(worker), timeout_s=10)
 
 
 @pytest.mark.soak

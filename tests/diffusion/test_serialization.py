@@ -24,13 +24,11 @@ DTYPES = (*FLOATS, *INTEGERS, torch.bool)
 
 def tensors() -> st.SearchStrategy[torch.Tensor]:
     """Generates any shape, including shapes of scalars and of empty tensors."""
-    shapes = st.lists(st.integers(0, 3), max_size=4)
-    return st.builds(
-        lambda shape, dtype, seed: torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
-        shapes,
-        st.sampled_from(DTYPES),
-        st.integers(0, 99),
-    )
+
+    def draw(shape: list[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+        return torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    return st.builds(draw, st.lists(st.integers(0, 3), max_size=4), st.sampled_from(DTYPES), st.integers(0, 99))
 
 
 def generators() -> st.SearchStrategy[torch.Generator]:
@@ -39,19 +37,10 @@ def generators() -> st.SearchStrategy[torch.Generator]:
 
 
 def trees() -> st.SearchStrategy[Any]:
-    leaves = st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(),
-        st.floats(),
-        st.text(),
-        st.sampled_from(DTYPES),
-        tensors(),
-        tensors().filter(lambda tensor: tensor.dtype != torch.bfloat16).map(lambda tensor: tensor.numpy()),
-        generators(),
-    )
+    plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.sampled_from(DTYPES))
+    arrays = tensors().filter(lambda tensor: tensor.dtype != torch.bfloat16).map(lambda tensor: tensor.numpy())
     return st.recursive(
-        leaves,
+        st.one_of(plain, tensors(), arrays, generators()),
         lambda inner: st.one_of(
             st.lists(inner, max_size=3),
             st.lists(inner, max_size=3).map(tuple),
@@ -202,16 +191,10 @@ def file(text: str) -> bytes:
     return save({"0": torch.zeros(2)}, {"stagemesh": text})
 
 
+KEYS = st.sampled_from(["tensor", "array", "dtype", "generator", "device", "cpu", "tuple", "list", "dict", "x"])
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.sampled_from(["cpu", "float32", "x", ""])),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(
-            st.sampled_from(["tensor", "array", "dtype", "generator", "device", "cpu", "tuple", "list", "dict", "x"]),
-            inner,
-            max_size=2,
-        ),
-    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=2)),
     max_leaves=8,
 )
 
@@ -227,28 +210,17 @@ def test_arbitrary_outlines_are_rejected_or_are_data(tree: Any) -> None:
     [
         b"",
         b"\x80\x04\x95",
-        file("[]"),
-        file("3"),
-        file('"text"'),
-        file("{"),
-        header({"dict": [["a", {}]]}),
-        file("[" * 100_000),
-        file('{"a":' * 100_000),
+        *(file(text) for text in ("[]", "3", '"text"', "{", "[" * 100_000, '{"a":' * 100_000)),
         save({"0": torch.zeros(2)}, {"other": "x"}),
         save({"name": torch.zeros(2)}, {"stagemesh": "{}"}),
-        header({}),
-        header([]),
-        header(None),
-        header({"list": []}),
+        *(header({}), header([]), header(None), header({"list": []})),
+        *(header({"dict": items}) for items in ([["a", {}]], [[["a"], 1]], [["a"]], 3)),
         header({"dict": [["a", {"tensor": 9, "cpu": True}]]}),
         header({"dict": [["a", {"tensor": float("inf"), "cpu": True}]]}),
         header({"dict": [["a", {"tensor": 0}]]}),
         header({"dict": [["a", {"generator": 0, "device": "cpu"}]]}),
         header({"dict": [["a", {"generator": 0, "device": "nowhere"}]]}),
         header({"dict": [["a", {"code": "print"}]]}),
-        header({"dict": [[["a"], 1]]}),
-        header({"dict": [["a"]]}),
-        header({"dict": 3}),
         header({"dict": []}, all_on_cpu=None, version="1"),
         json.dumps({"__metadata__": {}}).encode(),
     ],

@@ -62,13 +62,9 @@ def worker(case: tuple[str, str], folder: Path) -> DiffusionWorker:
 
 
 def loaded(folder: Path, cache: Mapping[str, Any] | None) -> DiffusionWorker:
-    worker = DiffusionWorker(folder, options(cache))
+    worker = DiffusionWorker(folder, stage_options({"dtype": "float32", "step_cache": dict(cache) if cache else None}))
     worker.load()
     return worker
-
-
-def options(cache: Mapping[str, Any] | None) -> DiffusionOptions:
-    return stage_options({"dtype": "float32", "step_cache": dict(cache) if cache else None})
 
 
 def inputs(name: str, frames: int = 1) -> DiffusionInputs:

@@ -98,15 +98,11 @@ def test_a_long_request_gets_steps_among_short_ones() -> None:
     assert steps.count("long") == 6
 
 
-@given(
-    arrivals=st.lists(
-        st.tuples(st.integers(0, 40), st.integers(1, 12), st.integers(-2, 2), st.integers(0, 3), st.integers(1, 200)),
-        min_size=1,
-        max_size=12,
-    ),
-    max_wait_steps=st.integers(0, 10),
-    max_batch=st.integers(1, 4),
-)
+ARRIVAL = st.tuples(st.integers(0, 40), st.integers(1, 12), st.integers(-2, 2), st.integers(0, 3), st.integers(1, 200))
+"""The time at which a request arrives, its steps, its priority, its key and its tokens."""
+
+
+@given(st.lists(ARRIVAL, min_size=1, max_size=12), st.integers(0, 10), st.integers(1, 4))
 def test_every_wait_is_bounded_and_every_request_ends(
     arrivals: list[tuple[int, int, int, int, int]], max_wait_steps: int, max_batch: int
 ) -> None:
@@ -144,11 +140,11 @@ def test_a_much_larger_request_does_not_join_a_step() -> None:
     assert [step(of) for _ in range(20)] == [["small"]] * 20
 
 
-def cost(fixed: float, each: float, *, upto: int = 8) -> list[int]:
+def cost(fixed: float, each: float) -> list[int]:
     """Returns the chosen sizes in order, if a step of n rows takes `fixed + n * each` seconds."""
-    sizes, chosen = BatchSizes(upto), list[int]()
+    sizes, chosen = BatchSizes(8), list[int]()
     for _ in range(60):
-        chosen.append(sizes.size("k", upto))
+        chosen.append(sizes.size("k", 8))
         sizes.record("k", chosen[-1], fixed + chosen[-1] * each)
     return chosen
 

@@ -130,14 +130,9 @@ def test_mixed_lengths_sizes_and_scales_share_forward_passes(qwen_image: Path) -
 
 
 def test_a_strict_matrix_library_gives_the_same_bits(qwen_image: Path) -> None:
-    answer = subprocess.run(
-        [sys.executable, "-m", "tests.diffusion.batched_qwen", str(qwen_image), "float32", "bfloat16"],
-        env=os.environ | {"MKL_CBWR": "AVX2,STRICT"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    command = [sys.executable, "-m", "tests.diffusion.batched_qwen", str(qwen_image), "float32", "bfloat16"]
+    strict = os.environ | {"MKL_CBWR": "AVX2,STRICT"}
+    answer = subprocess.run(command, env=strict, capture_output=True, text=True, check=False, timeout=120)
     assert answer.returncode == 0, answer.stderr
     for compared in json.loads(answer.stdout.splitlines()[-1]):
         check(Comparison(*compared), tolerance=0.0)
@@ -154,23 +149,23 @@ def test_requests_of_different_shapes_share_no_forward_pass(model: str, pipeline
     assert max(rows_together(model, pipelines(model), [WIDE, HIGH])) <= 2
 
 
+def keys_of(model: str, pipelines: Pipelines, *specs: ImageSpec) -> list[tuple[object, ...]]:
+    requests = [state(model, spec) for spec in specs]
+    for request in requests:
+        pipelines(model).prepare_encode(request)
+    return [pipelines(model).batch_key(request) for request in requests]
+
+
 @pytest.mark.parametrize("model", OTHERS)
 def test_requests_that_share_no_forward_pass_have_different_keys(model: str, pipelines: Pipelines) -> None:
-    def key(spec: ImageSpec) -> tuple[object, ...]:
-        request = state(model, spec)
-        pipelines(model).prepare_encode(request)
-        return pipelines(model).batch_key(request)
-
-    assert key(WIDE) != key(HIGH)
-    assert key(ImageSpec(seed=1)) == key(ImageSpec(seed=2, scale=2.0))
+    wide, high, one, other = keys_of(model, pipelines, WIDE, HIGH, ImageSpec(seed=1), ImageSpec(seed=2, scale=2.0))
+    assert wide != high
+    assert one == other
 
 
 def test_keys_of_qwen_image_depend_only_on_guidance(pipelines: Pipelines) -> None:
     specs = (WIDE, HIGH, ImageSpec(prompt="a longer prompt than that"), ImageSpec(scale=1.0))
-    requests = [state("qwen-image", spec) for spec in specs]
-    for request in requests:
-        pipelines("qwen-image").prepare_encode(request)
-    keys = [pipelines("qwen-image").batch_key(request) for request in requests]
+    keys = keys_of("qwen-image", pipelines, *specs)
     assert len(set(keys[:3])) == 1
     assert keys[3] != keys[0]
 

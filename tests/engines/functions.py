@@ -189,29 +189,20 @@ class AbsentNames(_Function, OpensWithout[frozenset[str]]):
         return [[Packet({"y": each})] if call.packet is None else [] for call, each in zip(batch, lengths, strict=True)]
 
 
-SUMMING = FunctionDescriptor(
-    Signature(
-        accepts={"x": NUMBERS},
-        emits={"y": Emitted(NUMBERS)},
-        options={"factor": OptionSpec(default=1.0, minimum=0.0, maximum=10.0)},
-    ),
-    factory="tests.engines.functions:Summing",
-)
-SAVING_SUM = replace(SUMMING, factory="tests.engines.functions:SavingSum")
-SPEAKING = FunctionDescriptor(
-    Signature(
-        accepts={"x": NUMBERS},
-        emits={"audio": Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=10)},
-    ),
-    factory="tests.engines.functions:Speaking",
-)
-DELAYING = replace(SPEAKING, factory="tests.engines.functions:Delaying")
-TEXT = {"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}
-ECHO = FunctionDescriptor(Signature(emits=TEXT), factory="tests.engines.functions:Echo")
-LISTING_MEDIA = FunctionDescriptor(Signature(emits=TEXT, media=True), factory="tests.engines.functions:ListingMedia")
-ABSENT_NAMES = FunctionDescriptor(
-    Signature(
-        accepts={"x": NUMBERS, "side": NUMBERS}, emits={"y": Emitted(NUMBERS)}, optional=frozenset({"x", "side"})
-    ),
-    factory="tests.engines.functions:AbsentNames",
+def _described(function: type[_Function], signature: Signature) -> FunctionDescriptor:
+    return FunctionDescriptor(signature, factory=f"tests.engines.functions:{function.__name__}")
+
+
+_FACTOR = OptionSpec(default=1.0, minimum=0.0, maximum=10.0)
+_SUMS = Signature(accepts={"x": NUMBERS}, emits={"y": Emitted(NUMBERS)}, options={"factor": _FACTOR})
+SUMMING, SAVING_SUM = _described(Summing, _SUMS), _described(SavingSum, _SUMS)
+_AUDIO = Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=10)
+_SPEECH = Signature(accepts={"x": NUMBERS}, emits={"audio": _AUDIO})
+SPEAKING, DELAYING = _described(Speaking, _SPEECH), _described(Delaying, _SPEECH)
+_TEXT = {"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}
+ECHO = _described(Echo, Signature(emits=_TEXT))
+LISTING_MEDIA = _described(ListingMedia, Signature(emits=_TEXT, media=True))
+_SIDES = {"x": NUMBERS, "side": NUMBERS}
+ABSENT_NAMES = _described(
+    AbsentNames, Signature(accepts=_SIDES, emits={"y": Emitted(NUMBERS)}, optional=frozenset(_SIDES))
 )

@@ -1,7 +1,7 @@
 """Helpers of the engines' tests."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple, Self, TypeVar
 
@@ -9,7 +9,6 @@ import numpy as np
 from pydantic import JsonValue
 
 from stagemesh.common.process.stage_process import StageConfig
-from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.abilities import AdapterControl, CacheControl, SleepControl
 from stagemesh.services.engines.base import Emission, Engine, EngineEvent, Task, TokenLogprobs, Usage
@@ -69,13 +68,6 @@ def controls_of(engine: Engine) -> Controls:
     return Controls(abilities.adapters, abilities.sleep, abilities.profiles, abilities.caches)
 
 
-def hand_partitions(engine: Engine, partitions: Arena) -> None:
-    """Passes the arena's partitions to an engine whose workers write into them."""
-    use_partitions = engine.abilities.use_partitions
-    assert use_partitions is not None
-    use_partitions(partitions)
-
-
 async def flow(packets: Iterable[Packet]) -> AsyncIterator[Packet]:
     """Yields packets as an edge does."""
     for packet in packets:
@@ -124,6 +116,13 @@ def text_stream(*texts: str) -> AsyncIterator[Packet]:
 def numbers_task(request_id: str, *values: Iterable[float], seed: int = 0, **options: float) -> Task:
     """Returns a task that receives numbers over the edge "in"."""
     return Task(request_id, seed, inlets={"in": stream(*values)}, options=options)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits until a condition holds, at most 10 seconds."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 async def collect(events: AsyncIterator[EngineEvent]) -> list[EngineEvent]:

@@ -1,6 +1,5 @@
 """Reading an adapter's folder, and rejecting a folder that holds none."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,16 +7,15 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.adapter_files import Sizes, read_adapter
-from tests.engines.vllm.tiny_adapter import write_adapter
+from tests.engines.vllm.tiny_adapter import set_config, write_adapter
 
 LAYER = "base_model.model.model.layers.1.mlp.down_proj"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def test_rank_and_layer_sizes_are_read(tmp_path: Path) -> None:
     files = read_adapter(str(write_adapter(tmp_path, rank=3)))
-    assert files.rank == 3
-    assert files.layers[LAYER] == Sizes(128, 64)
-    assert len(files.layers) == 10
+    assert (files.rank, len(files.layers), files.layers[LAYER]) == (3, 10, Sizes(128, 64))
 
 
 def test_the_largest_rank_of_any_layer_counts(tmp_path: Path) -> None:
@@ -37,25 +35,17 @@ def test_layers_must_match_the_model(tmp_path: Path) -> None:
         files.check({name: sizes for name, sizes in files.layers.items() if name != LAYER})
 
 
-def set_config(folder: Path, **changes: object) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: (folder / "adapter_config.json").unlink(), "no readable adapter_config.json"),
-        (lambda folder: (folder / "adapter_config.json").write_text("{"), "does not describe a LoRA"),
-        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "does not describe a LoRA"),
+        (lambda folder: (folder / CONFIG).unlink(), "no readable adapter_config.json"),
+        (lambda folder: (folder / CONFIG).write_text("{"), "does not describe a LoRA"),
+        (lambda folder: (folder / CONFIG).write_text("[]"), "does not describe a LoRA"),
         (lambda folder: set_config(folder, r=0), "does not describe a LoRA: r "),
         (lambda folder: set_config(folder, peft_type="IA3"), "does not describe a LoRA: peft_type"),
-        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no readable adapter_model.safetensors"),
-        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\0" * 40), "not a safetensors file"),
-        (
-            lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\2" + b"\0" * 7 + b"{}"),
-            "contains no LoRA",
-        ),
+        (lambda folder: (folder / WEIGHTS).unlink(), "no readable adapter_model.safetensors"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"\0" * 40), "not a safetensors file"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"\2" + b"\0" * 7 + b"{}"), "contains no LoRA"),
     ],
 )
 def test_the_error_names_why_a_folder_is_not_an_adapter(

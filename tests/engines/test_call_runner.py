@@ -70,8 +70,7 @@ async def test_calls_of_one_iteration_share_batches() -> None:
         calls.gate.set()
         made = await asyncio.gather(*calls.add(1, 2, 3))
         assert [int(packets[0].tensors["y"][0]) for packets in made] == [1, 2, 3]
-        assert calls.batches == [[1, 2], [3]]
-        assert calls.recorded == 3
+        assert (calls.batches, calls.recorded) == ([[1, 2], [3]], 3)
 
 
 async def test_other_work_of_the_thread_runs_between_batches() -> None:

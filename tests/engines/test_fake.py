@@ -4,6 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -295,8 +296,7 @@ async def test_a_disorder_swaps_two_outputs() -> None:
 
 
 async def test_a_task_with_swapped_outputs_can_pause() -> None:
-    engine = fake(faults=one("disorder", after_steps=1))
-    events = await collect(engine.submit(Task("r", 0, "hi", max_steps=2)))
+    events = await collect(fake(faults=one("disorder", after_steps=1)).submit(Task("r", 0, "hi", max_steps=2)))
     assert steps_of(events) == [0, 1]
     assert isinstance(events[-1], Paused)
 
@@ -354,16 +354,13 @@ async def test_a_checkpoint_with_more_rows_than_the_task_emits_is_rejected() -> 
 
 
 def test_packed_inputs_unpack_unchanged() -> None:
+    def contents(inputs: Sequence[Tensors]) -> list[object]:
+        return [{name: (tensor.tobytes(), tensor.shape) for name, tensor in each.items()} for each in inputs]
+
     empty, text = np.zeros(0, np.uint8), np.frombuffer(b"ab", np.uint8)
-    inputs: list[Tensors] = [
-        {"text": text},
-        {"frames": text_to_frames(text)},
-        {"text": empty, "frames": text_to_frames(text)},
-    ]
-    again = unpack(pack(inputs))
-    assert [{name: (t.tobytes(), t.shape) for name, t in each.items()} for each in again] == [
-        {name: (t.tobytes(), t.shape) for name, t in each.items()} for each in inputs
-    ]
+    frames = text_to_frames(text)
+    inputs: list[Tensors] = [{"text": text}, {"frames": frames}, {"text": empty, "frames": frames}]
+    assert contents(unpack(pack(inputs))) == contents(inputs)
 
 
 async def test_a_task_resumed_at_its_end_emits_nothing() -> None:

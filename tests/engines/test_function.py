@@ -11,6 +11,7 @@ import pytest
 
 from stagemesh.common.errors import InternalError, InvalidRequestError, UnsupportedError
 from stagemesh.common.wire.tensors import Array
+from stagemesh.conformance.replicas import until
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Progress, Task, Usage
 from stagemesh.services.engines.function.engine import FunctionEngine
@@ -87,16 +88,20 @@ async def test_a_defect_names_the_function(engine: FunctionEngine, caplog: pytes
     assert "a defect of the function" in caplog.text
 
 
+async def last_of(engine: FunctionEngine, task: Task) -> list[float]:
+    """Runs a task, and returns the values of its last packet."""
+    return values(packets(await collect(engine.submit(task)))[-1])
+
+
 async def test_edges_are_joined_packet_by_packet(engine: FunctionEngine) -> None:
     side = flow(Packet({"side": np.array([number], np.float32)}) for number in (5, 6))
-    events = await collect(engine.submit(Task("r", 0, inlets={"in": stream([1], [2]), "side": side})))
-    assert values(packets(events)[-1]) == [0, 3]
+    assert await last_of(engine, Task("r", 0, inlets={"in": stream([1], [2]), "side": side})) == [0, 3]
 
 
 async def test_a_function_is_notified_of_absent_tensors() -> None:
+    task = Task("r", 0, inlets={"in": stream([1])}, absent=frozenset({"side"}))
     async with running(ABSENT_NAMES) as engine:
-        events = await collect(engine.submit(Task("r", 0, inlets={"in": stream([1])}, absent=frozenset({"side"}))))
-    assert values(packets(events)[-1]) == [len("side")]
+        assert await last_of(engine, task) == [len("side")]
 
 
 async def test_options_are_completed_and_checked(engine: FunctionEngine) -> None:
@@ -138,11 +143,10 @@ async def test_a_prompt_other_than_text_and_media_is_rejected(prompt: Prompt, me
         prompt_packet(Task("r", 0, prompt), media=media)
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [RawPrompt("Hi", [VOICE]), Conversation([ChatMessage("user", parts=["Hi", VOICE])])],
-    ids=["raw", "message"],
-)
+SPOKEN = {"raw": RawPrompt("Hi", [VOICE]), "message": Conversation([ChatMessage("user", parts=["Hi", VOICE])])}
+
+
+@pytest.mark.parametrize("prompt", SPOKEN.values(), ids=SPOKEN)
 async def test_a_function_that_accepts_media_receives_them_with_the_text(prompt: Prompt) -> None:
     async with running(LISTING_MEDIA) as engine:
         assert text_of(await collect(engine.submit(Task("r", 0, prompt)))) == "Hi audio/wav"
@@ -165,7 +169,7 @@ async def test_cancel_drops_a_waiting_call(engine: FunctionEngine) -> None:
     with pytest.raises(asyncio.CancelledError):
         await first
     assert engine.load().running == 0
-    assert values(packets(await collect(engine.submit(numbers_task("b", [4]))))[-1]) == [0, 4]
+    assert await last_of(engine, numbers_task("b", [4])) == [0, 4]
 
 
 async def test_an_idle_engine_retains_no_input(engine: FunctionEngine) -> None:
@@ -182,10 +186,7 @@ async def test_an_idle_engine_retains_no_input(engine: FunctionEngine) -> None:
         await anext(events)
     del events
     # The engine's thread drops its last call after the result has been passed on.
-    async with asyncio.timeout(5):
-        while alive() is not None:
-            await asyncio.sleep(0.01)
-    assert alive() is None
+    await until(lambda: alive() is None, timeout_s=5)
 
 
 def test_max_batch_must_be_a_positive_integer() -> None:
@@ -248,9 +249,8 @@ async def test_a_resumed_request_reports_later_checkpoints_and_all_steps(saving:
     events = await collect(saving.submit(task([4, 8, 12])))
     (first, _), *later = checkpoints(events)
     rest = await collect(saving.submit(task([4, 8, 12], first)))
-    assert [(each.steps, each.tensors.keys()) for each, _ in checkpoints(rest)] == [
-        (each.steps, each.tensors.keys()) for each, _ in later
-    ]
+    expected = [(each.steps, each.tensors.keys()) for each, _ in later]
+    assert [(each.steps, each.tensors.keys()) for each, _ in checkpoints(rest)] == expected
     assert rest[-1] == events[-1] == Usage(steps=4)
 
 

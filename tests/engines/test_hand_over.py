@@ -15,7 +15,8 @@ from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.fake_engine.outputs import decoded_text, state_content
 from stagemesh.fake_engine.state_store import StateCounts, StateStore, read_state
 from stagemesh.services.engines.base import SamplingOptions, Task
-from tests.engines.support import collect, flow, packets, stage_config, started, text_of
+from tests.engines.support import collect, flow, packets, stage_config, started, text_of, until
+from tests.rpc.call_errors import raises
 
 TASK = Task("r", seed=3, prompt="hello", sampling=SamplingOptions(max_tokens=5))
 
@@ -33,10 +34,6 @@ async def offered(engine: FakeEngine) -> OfferedTicket:
 
 def decoding(*tickets: OfferedTicket) -> Task:
     return replace(TASK, inlets={"prefill->decode": flow(Packet({}, tickets={STATE: ticket}) for ticket in tickets)})
-
-
-def bogus(descriptor: bytes) -> OfferedTicket:
-    return OfferedTicket(KIND, descriptor, size_bytes=1, time_limit_s=30, on_release=lambda: None)
 
 
 def expected() -> str:
@@ -57,7 +54,7 @@ async def test_state_that_is_released_while_it_is_read_is_counted() -> None:
     await store.start()
     ticket = store.offer(b"x" * 1000, time_limit_s=30)
     reading = asyncio.create_task(read_state(ticket.descriptor, pause_s=0.2))
-    await asyncio.sleep(0.1)
+    await until(lambda: store.counts.reads == 1)
     ticket.release()
     with pytest.raises(UnavailableError):
         await reading
@@ -71,10 +68,10 @@ async def test_state_that_is_released_while_it_is_read_is_counted() -> None:
     "descriptor", [b"", b"{}", b"\xff\xfe", b"[1]", b'{"socket": 1, "state": 2}', b"null", b"9" * 9999]
 )
 async def test_descriptor_that_cannot_be_read_is_an_error_of_the_request(descriptor: bytes) -> None:
+    bogus = OfferedTicket(KIND, descriptor, size_bytes=1, time_limit_s=30, on_release=lambda: None)
     async with running("decode", recompute=True) as decode:
-        with pytest.raises(InvalidRequestError) as refused:
-            await collect(decode.submit(decoding(bogus(descriptor))))
-        assert refused.value.reason == "INVALID_TICKET"
+        with raises(InvalidRequestError, reason="INVALID_TICKET"):
+            await collect(decode.submit(decoding(bogus)))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -99,7 +96,7 @@ async def test_stopped_task_releases_its_ticket() -> None:
     async with running("prefill") as prefill, running("decode", state_s=30.0) as decode:
         ticket = await offered(prefill)
         stopped = asyncio.create_task(collect(decode.submit(decoding(ticket))))
-        await asyncio.sleep(0.1)
+        await until(lambda: prefill.states.counts.reads == 1)
         stopped.cancel()
         await asyncio.gather(stopped, return_exceptions=True)
         gc.collect()
@@ -109,9 +106,9 @@ async def test_stopped_task_releases_its_ticket() -> None:
 async def test_waiting_task_prefetches_if_the_queue_is_short() -> None:
     async with running("prefill") as prefill, running("decode", max_running=1, prefetch=1, step_s=0.2) as decode:
         tasks = [asyncio.create_task(collect(decode.submit(decoding(await offered(prefill))))) for _ in range(3)]
-        await asyncio.sleep(0.1)
+        await until(lambda: prefill.states.counts.released == 2)
         # The first task runs, the second one waits, and the queue is too long for the third one.
-        assert prefill.states.counts.released == 2
+        assert prefill.states.counts.reads == 2
         for task in tasks:
             assert text_of(await task) == expected()
         assert prefill.states.counts == StateCounts(offered=3, released=3)

@@ -78,8 +78,7 @@ async def test_packets_of_edges_apart_keep_their_arrival_order() -> None:
 
 async def test_an_edge_apart_does_not_wait_for_joined_edges() -> None:
     left, right, aside = Edge("x"), Edge("y"), Edge("x")
-    inlets = {"left": left, "right": right, "aside": aside}
-    task = Task("r", 0, inlets=inlets, apart=frozenset({"aside"}))
+    task = Task("r", 0, inlets={"left": left, "right": right, "aside": aside}, apart=frozenset({"aside"}))
     async with asyncio.timeout(BOUND_S), aclosing(packets_of(task, EITHER)) as packets:
         left.bring(1)
         aside.bring(7)

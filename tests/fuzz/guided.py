@@ -26,14 +26,8 @@ def main() -> None:
     for number, seed in enumerate(seeds(target)):
         (corpus / f"seed-{number}").write_bytes(seed)
     # A unit that needs more time or memory fails, too.
-    limits = [
-        f"-max_total_time={seconds}",
-        "-timeout=20",
-        "-rss_limit_mb=4096",
-        "-max_len=16384",
-        "-print_final_stats=1",
-    ]
-    atheris.Setup([sys.argv[0], *limits, str(corpus)], TARGETS[target])
+    limits = ["-timeout=20", "-rss_limit_mb=4096", "-max_len=16384", "-print_final_stats=1"]
+    atheris.Setup([sys.argv[0], f"-max_total_time={seconds}", *limits, str(corpus)], TARGETS[target])
     atheris.Fuzz()
 
 

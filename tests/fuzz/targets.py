@@ -36,6 +36,7 @@ from stagemesh.services.stage.step.spec import checkpoint_to_wire, rebinding_fro
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, request_pb2, stage_pb2, tensor_pb2
 from tests.connectors.handmade_producers import hello
 from tests.fuzz.messages import MessageFuzzer
+from tests.system.pipelines import pipeline_file
 
 _LIMIT_BYTES = 16 << 20
 _KEY = EdgeKey("r", "a->b", 1)
@@ -257,13 +258,11 @@ def read_step(data: bytes) -> bool:
 def read_request(data: bytes) -> bool:
     """The message of a request, or that which opens a session."""
     pipeline = _pipeline()
-    return _accepts_message(
-        data,
-        {
-            orchestrator_pb2.GenerateRequest: lambda message: validate(message, pipeline),
-            orchestrator_pb2.SessionOpen: lambda message: read_settings(message, pipeline),
-        },
-    )
+    readers: Mapping[Any, Callable[[Any], object]] = {
+        orchestrator_pb2.GenerateRequest: lambda message: validate(message, pipeline),
+        orchestrator_pb2.SessionOpen: lambda message: read_settings(message, pipeline),
+    }
+    return _accepts_message(data, readers)
 
 
 def _accepts_message(data: bytes, readers: Mapping[Any, Callable[[Any], object]]) -> bool:
@@ -280,10 +279,7 @@ def _accepts_message(data: bytes, readers: Mapping[Any, Callable[[Any], object]]
 
 @cache
 def _pipeline() -> Pipeline:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "fuzzed.yaml"
-        path.write_text(_PIPELINE)
-        return load_pipeline(str(path))
+    return load_pipeline(str(pipeline_file(_folder(), _PIPELINE, name="valid")))
 
 
 @cache

@@ -1,14 +1,14 @@
 """Every RPC with random messages, against real processes. `make fuzz` sends 100,000."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.deployment import Deployment, deployed
-from tests.fuzz.rpcs import Findings, defects_in_log, fuzz, methods
+from tests.deployment import Deployment, deployed_for_module
+from tests.fuzz.rpcs import defects_in_log, fuzz, methods
+from tests.system.pipelines import pipeline_file
 
 MESSAGES = int(os.environ.get("STAGEMESH_FUZZ_MESSAGES", "1500"))
 """The number of messages to each of the two kinds of processes."""
@@ -26,17 +26,7 @@ outputs: {text: relay}
 pytestmark = pytest.mark.timeout(60 + MESSAGES // 20)
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    path = tmp_path_factory.mktemp("fuzzed") / "fuzzed.yaml"
-    path.write_text(PIPELINE)
-    with deployed(path) as running:
-        yield running
-
-
-def _check(findings: Findings) -> None:
-    assert findings.sent.total() >= MESSAGES
-    assert not findings.defects, "\n".join(findings.defects[:5])
+running = deployed_for_module(lambda folder: pipeline_file(folder, PIPELINE))
 
 
 def _defects(running: Deployment) -> dict[str, list[str]]:
@@ -55,9 +45,9 @@ async def _fuzz(endpoint: str, *services: str, running: Deployment) -> None:
     before_mb, processes = _memory_mb(running), {name: running.process_id(name) for name in running.statuses}
     findings = await fuzz(endpoint, services, messages=MESSAGES, seed=SEED)
     print(dict(findings.codes))
-    _check(findings)
-    expected = {method.name for service in services for method in methods(service)}
-    assert findings.sent.keys() == expected
+    assert findings.sent.total() >= MESSAGES
+    assert not findings.defects, "\n".join(findings.defects[:5])
+    assert findings.sent.keys() == {method.name for service in services for method in methods(service)}
     assert not _defects(running)
     assert {name: running.process_id(name) for name in running.statuses} == processes, "a process has ended"
     growth_mb = {name: after - before_mb[name] for name, after in _memory_mb(running).items()}
@@ -75,5 +65,4 @@ async def test_rpcs_for_operators_and_registration_survive_any_message(running: 
 
 
 async def test_rpcs_of_stages_survive_any_message(running: Deployment) -> None:
-    endpoint = running.statuses["relay-0"]["endpoint"]
-    await _fuzz(endpoint, "StageService", "StageControlService", running=running)
+    await _fuzz(running.endpoint_of("relay-0"), "StageService", "StageControlService", running=running)

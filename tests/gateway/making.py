@@ -146,6 +146,18 @@ def client(url: str, key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
 
 
+async def ask(ai: openai.AsyncOpenAI, **arguments: Any) -> Any:
+    """Sends "hello", or the given `messages`, to the model "p". Returns its answer."""
+    create: Any = ai.chat.completions.create
+    return await create(**{"model": "p", "messages": [{"role": "user", "content": "hello"}], **arguments})
+
+
+def error_of(answer: Any, status: int = 400) -> Any:
+    """Returns the error of a response, which must have this status."""
+    assert answer.status_code == status
+    return answer.json()["error"]
+
+
 @contextmanager
 def known_callers(folder: Path, callers: Mapping[str, str]) -> Iterator[tuple[TokenChecker, str]]:
     """Gives this process the credentials of an orchestrator. Yields what a deployment with tokens needs.

@@ -12,8 +12,8 @@ import pytest
 from stagemesh.cli.launcher.ports import PortPicker
 from tests.client.scripted import admitted, ended, finished, served, text
 from tests.credentials import process_credentials
-from tests.deployment import Deployment, deployed, eventually
-from tests.gateway.making import asking, client, configured_gateway, gateway, known_callers
+from tests.deployment import Deployment, deployed_for_module, eventually
+from tests.gateway.making import ask, asking, client, configured_gateway, error_of, gateway, known_callers
 from tests.system.pipelines import pipeline_file
 
 SLOW = """
@@ -24,10 +24,7 @@ limits: {max_in_flight: 2, max_queued: 0}
 """
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(pipeline_file(tmp_path_factory.mktemp("slow"), SLOW)) as up:
-        yield up
+up = deployed_for_module(lambda folder: pipeline_file(folder, SLOW))
 
 
 @pytest.fixture(scope="module")
@@ -63,23 +60,21 @@ def test_a_full_pipeline_asks_to_retry(up: Deployment, url: str) -> None:
         request = http.build_request("POST", f"{url}/v1/chat/completions", json=_body(stream=True))
         streams = [http.send(request, stream=True) for _ in range(2)]
         answer = http.post(f"{url}/v1/chat/completions", json=_body(stream=True), timeout=5)
-        assert answer.status_code == 429
+        assert error_of(answer, 429)["type"] == "rate_limit_error"
         assert int(answer.headers["retry-after"]) >= 1
-        assert answer.json()["error"]["type"] == "rate_limit_error"
         for each in streams:
             each.close()
     eventually(up.idle, timeout_s=10)
 
 
-def test_a_large_body_is_rejected(url: str, tmp_path: Path, up: Deployment) -> None:
+def test_a_large_body_is_rejected(tmp_path: Path, up: Deployment) -> None:
     config = tmp_path / "gateway.json"
     listen = f"127.0.0.1:{PortPicker().pick()}"
     config.write_text(f'{{"listen": "{listen}", "servers": [["{up.endpoint}"]], "max_body_bytes": 1000}}')
     with configured_gateway(str(config), url=f"http://{listen}") as small:
         for body in (b" " * 2000, iter([b" " * 600] * 3)):
             answer = httpx.post(f"{small}/v1/chat/completions", content=body)
-            assert answer.status_code == 413
-            assert "1000 bytes" in answer.json()["error"]["message"]
+            assert "1000 bytes" in error_of(answer, 413)["message"]
         assert httpx.get(f"{small}/v1/models").json()["data"][0]["id"] == "slow"
 
 
@@ -99,29 +94,20 @@ async def test_requests_have_the_tokens_of_their_callers(tmp_path: Path) -> None
             orchestrator.scripts.append([admitted(), text("hi"), ended(), finished()])
             with process_credentials(None):
                 async with asking(orchestrator, tls=clients, key="secret") as ai:
-                    messages = [{"role": "user", "content": "hello"}]
-                    answer = await ai.chat.completions.create(model="p", messages=messages)  # type: ignore[arg-type]
-                    assert answer.choices[0].message.content == "hi"
+                    assert (await ask(ai)).choices[0].message.content == "hi"
                 async with asking(orchestrator, tls=clients, key="wrong") as ai:
                     with pytest.raises(openai.AuthenticationError, match="unknown"):
                         await ai.models.retrieve("p")
                 async with asking(orchestrator, tls=clients) as ai:
-                    refused = await ai._client.get(
-                        "http://gateway/v1/models", headers={b"authorization": b"Bearer \xe9"}
-                    )
-                    assert refused.status_code == 401
-                    assert "characters" in refused.json()["error"]["message"]
+                    headers = {b"authorization": b"Bearer \xe9"}
+                    refused = await ai._client.get("http://gateway/v1/models", headers=headers)
+                    assert "characters" in error_of(refused, 401)["message"]
 
 
 def test_a_folder_without_certificates_is_an_error_at_the_start(tmp_path: Path) -> None:
     program = str(Path(sys.executable).with_name("stagemesh"))
     for option, missing in (("--tls", "ca.crt"), ("--https", "tls.crt")):
-        done = subprocess.run(
-            [program, "gateway", "--listen", "127.0.0.1:0", option, str(tmp_path)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=30,
-        )
+        command = [program, "gateway", "--listen", "127.0.0.1:0", option, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
         assert done.returncode == 2
         assert missing in done.stderr

@@ -5,22 +5,17 @@ import json
 import subprocess
 from pathlib import Path
 
-from stagemesh.v1 import request_pb2
-from tests.client.scripted import Script, admitted, ended, finished, served, text
-from tests.gateway.test_realtime import CALL, conversing
+from stagemesh.v1.request_pb2 import ROLE_ASSISTANT, ROLE_SYSTEM, ROLE_TOOL, ROLE_USER
+from tests.client.scripted import served
+from tests.gateway.test_realtime import CALL, conversing, written
 from tests.repository.commands import ROOT
 
 PYTHON = ROOT / ".venv" / "livekit" / "bin" / "python"
 AGENT = Path(__file__).with_name("livekit_agent.py")
 
 
-def said(words: str) -> Script:
-    """Returns a script that answers with these words."""
-    return [admitted(), text(words), ended("text"), finished()]
-
-
 async def test_an_agent_calls_its_tool_and_answers() -> None:
-    scripts = said(CALL), said("It is noon."), said("You are welcome.")
+    scripts = written(CALL), written("It is noon."), written("You are welcome.")
     async with served() as orchestrator, conversing(orchestrator, *scripts) as url:
         command = [str(PYTHON), str(AGENT), f"http://{url}"]
         process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
@@ -31,11 +26,5 @@ async def test_an_agent_calls_its_tool_and_answers() -> None:
         "zones": ["Asia/Tokyo"],
         "texts": ["What time is it in Tokyo?", "It is noon.", "Thank you.", "You are welcome."],
     }
-    assert [message.role for message in last] == [
-        request_pb2.ROLE_SYSTEM,
-        request_pb2.ROLE_USER,
-        request_pb2.ROLE_ASSISTANT,
-        request_pb2.ROLE_TOOL,
-        request_pb2.ROLE_ASSISTANT,
-        request_pb2.ROLE_USER,
-    ]
+    roles = [ROLE_SYSTEM, ROLE_USER, ROLE_ASSISTANT, ROLE_TOOL, ROLE_ASSISTANT, ROLE_USER]
+    assert [message.role for message in last] == roles

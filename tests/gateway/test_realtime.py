@@ -124,6 +124,11 @@ def spoken(*words: str) -> Script:
     return [admitted(), *said(*words), ended("text"), ended("audio"), finished()]
 
 
+def written(words: str) -> Script:
+    """Returns a script that answers with these words as text alone."""
+    return [admitted(), text(words), ended("text"), finished()]
+
+
 def said(*words: str) -> Iterator[Any]:
     """Yields a part of the text and of the audio for each word."""
     for word in words:
@@ -182,8 +187,7 @@ async def test_a_spoken_response_has_the_events_of_openai() -> None:
 
 
 async def test_a_response_in_text_follows_the_conversation() -> None:
-    script: Script = [admitted(), text("One."), ended("text"), finished()]
-    async with talking(script) as (orchestrator, talker):
+    async with talking(written("One.")) as (orchestrator, talker):
         await talker.update(output_modalities=["text"])
         await talker.say("First")
         await talker.respond()
@@ -197,8 +201,7 @@ async def test_a_response_in_text_follows_the_conversation() -> None:
 
 
 async def test_a_tool_is_called() -> None:
-    script: Script = [admitted(), *said(CALL[:30], CALL[30:]), ended("text"), ended("audio"), finished()]
-    async with talking(script, spoken("Noon.")) as (orchestrator, talker):
+    async with talking(spoken(CALL[:30], CALL[30:]), spoken("Noon.")) as (orchestrator, talker):
         await talker.update(tools=[TOOL])
         await talker.say("What time is it?")
         response = await talker.respond()
@@ -221,8 +224,7 @@ async def test_a_tool_is_called() -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "read_clock"}], ids=["any", "named"])
 async def test_a_forced_call_is_the_whole_response(choice: object) -> None:
     call = CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")
-    script: Script = [admitted(), *said(call[:30], call[30:]), ended("text"), ended("audio"), finished()]
-    async with talking(script) as (orchestrator, talker):
+    async with talking(spoken(call[:30], call[30:])) as (orchestrator, talker):
         await talker.update(tools=[TOOL])
         await talker.say("What time is it?")
         (made,) = (await talker.respond(tool_choice=choice))["output"]
@@ -366,8 +368,7 @@ async def test_items_can_be_inserted_and_deleted() -> None:
 
 
 async def test_a_response_outside_the_conversation_leaves_no_item() -> None:
-    script: Script = [admitted(), text("Topic: sea"), ended("text"), finished()]
-    async with talking(script, spoken("Hello.")) as (orchestrator, talker):
+    async with talking(written("Topic: sea"), spoken("Hello.")) as (orchestrator, talker):
         known = await talker.say("Tell me of the sea")
         request = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Classify."}]}]
         response = await talker.respond(

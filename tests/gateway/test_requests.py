@@ -1,7 +1,5 @@
 """Requests to a gateway in this process, whose orchestrator follows a script."""
 
-from typing import Any
-
 import openai
 import pytest
 
@@ -9,19 +7,14 @@ from stagemesh.common.errors import OverloadedError
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from stagemesh.v1.request_pb2 import Output, TokenLogprob, TokenLogprobs
 from tests.client.scripted import admitted, ended, finished, served, text
-from tests.gateway.making import asking
-
-
-async def _ask(ai: openai.AsyncOpenAI, **arguments: Any) -> Any:
-    create: Any = ai.chat.completions.create
-    return await create(model="p", messages=[{"role": "user", "content": "hello"}], **arguments)
+from tests.gateway.making import ask, asking
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 async def test_zero_tokens_are_not_the_default(name: str) -> None:
     async with served() as orchestrator, asking(orchestrator) as ai:
         orchestrator.scripts.append([admitted(), ended(), finished()])
-        await _ask(ai, **{name: 0})
+        await ask(ai, **{name: 0})
         sampling = orchestrator.requests[0].parameters.sampling
         assert sampling.HasField("max_tokens")
         assert sampling.max_tokens == 0
@@ -34,7 +27,7 @@ async def test_zero_tokens_are_not_the_default(name: str) -> None:
 async def test_wrong_parameters_of_stages_are_rejected(stages: object) -> None:
     async with served() as orchestrator, asking(orchestrator) as ai:
         with pytest.raises(openai.BadRequestError):
-            await _ask(ai, extra_body={"stages": stages})
+            await ask(ai, extra_body={"stages": stages})
         assert not orchestrator.requests
 
 
@@ -44,7 +37,7 @@ async def test_an_impossible_token_has_the_least_logprob(stream: bool) -> None:
     output = Output(name="text", text="x", logprobs=[TokenLogprobs(sampled=impossible, top=[impossible])])
     async with served() as orchestrator, asking(orchestrator) as ai:
         orchestrator.scripts.append([admitted(), GenerateResponse(output=output), ended(), finished()])
-        answer = await _ask(ai, logprobs=True, top_logprobs=1, stream=stream)
+        answer = await ask(ai, logprobs=True, top_logprobs=1, stream=stream)
         choices = [choice async for chunk in answer for choice in chunk.choices] if stream else answer.choices
         tokens = [each for choice in choices if choice.logprobs for each in choice.logprobs.content]
         assert [(each.logprob, each.top_logprobs[0].logprob) for each in tokens] == [(-9999.0, -9999.0)]
@@ -53,7 +46,7 @@ async def test_an_impossible_token_has_the_least_logprob(stream: bool) -> None:
 async def test_an_error_after_the_first_text_ends_the_stream() -> None:
     async with served() as orchestrator, asking(orchestrator) as ai:
         orchestrator.scripts.append([admitted(), text("so"), OverloadedError("too slow", reason="CLIENT_TOO_SLOW")])
-        stream = await _ask(ai, stream=True)
+        stream = await ask(ai, stream=True)
         received: list[str] = []
         with pytest.raises(openai.APIError, match="too slow"):
             async for chunk in stream:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stagemesh.gateway.tool_calls import ForcedCall, FoundCall, ToolCallSplitter
 from tests.client.scripted import admitted, ended, finished, served, text
-from tests.gateway.making import asking
+from tests.gateway.making import ask, asking
 
 CALL = '<tool_call>\n{"name": "find", "arguments": {"city": "Rome"}}\n</tool_call>'
 FOUND = FoundCall("find", '{"city": "Rome"}')
@@ -51,26 +51,24 @@ def test_calls_are_found_in_any_cutting(data: st.DataObject, whole: str, expecte
 async def test_the_model_calls_a_tool() -> None:
     async with served() as orchestrator, asking(orchestrator) as ai:
         orchestrator.scripts.append([admitted(), text("Wait. "), text(CALL[:20]), text(CALL[20:]), ended(), finished()])
-        arguments = {"model": "p", "messages": [{"role": "user", "content": "where?"}], "tools": [TOOL]}
-        choice = (await ai.chat.completions.create(**arguments)).choices[0]  # type: ignore[call-overload]
+        choice = (await ask(ai, tools=[TOOL])).choices[0]
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == "Wait. "
         call = choice.message.tool_calls[0]
         assert (call.function.name, json.loads(call.function.arguments)) == ("find", {"city": "Rome"})
         sent = orchestrator.requests[0].input.conversation
         assert [tool.name for tool in sent.tools] == ["find"]
-        stream = await ai.chat.completions.create(**arguments, stream=True)  # type: ignore[call-overload]
-        chunks = [chunk async for chunk in stream]
+        chunks = [chunk async for chunk in await ask(ai, tools=[TOOL], stream=True)]
         calls = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
         assert [(each.index, each.function.name, each.type) for each in calls] == [(0, "find", "function")]
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
         # The next request repeats the call and has its result.
         messages = [
-            {"role": "user", "content": "where?"},
+            {"role": "user", "content": "hello"},
             choice.message.model_dump(exclude_none=True),
             {"role": "tool", "tool_call_id": call.id, "content": "far"},
         ]
-        await ai.chat.completions.create(model="p", messages=messages)
+        await ask(ai, messages=messages)
         replayed = orchestrator.requests[2].input.conversation.messages
         assert [call.name for call in replayed[1].tool_calls] == ["find"]
         assert replayed[2].tool_call_id == call.id
@@ -86,11 +84,7 @@ async def test_a_forced_call_is_the_whole_answer(choice: object, names: list[str
     stop = {"type": "function", "function": {"name": "stop", "strict": True}}
     async with served() as orchestrator, asking(orchestrator) as ai:
         orchestrator.scripts.append([admitted(), text(call[:20]), text(call[20:]), ended(), finished()])
-        messages = [{"role": "user", "content": "where?"}]
-        answer = await ai.chat.completions.create(  # type: ignore[call-overload]
-            model="p", messages=messages, tools=[TOOL, stop], tool_choice=choice
-        )
-        (made,) = answer.choices
+        (made,) = (await ask(ai, tools=[TOOL, stop], tool_choice=choice)).choices
         assert (made.finish_reason, made.message.content) == ("tool_calls", None)
         assert [each.function.name for each in made.message.tool_calls] == ["find"]
         schema = json.loads(orchestrator.requests[0].parameters.sampling.json_schema)
@@ -109,8 +103,7 @@ def test_an_incomplete_forced_call_is_text(text: str) -> None:
 async def test_without_tools_the_text_is_unchanged() -> None:
     async with served() as orchestrator, asking(orchestrator) as ai:
         orchestrator.scripts.append([admitted(), text(CALL), ended(), finished()])
-        messages = [{"role": "user", "content": "where?"}]
-        for arguments in ({}, {"tools": [TOOL], "tool_choice": "none"}):
-            answer = await ai.chat.completions.create(model="p", messages=messages, **arguments)  # type: ignore[call-overload]
-            assert answer.choices[0].message.content == CALL
+        cases: list[dict[str, object]] = [{}, {"tools": [TOOL], "tool_choice": "none"}]
+        for arguments in cases:
+            assert (await ask(ai, **arguments)).choices[0].message.content == CALL
             assert not orchestrator.requests[-1].input.conversation.tools

@@ -1,6 +1,5 @@
 import io
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
@@ -34,10 +33,8 @@ def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     folder = tmp_path_factory.mktemp("film")
     path = pipeline_file(folder, PIPELINE.format(stored=request.param, store=folder / "store"))
     (folder / "store").mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STAGEMESH_HOME", str(folder / "home"))
-        with deployed(path, "--jobs", "--gateway", "127.0.0.1:0") as up:
-            yield up
+    with deployed(path, "--jobs", "--gateway", "127.0.0.1:0", home=folder / "home") as up:
+        yield up
 
 
 @pytest.fixture
@@ -58,7 +55,7 @@ def completed(videos: openai.resources.Videos, video_id: str) -> openai.types.Vi
     return videos.retrieve(video_id)
 
 
-def test_a_video_is_made_of_a_picture_and_read(videos: openai.resources.Videos, tmp_path: Path) -> None:
+def test_a_video_is_made_of_a_picture_and_read(videos: openai.resources.Videos) -> None:
     created = videos.create(model="film", prompt="a boat", input_reference=picture())
     assert (created.object, created.model, created.prompt) == ("video", "film", "a boat")
     assert created.status in {"queued", "in_progress"}
@@ -73,8 +70,7 @@ def test_a_video_is_made_of_a_picture_and_read(videos: openai.resources.Videos, 
 
 def test_videos_are_listed_in_pages_and_deleted(videos: openai.resources.Videos) -> None:
     ids = [videos.create(model="film", prompt=prompt, input_reference=picture()).id for prompt in ("one", "two")]
-    listed = list(videos.list(limit=1))
-    assert [video.id for video in listed[:2]] == ids[::-1]
+    assert [video.id for video in list(videos.list(limit=1))[:2]] == ids[::-1]
     assert [video.id for video in videos.list(order="asc")][-2:] == ids
     for video_id in ids:
         assert videos.delete(video_id).deleted

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InternalError
+from tests.children import killed_at_end
 from tests.client.scripted import Pause, admitted, ended, finished, served, text
 from tests.deployment import Deployment
 from tests.repository.code_blocks import read_blocks
@@ -60,14 +61,12 @@ def test_the_programs_are_formatted() -> None:
 def test_a_lost_answer_continues(relays_up: Deployment, loss: str) -> None:
     with breakable_relay(relays_up.endpoint) as way:
         lose: Callable[[], None] = way.cut if loss == "broken connection" else lambda: relays_up.kill("orchestrator")
-        with subprocess.Popen([*PROGRAM, way.endpoint, "hello"], stdout=subprocess.PIPE, text=True) as client:
-            try:
-                assert client.stdout is not None
-                beginning = client.stdout.read(20)
-                lose()
-                received = beginning + client.stdout.read()
-            finally:
-                client.kill()
+        command = [*PROGRAM, way.endpoint, "hello"]
+        with killed_at_end(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as client:
+            assert client.stdout is not None
+            beginning = client.stdout.read(20)
+            lose()
+            received = beginning + client.stdout.read()
     assert client.returncode == 0
     assert steps_of(received) == list(range(STEPS))
 

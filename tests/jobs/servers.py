@@ -2,14 +2,12 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 import grpc
-from grpc_health.v1 import health_pb2
 
 from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.common.errors import StagemeshError
@@ -17,7 +15,9 @@ from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.media_config import MediaConfig
 from stagemesh.jobs.config import JobServerConfig
 from stagemesh.rpc.error_mapping import from_rpc_error
-from stagemesh.v1 import jobs_pb2, jobs_pb2_grpc, orchestrator_pb2, request_pb2
+from stagemesh.v1 import jobs_pb2, jobs_pb2_grpc, orchestrator_pb2
+from tests.deployment import eventually
+from tests.rpc.health_calls import Response, read_status
 from tests.system.pipelines import pipeline_file
 
 PIPELINE = """\
@@ -56,7 +56,7 @@ class JobServer:
     def start(self) -> None:
         """Starts the process, and waits until it serves."""
         self.launch()
-        wait_until(self.is_serving, timeout_s=90)
+        eventually(self.is_serving, timeout_s=90)
 
     def launch(self) -> None:
         """Starts the process."""
@@ -98,7 +98,7 @@ class JobServer:
                 found.append(self.get(job_id))
             return bool(found) and found[-1].state in (states or ENDED)
 
-        wait_until(has_state, timeout_s=timeout_s)
+        eventually(has_state, timeout_s=timeout_s)
         return found[-1]
 
     def list(self, *, caller: str = "", states: Sequence[Any] = ()) -> Sequence[jobs_pb2.Job]:
@@ -110,14 +110,7 @@ class JobServer:
         assert self.process is not None
         assert self.process.poll() is None, self.log.read_text()
         with suppress(grpc.RpcError):
-            # The stubs of grpc_health have no types.
-            check = self._channel.unary_unary(
-                "/grpc.health.v1.Health/Check",
-                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-                response_deserializer=health_pb2.HealthCheckResponse.FromString,
-            )
-            answer = check(health_pb2.HealthCheckRequest(service=name), timeout=1)
-            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+            return read_status(self._channel, name, timeout_s=1) == Response.SERVING
         return False
 
     def __enter__(self) -> Self:
@@ -134,8 +127,7 @@ def make_server(folder: Path, server: str, **settings: Any) -> JobServer:
     """Returns a job server that has not been started. Its database is in `folder` unless a setting says otherwise."""
     given = {"database": f"sqlite:///{folder / 'jobs.sqlite3'}", **settings}
     listen = f"127.0.0.1:{PortPicker().pick()}"
-    config = JobServerConfig("spoken", listen, [server], MediaConfig(str(folder / "store")), **given)
-    return JobServer(config, folder)
+    return JobServer(JobServerConfig("spoken", listen, [server], MediaConfig(str(folder / "store")), **given), folder)
 
 
 @contextmanager
@@ -155,14 +147,6 @@ def error_of(call: Any) -> StagemeshError:
     raise AssertionError("the call has succeeded")
 
 
-def wait_until(condition: Any, *, timeout_s: float) -> None:
-    """Waits until a condition holds."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"the condition does not hold after {timeout_s} s"
-        time.sleep(0.05)
-
-
 def files_of(job: jobs_pb2.Job, output: str) -> list[bytes]:
     """Returns the contents of the files of an output."""
     found = next(each for each in job.outputs if each.name == output)
@@ -174,8 +158,3 @@ def stored_names(folder: Path) -> list[str]:
     store = folder / "store"
     names = (str(path.relative_to(store)) for path in store.rglob("*") if path.is_file())
     return sorted(name for name in names if not name.startswith(".partial/"))
-
-
-def seeded(seed: int) -> request_pb2.Parameters:
-    """Returns parameters with a seed."""
-    return request_pb2.Parameters(seed=seed)

@@ -50,13 +50,11 @@ async def test_a_cancelled_job_has_no_files_and_can_be_deleted(jobs_up: Deployme
     await job(jobs_up, "submit", "hello", "--max-tokens", "3000", "--id", "long")
     assert (await document(jobs_up, "cancel", "long"))["cancel_requested"]
     assert (await job(jobs_up, "watch", "long")).exit_code == ExitCode.FAILED
-    downloaded = await job(jobs_up, "download", "long")
-    downloaded.check(ExitCode.REFUSED, "has no files")
+    (await job(jobs_up, "download", "long")).check(ExitCode.REFUSED, "has no files")
     assert await document(jobs_up, "delete", "long") == {"job_id": "long", "deleted": True}
     assert (await job(jobs_up, "get", "long")).exit_code == ExitCode.NOT_FOUND
 
 
 async def test_the_error_of_a_job_ends_the_command(jobs_up: Deployment) -> None:
     await job(jobs_up, "submit", "hello", "--id", "wrong", "--outputs", "nothing")
-    watched = await job(jobs_up, "watch", "wrong")
-    watched.check(ExitCode.USAGE, "nothing")
+    (await job(jobs_up, "watch", "wrong")).check(ExitCode.USAGE, "nothing")

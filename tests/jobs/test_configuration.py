@@ -12,7 +12,8 @@ from stagemesh.common.errors import ExitCode
 from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.media_config import MediaConfig
 from stagemesh.jobs.config import JobServerConfig
-from tests.jobs.servers import RUNNING, job_server, make_server, wait_until
+from tests.deployment import eventually
+from tests.jobs.servers import RUNNING, job_server, make_server
 from tests.repository.installed import STAGEMESH
 
 pytestmark = pytest.mark.timeout(180)
@@ -76,7 +77,7 @@ def test_the_command_line_names_the_process_with_the_packages_of_the_image(
         path = tmp_path / "jobs.json"
         path.write_bytes(dump_config(server.config))
         server.process = subprocess.Popen([python, *STAGEMESH, "serve", "jobs", str(path), "--name=pod-7"])
-        wait_until(server.is_serving, timeout_s=90)
+        eventually(server.is_serving, timeout_s=90)
         server.submit(job_id="claimed")
         server.wait("claimed", RUNNING)
         with closing(sqlite3.connect(tmp_path / "jobs.sqlite3")) as connection:
@@ -86,5 +87,5 @@ def test_the_command_line_names_the_process_with_the_packages_of_the_image(
 def test_a_process_without_its_database_is_alive_but_not_ready(tmp_path: Path) -> None:
     with make_server(tmp_path, NOWHERE, database=f"postgresql://jobs@{NOWHERE}/jobs") as server:
         server.launch()
-        wait_until(lambda: server.is_serving("liveness"), timeout_s=90)
+        eventually(lambda: server.is_serving("liveness"), timeout_s=90)
         assert not server.is_serving()

@@ -1,6 +1,5 @@
 import resource
 import sqlite3
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,18 +11,9 @@ from sqlalchemy import create_engine, inspect
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.jobs.database import JOBS
-from tests.deployment import Deployment
+from tests.deployment import Deployment, eventually
 from tests.jobs.postgres import Postgres, postgres
-from tests.jobs.servers import (
-    RUNNING,
-    SUCCEEDED,
-    JobServer,
-    error_of,
-    job_server,
-    make_server,
-    stored_names,
-    wait_until,
-)
+from tests.jobs.servers import RUNNING, SUCCEEDED, JobServer, error_of, job_server, make_server, stored_names
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -120,9 +110,9 @@ def test_a_server_starts_before_its_database(jobs_up: Deployment, tmp_path: Path
         submit = partial(server.submit, job_id="early")
         server.launch()
         # Until the process listens, the error has another reason.
-        wait_until(lambda: error_of(submit).reason == "DATABASE_UNAVAILABLE", timeout_s=30)
+        eventually(lambda: error_of(submit).reason == "DATABASE_UNAVAILABLE", timeout_s=30)
         database.start()
-        wait_until(lambda: _succeeds(submit), timeout_s=30)
+        eventually(lambda: _succeeds(submit), timeout_s=30)
         assert server.wait("early").state == SUCCEEDED
     assert columns_of(database.url.replace("postgresql:", "postgresql+psycopg:")) == set(JOBS.columns.keys())
 
@@ -144,13 +134,9 @@ def test_servers_that_share_a_database_run_each_job_once(
         make_server(tmp_path, jobs_up.endpoint, name="second", database=database.url, lease_s=2.0) as second,
     ):
         servers = (first, second)
-        with ThreadPoolExecutor(2) as starting:
-            list(starting.map(JobServer.start, servers))
-        same = [threading.Thread(target=server.submit, kwargs={"job_id": "job-0"}) for server in servers]
-        for thread in same:
-            thread.start()
-        for thread in same:
-            thread.join()
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(JobServer.start, servers))
+            list(threads.map(lambda server: server.submit(job_id="job-0"), servers))
         for index, name in enumerate(names[1:]):
             servers[index % 2].submit(job_id=name, steps=50)
         first.kill()

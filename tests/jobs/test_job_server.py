@@ -10,8 +10,8 @@ import pytest
 
 from stagemesh.client import Client
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, OverloadedError
-from stagemesh.v1 import jobs_pb2
-from tests.deployment import Deployment, deployed
+from stagemesh.v1 import jobs_pb2, request_pb2
+from tests.deployment import Deployment, deployed, eventually
 from tests.jobs.servers import (
     CANCELLED,
     FAILED,
@@ -23,9 +23,7 @@ from tests.jobs.servers import (
     files_of,
     job_server,
     make_server,
-    seeded,
     stored_names,
-    wait_until,
     write_pipeline,
 )
 
@@ -53,8 +51,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobServer]:
 
 def test_a_job_has_the_outputs_of_its_request(jobs_up: Deployment, jobs: JobServer, folder: Path) -> None:
     before = stored_names(folder)
-    submitted = jobs.submit(parameters=seeded(3))
-    job = jobs.wait(submitted.job_id)
+    job = jobs.wait(jobs.submit(parameters=request_pb2.Parameters(seed=3)).job_id)
     with Client(jobs_up.endpoint) as client:
         expected = client.generate("hello", seed=3, max_tokens=5).result()
     assert (job.state, job.attempts, job.seed) == (SUCCEEDED, 1, 3)
@@ -107,13 +104,12 @@ def test_jobs_are_listed_in_pages_the_newest_first(busy: JobServer) -> None:
     rest = busy.stub.ListJobs(second, timeout=10)
     assert ([job.job_id for job in rest.jobs], rest.next_page_token) == (["a"], "")
     wrong = jobs_pb2.ListJobsRequest(page_token="x")  # noqa: S106
-    error = error_of(lambda: busy.stub.ListJobs(wrong, timeout=10))
-    assert error.reason == "INVALID_PAGE_TOKEN"
+    assert error_of(lambda: busy.stub.ListJobs(wrong, timeout=10)).reason == "INVALID_PAGE_TOKEN"
 
 
 def test_a_queued_job_is_cancelled_at_once(busy: JobServer) -> None:
     busy.submit(job_id="first")
-    wait_until(lambda: busy.get("first").attempts > 0, timeout_s=20)
+    eventually(lambda: busy.get("first").attempts > 0, timeout_s=20)
     busy.submit(job_id="second")
     answer = busy.stub.CancelJob(jobs_pb2.CancelJobRequest(job_id="second"), timeout=10)
     assert answer.job.state in (CANCELLED, RUNNING)
@@ -129,7 +125,7 @@ def test_a_running_job_is_cancelled_and_leaves_no_files(jobs_up: Deployment, job
     job = jobs.wait("long", timeout_s=20)
     assert (job.state, job.cancel_requested) == (CANCELLED, True)
     assert stored_names(folder) == before
-    wait_until(jobs_up.idle, timeout_s=20)
+    eventually(jobs_up.idle, timeout_s=20)
 
 
 def test_progress_is_reported_while_a_job_runs(jobs: JobServer) -> None:
@@ -184,7 +180,7 @@ def test_expired_jobs_are_removed_with_their_files(jobs_up: Deployment, tmp_path
         server.submit(job_id="brief")
         assert server.wait("brief").state == SUCCEEDED
         assert stored_names(tmp_path)
-        wait_until(lambda: not server.list(), timeout_s=30)
+        eventually(lambda: not server.list(), timeout_s=30)
     assert stored_names(tmp_path) == []
 
 
@@ -196,7 +192,7 @@ def test_a_deleted_job_leaves_nothing(jobs: JobServer, folder: Path, steps: int,
     jobs.stub.DeleteJob(jobs_pb2.DeleteJobRequest(job_id="deleted"), timeout=10)
     assert error_of(lambda: jobs.get("deleted")).reason == "UNKNOWN_JOB"
     assert "deleted" not in {job.job_id for job in jobs.list()}
-    wait_until(lambda: stored_names(folder) == before, timeout_s=20)
+    eventually(lambda: stored_names(folder) == before, timeout_s=20)
 
 
 def test_a_job_survives_the_death_of_its_server(jobs_up: Deployment, tmp_path: Path) -> None:
@@ -212,10 +208,8 @@ def test_a_job_survives_the_death_of_its_server(jobs_up: Deployment, tmp_path: P
 
 
 def test_a_stopping_server_releases_its_jobs(jobs_up: Deployment, tmp_path: Path) -> None:
-    with (
-        make_server(tmp_path, jobs_up.endpoint) as server,
-        make_server(tmp_path, jobs_up.endpoint, name="second") as second,
-    ):
+    endpoint = jobs_up.endpoint
+    with make_server(tmp_path, endpoint) as server, make_server(tmp_path, endpoint, name="second") as second:
         server.start()
         server.submit(job_id="released", steps=150)
         server.wait("released", RUNNING)
@@ -243,7 +237,7 @@ def test_another_server_takes_over_when_the_lease_has_ended(jobs_up: Deployment,
 def test_jobs_wait_for_an_orchestrator_that_is_not_running(jobs_up: Deployment, tmp_path: Path) -> None:
     with job_server(tmp_path, "127.0.0.1:1") as server:
         server.submit(job_id="patient")
-        wait_until(lambda: server.get("patient").error.reason == "UNAVAILABLE", timeout_s=30)
+        eventually(lambda: server.get("patient").error.reason == "UNAVAILABLE", timeout_s=30)
         assert server.get("patient").state in (QUEUED, RUNNING)
     with job_server(tmp_path, jobs_up.endpoint) as server:
         job = server.wait("patient")

@@ -31,10 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def up(folder: Path) -> Iterator[Deployment]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STAGEMESH_HOME", str(folder / "home"))
-        with deployed(write_pipeline(folder), "--jobs", "--gateway", "127.0.0.1:0") as up:
-            yield up
+    with deployed(write_pipeline(folder), "--jobs", "--gateway", "127.0.0.1:0", home=folder / "home") as up:
+        yield up
 
 
 def patient_client(up: Deployment) -> Client:
@@ -130,20 +128,15 @@ def test_a_watch_resumes_after_a_restart_of_the_job_server(up: Deployment) -> No
 
 
 def test_jobs_are_known_after_a_restart_of_the_deployment(folder: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STAGEMESH_HOME", str(folder / "other-home"))
-        path = write_pipeline(folder)
-        for _ in range(2):
-            with deployed(path, "--jobs") as up, patient_client(up) as client:
-                job = client.jobs.submit("hello", request_id="kept")
-                assert _ended(client, "kept").state == "succeeded"
+    path = write_pipeline(folder)
+    for _ in range(2):
+        with deployed(path, "--jobs", home=folder / "other-home") as up, patient_client(up) as client:
+            job = client.jobs.submit("hello", request_id="kept")
+            assert _ended(client, "kept").state == "succeeded"
     assert job.state == "succeeded"
 
 
 def test_a_pipeline_without_a_job_server_names_the_remedy(folder: Path) -> None:
-    with (
-        deployed(write_pipeline(folder)) as up,
-        Client(up.endpoint) as client,
-        pytest.raises(StagemeshError, match="has no job server"),
-    ):
+    path = write_pipeline(folder)
+    with deployed(path) as up, up.client() as client, pytest.raises(StagemeshError, match="has no job server"):
         client.jobs.submit("hello")

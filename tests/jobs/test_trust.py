@@ -20,10 +20,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def up(folder: Path) -> Iterator[Deployment]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STAGEMESH_HOME", str(folder / "home"))
-        with deployed(write_pipeline(folder), "--jobs", "--tls", str(folder / "authority")) as up:
-            yield up
+    with deployed(write_pipeline(folder), "--jobs", "--tls", str(folder / "authority"), home=folder / "home") as up:
+        yield up
 
 
 def client_of(up: Deployment, folder: Path, name: str) -> Client:

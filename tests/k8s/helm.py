@@ -13,6 +13,8 @@ from tests.k8s.manifests import Manifest
 from tests.repository.commands import ROOT
 
 CHART = ROOT / "k8s" / "chart"
+FILES = {path.name.removesuffix("-values.yaml"): path for path in sorted((CHART / "ci").glob("*-values.yaml"))}
+"""The values files of the chart's ci folder by their names."""
 HELMS = ("helm3", "helm4")
 RELEASE = "release"
 NAMESPACE = "models"

@@ -9,17 +9,16 @@ import typer.main
 from typer.core import TyperGroup
 
 from stagemesh.cli.app import app
-from stagemesh.common.process.config import TokenConfig, load_config
+from stagemesh.common.process.config import ConfigT, TokenConfig, load_config
 from stagemesh.common.process.media_config import MediaConfig
 from stagemesh.gateway.config import GatewayConfig
 from stagemesh.jobs.config import JobServerConfig
 from stagemesh.orchestrator.config import OrchestratorConfig
 from stagemesh.pipeline import load_pipeline
-from tests.k8s.helm import CHART, read_values, render
+from tests.k8s.helm import FILES, read_values, render
 from tests.k8s.manifests import all_pods
 from tests.k8s.release import Release, at
 
-FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 JOB_SETTINGS = {
     "max_running": "maxRunning",
     "max_queued": "maxQueued",
@@ -40,9 +39,16 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     return command.make_context(arguments[0], rest).params
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_orchestrators_accept_their_config(path: Path) -> None:
-    for pod in all_pods(render(read_values(path))):
+def read_config(kind: type[ConfigT], text: str, folder: Path) -> ConfigT:
+    """Returns the config that a process reads from a file with this text."""
+    file = folder / "config.json"
+    file.write_text(text)
+    return load_config(kind, file)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_orchestrators_accept_their_config(name: str) -> None:
+    for pod in all_pods(render(read_values(FILES[name]))):
         if text := pod.annotations.get("stagemesh.dev/config"):
             assert OrchestratorConfig(**json.loads(text)).metrics_listen == "0.0.0.0:9464"
 
@@ -50,10 +56,8 @@ def test_orchestrators_accept_their_config(path: Path) -> None:
 def test_orchestrators_accept_their_tokens(tmp_path: Path) -> None:
     provider = {"keys": "https://id.example/keys", "issuer": "https://id.example", "audience": "mesh"}
     release = Release(at("tls", {"enabled": True, "issuer": {"name": "ca"}, "tokens": {"secret": "s", **provider}}))
-    file = tmp_path / "orchestrator.json"
-    file.write_text(release.pod("orchestrator").annotations["stagemesh.dev/config"])
-    tokens = load_config(OrchestratorConfig, file).tokens
-    assert tokens == TokenConfig(file="/etc/stagemesh/tokens/tokens.json", **provider)
+    config = read_config(OrchestratorConfig, release.pod("orchestrator").annotations["stagemesh.dev/config"], tmp_path)
+    assert config.tokens == TokenConfig(file="/etc/stagemesh/tokens/tokens.json", **provider)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +67,7 @@ def test_orchestrators_accept_their_tokens(tmp_path: Path) -> None:
 )
 def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) -> None:
     release = Release(at("gateway", {"enabled": True, **settings}))
-    file = tmp_path / "gateway.json"
-    file.write_text(release.pod("gateway").annotations["stagemesh.dev/gateway"])
-    config = load_config(GatewayConfig, file)
+    config = read_config(GatewayConfig, release.pod("gateway").annotations["stagemesh.dev/gateway"], tmp_path)
     assert config.max_body_bytes == settings.get("maxBodyBytes", 64 << 20)
     assert config.max_websockets == settings.get("maxWebsockets", 256)
     assert config.page == settings.get("page", True)
@@ -88,9 +90,7 @@ def test_job_servers_accept_their_config(settings: dict[str, Any], tls: dict[str
     options = {"storage_options": {"s3": {"anon": False}}, "max_file_bytes": 2**33}
     media: dict[str, Any] = {"store": "s3://bucket/media", **options}
     release = Release(at("pipeline.media", media), at("jobs", {"enabled": True, **settings}), at("tls", tls))
-    file = tmp_path / "jobs.json"
-    file.write_text(release.pod("jobs").annotations["stagemesh.dev/jobs"])
-    config = load_config(JobServerConfig, file)
+    config = read_config(JobServerConfig, release.pod("jobs").annotations["stagemesh.dev/jobs"], tmp_path)
     defaults = JobServerConfig("speech", config.listen, config.servers, MediaConfig("s3://bucket/media"))
     assert config.media == MediaConfig(**media)
     assert config.database_file == ("/etc/stagemesh/database/url" if settings else "")
@@ -99,11 +99,11 @@ def test_job_servers_accept_their_config(settings: dict[str, Any], tls: dict[str
     assert config.tokens == (TokenConfig(file="/etc/stagemesh/tokens/tokens.json") if tls else None)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_commands_have_the_arguments_of_the_containers(path: Path) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_commands_have_the_arguments_of_the_containers(name: str) -> None:
     parsed = [
         parse(container["args"])
-        for pod in all_pods(render(read_values(path)))
+        for pod in all_pods(render(read_values(FILES[name])))
         for container in pod.containers
         if "command" not in container
     ]
@@ -113,7 +113,7 @@ def test_commands_have_the_arguments_of_the_containers(path: Path) -> None:
 @pytest.mark.parametrize("name", ["speech-cpu", "digits-cpu"])
 def test_pods_accept_their_pipeline_file(name: str, tmp_path: Path) -> None:
     file = tmp_path / "pipeline.yaml"
-    for pod in all_pods(render(read_values(CHART / "ci" / f"{name}-values.yaml"))):
+    for pod in all_pods(render(read_values(FILES[name]))):
         if text := pod.annotations.get("stagemesh.dev/pipeline"):
             file.write_text(text)
             assert load_pipeline(str(file), check_models=False).name == name.removesuffix("-cpu")

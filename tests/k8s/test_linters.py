@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from k8s.cluster.images import MAX_ORCHESTRATOR_BYTES, check_orchestrator_size
-from tests.k8s.helm import CHART, read_values, render_text
+from tests.k8s.helm import FILES, read_values, render_text
 from tests.repository.commands import ROOT, run
 
 DOCKERFILES = sorted((ROOT / "k8s" / "images").glob("*Dockerfile*"))
@@ -71,9 +71,8 @@ def test_images_name_their_source_and_their_base(path: Path) -> None:
 
 def test_an_orchestrator_image_above_the_limit_ends_the_build() -> None:
     check_orchestrator_size(MAX_ORCHESTRATOR_BYTES - 1)
-    with pytest.raises(
-        SystemExit, match=r"has 200,000,000 bytes, but must have less than 200,000,000; remove packages"
-    ):
+    message = "has 200,000,000 bytes, but must have less than 200,000,000; remove packages"
+    with pytest.raises(SystemExit, match=message):
         check_orchestrator_size(MAX_ORCHESTRATOR_BYTES)
 
 
@@ -81,8 +80,8 @@ def test_an_orchestrator_image_above_the_limit_ends_the_build() -> None:
 def violations(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
     """The checks of Checkov that fail, with the values file and the resource."""
     folder = tmp_path_factory.mktemp("rendered")
-    for path in sorted((CHART / "ci").glob("*-values.yaml")):
-        (folder / f"{path.name.removesuffix('-values.yaml')}.yaml").write_text(render_text(read_values(path)))
+    for name, path in FILES.items():
+        (folder / f"{name}.yaml").write_text(render_text(read_values(path)))
     command = ["--directory", str(folder), "--framework", "kubernetes", "--skip-download", "--soft-fail"]
     # Without the checks that pass, which take longer to print than to make.
     command += ["--quiet", "--compact"]
@@ -109,5 +108,4 @@ def test_checkov_finds_only_what_is_tolerated(violations: set[tuple[str, str]]) 
 
 @pytest.mark.timeout(120)
 def test_every_toleration_is_needed(violations: set[tuple[str, str]]) -> None:
-    unused = [item for item in TOLERATED if not any(is_tolerated(item, violation) for violation in violations)]
-    assert unused == []
+    assert [item for item in TOLERATED if not any(is_tolerated(item, each) for each in violations)] == []

@@ -18,7 +18,7 @@ from stagemesh.pipeline import load_pipeline
 from stagemesh.services.engines.calls import EngineCalls
 from stagemesh.services.stage.metrics import ReplicaMetrics
 from tests.k8s.helm import CHART, HELMS, NAMESPACE, RELEASE, Values, load_objects, render_text
-from tests.k8s.manifests import field
+from tests.k8s.manifests import field, walk
 from tests.k8s.release import EXTERNAL, GATEWAY, ISSUER, JOBS, SPEECH, TOKENS, Release, at, merged
 from tests.stage.replicas import ready_runtime
 
@@ -42,10 +42,7 @@ def monitored() -> Release:
 
 def expressions(value: Any) -> list[str]:
     """Returns the PromQL expressions of a rule or a dashboard."""
-    if isinstance(value, dict):
-        own = [value["expr"]] if "expr" in value else []
-        return own + [item for child in value.values() for item in expressions(child)]
-    return [item for child in value for item in expressions(child)] if isinstance(value, list) else []
+    return [child for path, child in walk(value) if path.rpartition(".")[2] == "expr"]
 
 
 def test_prometheus_scrapes_the_orchestrators_and_learns_the_release(monitored: Release) -> None:

@@ -10,10 +10,9 @@ import yamllint.linter
 
 from tests.k8s.checks import find_problems
 from tests.k8s.checks.schemas import VERSIONS, check_schemas
-from tests.k8s.helm import CHART, HELMS, HelmError, load_objects, read_values, render_text, run_helm
+from tests.k8s.helm import CHART, FILES, HELMS, HelmError, load_objects, read_values, render_text, run_helm
 from tests.k8s.manifests import Render, reference, strings_of, walk
 
-FILES = {path.name.removesuffix("-values.yaml"): path for path in sorted((CHART / "ci").glob("*-values.yaml"))}
 ALL_FILES = pytest.mark.parametrize("name", FILES)
 ALL_HELMS = pytest.mark.parametrize("helm", HELMS)
 # Empty selectors mean all pods and all namespaces, an emptyDir has default settings, and "" is a health name.

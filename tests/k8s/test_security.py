@@ -173,8 +173,7 @@ def test_probes_have_a_port_without_tls() -> None:
 
 
 def test_a_release_with_tls_has_another_topology() -> None:
-    with_tls = Release(ISSUER)
-    topologies = {release.generation().partition("-")[0] for release in (Release(), with_tls)}
+    topologies = {release.generation().partition("-")[0] for release in (Release(), Release(ISSUER))}
     assert len(topologies) == 2
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.k8s.helm import read_values
-from tests.k8s.manifests import field, matches, pods_of
+from tests.k8s.manifests import all_pods, field, matches
 from tests.k8s.release import SHARED, Release, at, release_of
 
 CASES = read_values(Path(__file__).with_name("settings.yaml"))
@@ -133,8 +133,7 @@ def test_a_spread_constraint_counts_the_pods_of_its_own_workload() -> None:
 
 
 def test_image_pull_secrets_reach_every_pod() -> None:
-    release = Release(at("imagePullSecrets", [{"name": "registry"}]))
-    pods = [pod for item in release.objects for pod in pods_of(item)]
+    pods = all_pods(Release(at("imagePullSecrets", [{"name": "registry"}])).objects)
     assert all(pod.spec["imagePullSecrets"] == [{"name": "registry"}] for pod in pods)
 
 

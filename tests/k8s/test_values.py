@@ -12,10 +12,9 @@ import yaml
 import yamllint.config
 import yamllint.linter
 
-from tests.k8s.helm import CHART, read_values
+from tests.k8s.helm import CHART, FILES, read_values
 
 VALUES = CHART / "values.yaml"
-FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 TEXT = VALUES.read_text()
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 TEMPLATES = "\n".join(path.read_text() for path in sorted((CHART / "templates").rglob("*.*")))
@@ -66,7 +65,7 @@ def mappings(values: dict[str, Any], path: str = "") -> Iterator[str]:
             yield from mappings(value, f"{path}{name}.")
 
 
-@pytest.mark.parametrize("path", [VALUES, CHART / "Chart.yaml", *FILES], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [VALUES, CHART / "Chart.yaml", *FILES.values()], ids=lambda path: path.name)
 def test_the_files_of_values_are_sound_yaml(path: Path) -> None:
     problems = yamllint.linter.run(path.read_text(), yamllint.config.YamlLintConfig(YAML_RULES))
     assert [str(problem) for problem in problems] == []
@@ -89,8 +88,7 @@ def test_every_mapping_of_the_schema_refuses_unknown_keys() -> None:
 
 def test_every_value_of_the_schema_is_documented_by_name() -> None:
     documented = set(re.findall(r"\w+", TEXT))
-    missing = [path for path in own_properties() if path.rpartition(".")[2] not in documented]
-    assert missing == []
+    assert [path for path in own_properties() if path.rpartition(".")[2] not in documented] == []
 
 
 def test_every_default_is_in_the_schema() -> None:

@@ -1,7 +1,6 @@
 """The values files of `stagemesh k8s render`, rendered by the chart."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -29,10 +28,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 def _pipelines(objects: list[Manifest]) -> dict[str, str]:
     """Returns the text of the pipeline file that each Deployment's pods read, by the name of the Deployment."""
-    pods: dict[str, Any] = {
-        each["metadata"]["name"]: each["spec"]["template"] for each in objects if each["kind"] == "Deployment"
-    }
-    return {name: pod["metadata"]["annotations"]["stagemesh.dev/pipeline"] for name, pod in pods.items()}
+    pods = [pod for pod in all_pods(objects) if pod.owner["kind"] == "Deployment"]
+    return {pod.owner["metadata"]["name"]: pod.annotations["stagemesh.dev/pipeline"] for pod in pods}
 
 
 def _render(values: str, *, helm: str = "helm4") -> list[Manifest]:
@@ -65,8 +62,7 @@ def test_text_remains_text(helm: str) -> None:
 def test_the_value_of_a_variable_determines_its_type(tmp_path: Path) -> None:
     values, file = invoke("k8s", "render", _REHEARSAL).stdout, tmp_path / "pipeline.yaml"
     file.write_text(_pipelines(_render(values))["release-thinker"])
-    pipeline = load_pipeline(str(file), variables={"FAULTS": "0.25"})
-    faults = pipeline.stages["thinker"].options["faults"]
+    faults = load_pipeline(str(file), variables={"FAULTS": "0.25"}).stages["thinker"].options["faults"]
     assert isinstance(faults, list)
     assert [fault["probability"] for fault in faults if isinstance(fault, dict)] == [0.25, 0.25]
 

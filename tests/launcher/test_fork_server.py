@@ -59,6 +59,12 @@ async def _start(server: ForkServer, folder: Path, *, name: str = "a-0") -> tupl
     return Child(forked), psutil.Process(forked.pid)
 
 
+def _parent(process: psutil.Process) -> psutil.Process:
+    parent = process.parent()
+    assert parent is not None
+    return parent
+
+
 def _descriptors(process: psutil.Process) -> set[str]:
     """Returns the pipes and sockets that a process has open."""
     links = [str(path.readlink()) for path in Path(f"/proc/{process.pid}/fd").iterdir()]
@@ -82,9 +88,7 @@ async def test_the_signal_that_killed_a_forked_stage_is_reported(server: ForkSer
 async def test_a_forked_stage_has_no_descriptors_of_the_server(server: ForkServer, tmp_path: Path) -> None:
     first, one = await _start(server, tmp_path)
     second, other = await _start(server, tmp_path, name="a-1")
-    parent = one.parent()
-    assert parent is not None
-    assert not _descriptors(parent) & (_descriptors(one) | _descriptors(other))
+    assert not _descriptors(_parent(one)) & (_descriptors(one) | _descriptors(other))
     assert not _descriptors(one) & _descriptors(other)
     await asyncio.gather(first.stop(), second.stop())
 
@@ -94,25 +98,20 @@ async def test_a_cancelled_start_leaves_no_process(server: ForkServer, tmp_path:
     await asyncio.sleep(0.01)
     starting.cancel()
     child, process = await _start(server, tmp_path, name="a-1")
-    parent = process.parent()
-    assert parent is not None
-    assert parent.children() == [process]
+    assert _parent(process).children() == [process]
     await child.stop()
 
 
 async def test_forked_stages_end_with_the_server(server: ForkServer, tmp_path: Path) -> None:
     child, process = await _start(server, tmp_path)
-    parent = process.parent()
-    assert parent is not None
-    parent.kill()
+    _parent(process).kill()
     assert await child.wait() == -signal.SIGKILL
     assert await asyncio.to_thread(ended, process.pid)
 
 
 async def test_a_process_is_started_directly_when_the_server_has_ended(server: ForkServer, tmp_path: Path) -> None:
     _, process = await _start(server, tmp_path)
-    parent = process.parent()
-    assert parent is not None
+    parent = _parent(process)
     parent.kill()
     await asyncio.to_thread(ended, parent.pid)
     assert await server.fork(_config(tmp_path), log=tmp_path / "a-0.log") is None
@@ -123,8 +122,7 @@ def test_the_server_and_its_stages_end_with_a_killed_launcher(tmp_path: Path) ->
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         stage = psutil.Process(int(launcher.stdout.readline()))
-        server = stage.parent()
-        assert server is not None
+        server = _parent(stage)
         launcher.kill()
         assert ended(server.pid)
         assert ended(stage.pid)

@@ -2,8 +2,9 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,15 +26,26 @@ class Events:
     def __call__(self, status: ProcessStatus) -> None:
         self._queue.put_nowait(status)
 
-    async def until(self, wanted: Callable[[ProcessStatus], bool]) -> ProcessStatus:
-        """Returns the next status that fulfils a condition."""
-        while not wanted(status := await self._queue.get()):
+    async def until(self, name: str, state: ProcessState) -> ProcessStatus:
+        """Returns the next status of a process with this state."""
+        while (status := await self._queue.get()).name != name or status.state is not state:
             pass
         return status
 
+    async def kill(self, victim: ProcessStatus) -> ProcessStatus:
+        """Kills a process. Returns the status of the process that replaces it when that is ready."""
+        assert victim.process_id is not None
+        os.kill(victim.process_id, signal.SIGKILL)
+        await self.until(victim.name, ProcessState.RESTARTING)
+        return await self.until(victim.name, ProcessState.READY)
 
-def _launcher(pipeline: Path, *, events: Events | None = None, listen: str = LISTEN) -> Launcher:
-    return Launcher(load_pipeline(str(pipeline)), listen=listen, listener=events)
+
+def make_launcher(
+    pipeline: Path, *, listen: str = LISTEN, overrides: Mapping[str, str] | None = None, **options: Any
+) -> Launcher:
+    """Returns a launcher for a pipeline file. `options` are further arguments of Launcher."""
+    loaded = load_pipeline(str(pipeline), overrides=overrides)
+    return Launcher(loaded, listen=listen, overrides=overrides, **options)
 
 
 def _process_ids(launcher: Launcher) -> list[int]:
@@ -59,9 +71,7 @@ async def test_a_pipeline_starts_answers_and_leaves_only_its_logs(tiny: Path) ->
         if status.state is ProcessState.STOPPED:
             stopped.append(status.name)
 
-    overrides = {"stages.second.replicas": "2"}
-    loaded = load_pipeline(str(tiny), overrides=overrides)
-    launcher = Launcher(loaded, listen=LISTEN, overrides=overrides, listener=note)
+    launcher = make_launcher(tiny, overrides={"stages.second.replicas": "2"}, listener=note)
     async with launcher.running(), AsyncClient(launcher.endpoint) as client:
         await launcher.wait_ready()
         result = await client.generate("hello", seed=1).result()
@@ -80,20 +90,17 @@ async def test_a_pipeline_starts_answers_and_leaves_only_its_logs(tiny: Path) ->
 
 async def test_a_killed_stage_is_restarted_and_serves(tiny: Path) -> None:
     events = Events()
-    launcher = _launcher(tiny, events=events)
+    launcher = make_launcher(tiny, listener=events)
     async with launcher.running(), AsyncClient(launcher.endpoint) as client:
         await launcher.wait_ready()
-        endpoint, victim = launcher.processes["second-0"].endpoint, launcher.processes["second-0"].process_id
-        assert victim is not None
-        os.kill(victim, signal.SIGKILL)
-        await events.until(lambda status: status.state is ProcessState.RESTARTING)
-        await events.until(lambda status: (status.name, status.state) == ("second-0", ProcessState.READY))
+        endpoint = launcher.processes["second-0"].endpoint
+        await events.kill(launcher.processes["second-0"])
         assert launcher.processes["second-0"].endpoint == endpoint
         assert (await client.generate("hello", timeout_s=20).result()).text
 
 
 async def test_an_error_in_the_body_stops_all_processes(tiny: Path) -> None:
-    launcher = _launcher(tiny)
+    launcher = make_launcher(tiny)
     with pytest.raises(ZeroDivisionError):
         async with launcher.running():
             await launcher.wait_ready()
@@ -103,21 +110,22 @@ async def test_an_error_in_the_body_stops_all_processes(tiny: Path) -> None:
     assert not any(_is_alive(process_id) for process_id in process_ids)
 
 
-async def test_a_port_in_use_is_reported_before_any_process_starts(tiny: Path) -> None:
+@pytest.mark.parametrize(("address", "option"), [("listen", "--port"), ("gateway_listen", "--gateway")])
+async def test_a_port_in_use_is_reported_before_any_process_starts(tiny: Path, address: str, option: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        launcher = _launcher(tiny, listen=f"127.0.0.1:{port}")
-        with raises(NotReadyError, reason="PORT_IN_USE", match=f"{port}.*--port"):
+        addresses: dict[str, Any] = {address: f"127.0.0.1:{port}"}
+        launcher = make_launcher(tiny, **addresses)
+        with raises(NotReadyError, reason="PORT_IN_USE", match=f"{port}.*{option}"):
             async with launcher.running():
                 pass
-    assert _left_over(tiny, "*") == 0
+    assert (_left_over(tiny, "*"), launcher.processes) == (0, {})
 
 
 async def test_a_stage_that_cannot_start_ends_the_launcher_with_the_cause(tiny: Path) -> None:
     overrides = {"stages.first.options.memory_bytes": "1000000000000000"}
     policy = RestartPolicy(first_pause_s=0.01, max_pause_s=0.02, quick_failures=2)
-    loaded = load_pipeline(str(tiny), overrides=overrides)
-    launcher = Launcher(loaded, listen=LISTEN, overrides=overrides, policy=policy)
+    launcher = make_launcher(tiny, overrides=overrides, policy=policy)
     with pytest.raises(NotReadyError, match=r"(?s)first-0 .*ended 2 times.*cannot allocate 1000000000000000 bytes"):
         async with launcher.running():
             await launcher.wait_ready()

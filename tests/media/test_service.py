@@ -26,6 +26,7 @@ from stagemesh.services.media.service import MediaServicer
 from stagemesh.v1 import media_pb2, media_pb2_grpc, request_pb2
 from tests.limits import files_of_at_most
 from tests.media.locations import files_in, make_store, placed, web_server
+from tests.rpc.call_errors import error_of
 from tests.system.pipelines import pipeline_file
 
 CONTENT = os.urandom(2_500_000)
@@ -183,10 +184,8 @@ async def test_an_upload_whose_store_never_answers_ends_at_its_deadline_and_dela
 )
 async def test_only_files_in_allowed_locations_are_downloaded(tmp_path: Path, uri: str, reason: str) -> None:
     async with served(make_store(tmp_path)) as stub:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in stub.DownloadMedia(media_pb2.DownloadMediaRequest(uri=uri.format(folder=tmp_path))):
-                pass
-    assert from_rpc_error(caught.value, peer="media").reason == reason
+        call = stub.DownloadMedia(media_pb2.DownloadMediaRequest(uri=uri.format(folder=tmp_path)))
+        assert (await error_of(call, peer="media")).reason == reason
 
 
 async def test_an_empty_file_is_downloaded_as_one_empty_part(tmp_path: Path) -> None:

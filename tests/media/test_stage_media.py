@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from stagemesh.common.process.media_config import MediaConfig
-from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.media.locations import placed, web_server
+from tests.rpc.call_errors import error_of
 from tests.stage.replicas import Replica, served_stage, stage_config
 
 
@@ -41,10 +40,7 @@ async def text_of(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> st
 
 
 async def reason_of(replica: Replica, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float = 10) -> str:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in replica.stub.ExecuteStep(request, timeout=timeout_s):
-            pass
-    return from_rpc_error(caught.value, peer="stage").reason
+    return (await error_of(replica.stub.ExecuteStep(request, timeout=timeout_s), peer="stage")).reason
 
 
 async def test_an_engine_reads_the_file_to_which_a_request_refers(tmp_path: Path) -> None:

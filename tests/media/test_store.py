@@ -93,17 +93,15 @@ async def test_a_restarted_writer_deletes_only_its_own_leftovers(tmp_path: Path)
 )
 async def test_a_reference_outside_the_roots_is_rejected(tmp_path: Path, uri: str) -> None:
     placed(tmp_path, "../secret")
-    store = make_store(tmp_path)
-    given = uri.format(store=tmp_path / "store")
-    assert await failure(store, reference(given)) == "REFERENCE_NOT_ALLOWED"
+    given = reference(uri.format(store=tmp_path / "store"))
+    assert await failure(make_store(tmp_path), given) == "REFERENCE_NOT_ALLOWED"
 
 
 @pytest.mark.parametrize("link", ["file", "folder"])
 async def test_a_symbolic_link_out_of_a_root_is_rejected(tmp_path: Path, link: str) -> None:
     placed(tmp_path, "../outside/secret")
     (tmp_path / "store").mkdir(exist_ok=True)
-    target = tmp_path / "outside" / ("secret" if link == "file" else "")
-    (tmp_path / "store" / "link").symlink_to(target)
+    (tmp_path / "store" / "link").symlink_to(tmp_path / "outside" / ("secret" if link == "file" else ""))
     uri = f"file://{tmp_path}/store/link" + ("" if link == "file" else "/secret")
     assert await failure(make_store(tmp_path), reference(uri)) == "REFERENCE_NOT_ALLOWED"
 
@@ -127,13 +125,11 @@ async def test_a_file_that_differs_from_its_description_is_rejected(tmp_path: Pa
 
 
 async def test_a_file_above_the_limit_is_rejected(tmp_path: Path) -> None:
-    store = make_store(tmp_path, max_file_bytes=6)
-    assert await failure(store, reference(placed(tmp_path))) == "FILE_TOO_LARGE"
+    assert await failure(make_store(tmp_path, max_file_bytes=6), reference(placed(tmp_path))) == "FILE_TOO_LARGE"
 
 
 async def test_a_fetched_file_survives_its_deletion(tmp_path: Path) -> None:
-    uri = placed(tmp_path)
-    file = await make_store(tmp_path).fetch(reference(uri))
+    file = await make_store(tmp_path).fetch(reference(placed(tmp_path)))
     (tmp_path / "store" / "a.png").unlink()
     with file.open() as content:
         assert content.read() == b"content"
@@ -157,8 +153,7 @@ async def test_a_remote_file_above_the_limit_is_rejected(tmp_path: Path) -> None
 async def test_an_unreachable_store_is_reported(tmp_path: Path) -> None:
     with web_server(b"") as url:
         pass
-    store = make_store(tmp_path, allowed=(url,))
-    assert await failure(store, reference(f"{url}/a.png")) == "STORE_UNREACHABLE"
+    assert await failure(make_store(tmp_path, allowed=(url,)), reference(f"{url}/a.png")) == "STORE_UNREACHABLE"
 
 
 async def test_a_store_that_never_answers_delays_no_other_caller(tmp_path: Path) -> None:
@@ -197,8 +192,7 @@ async def test_a_cancelled_copy_is_not_written_to_a_file_that_is_opened_later(
 
 
 async def test_reading_yields_blocks_of_one_mebibyte(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    async with aclosing(store.read(placed(tmp_path, content=bytes((2 << 20) + 1)))) as blocks:
+    async with aclosing(make_store(tmp_path).read(placed(tmp_path, content=bytes((2 << 20) + 1)))) as blocks:
         assert [len(block) async for block in blocks] == [1 << 20, 1 << 20, 1]
 
 

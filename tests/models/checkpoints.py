@@ -1,6 +1,7 @@
 """Changes of checkpoint folders."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,10 @@ def change_weights(change: Callable[[dict[str, Tensor]], object], *, within: str
     return apply
 
 
-def rename_weight(name: str, other: str, *, within: str = ".") -> Change:
-    """Renames a weight of the checkpoint in the folder `within`."""
-    return change_weights(lambda weights: weights.update({other: weights.pop(name)}), within=within)
+def renamed(name: str, other: str, *, prefix: str = "", of: str = "", within: str = ".") -> tuple[Change, str]:
+    """Returns the change that renames a weight, and a pattern of the error, which omits the prefix of both names.
+
+    `of` is a pattern of the text before the names. `within` is the folder of the checkpoint.
+    """
+    change = change_weights(lambda weights: weights.update({prefix + other: weights.pop(prefix + name)}), within=within)
+    return change, f"{of}missing: {re.escape(name)}; unknown: {re.escape(other)};"

@@ -31,6 +31,7 @@ from tests.models.tiny_code2wav import (
     write_checkpoint,
 )
 from tests.models.vocoding import Codes, Samples, decode, decode_together, joined, pieces, push
+from tests.rpc.call_errors import raises
 
 FRAMES = 120
 CODES = random_codes(FRAMES)
@@ -277,6 +278,5 @@ async def test_a_checkpoint_with_a_damaged_state_is_rejected(engine: FunctionEng
     events = await collect(engine.submit(task(pieces(CODES, range(8, FRAMES, 8)))))
     checkpoint = next(event for event in events if isinstance(event, Checkpoint))
     wrong = replace(checkpoint, tensors={**checkpoint.tensors, "state.codes": CODES[:5]})
-    with pytest.raises(InvalidRequestError, match="are not the last ones of 32 frames") as caught:
+    with raises(InvalidRequestError, reason="INVALID_CHECKPOINT", match="are not the last ones of 32 frames"):
         await emitted(engine, pieces(CODES, range(8, FRAMES, 8)), wrong)
-    assert caught.value.reason == "INVALID_CHECKPOINT"

@@ -35,8 +35,7 @@ def spoken() -> dict[str, Array]:
 
 def _audio(frames: dict[str, Array], cuts: list[int]) -> npt.NDArray[np.float32]:
     stream = VocoderStream(SEED)
-    made = [out for part in parts(len(frames["f0"]), cuts) for out in stream.push(_packet(frames, part))]
-    return joined(made)
+    return joined([out for part in parts(len(frames["f0"]), cuts) for out in stream.push(_packet(frames, part))])
 
 
 def _packet(frames: dict[str, Array], part: slice) -> Packet:
@@ -112,8 +111,7 @@ def test_streamed_audio_equals_that_of_the_whole_sentence(spoken: dict[str, Arra
 
 
 def test_the_first_audio_follows_a_few_frames(spoken: dict[str, Array]) -> None:
-    stream = VocoderStream(SEED)
-    assert len(joined([*stream.push(_packet(spoken, slice(8)))])) >= 3 * dsp.HOP
+    assert len(joined([*VocoderStream(SEED).push(_packet(spoken, slice(8)))])) >= 3 * dsp.HOP
 
 
 def test_speed_shortens_the_frames() -> None:

@@ -1,12 +1,12 @@
 """An orchestrator over scripted stages, with real gRPC in one process."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -18,13 +18,15 @@ from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
-from stagemesh.v1 import control_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, stage_pb2
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, stage_pb2
 from tests.orchestrator.scripted_stage import Probed, Script, ScriptedStage, say_hello
 from tests.rpc.call_errors import error_of
 from tests.rpc.health_calls import Request as HealthRequest
 from tests.rpc.health_calls import Response as HealthResponse
 from tests.rpc.health_calls import watch
 from tests.system.pipelines import pipeline_file
+
+_T = TypeVar("_T")
 
 CHAIN = """
 pipeline: chain
@@ -83,6 +85,11 @@ class Mesh:
     async def describe(self) -> orchestrator_pb2.DescribePipelineResponse:
         """Calls DescribePipeline."""
         return await self.stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest(), timeout=10)
+
+    async def list_replicas(self, **fields: Any) -> Sequence[orchestrator_pb2.ReplicaStatus]:
+        """Calls ListReplicas."""
+        request = admin_pb2.ListReplicasRequest(**fields)
+        return (await admin_pb2_grpc.AdminServiceStub(self.admin).ListReplicas(request, timeout=10)).replicas
 
     def run(self, script: Script) -> None:
         """Makes all stages run this script for later steps."""
@@ -178,12 +185,32 @@ async def mesh(
         yield Mesh(pipeline, stub, channel, service.aclose, stages, servers, admin=admin, admin_endpoint=admin_listen)
 
 
-async def until_health(channel: grpc.aio.Channel, *, serving: bool, timeout_s: float = 10) -> None:
-    """Waits until the health of the orchestrator is as given."""
+async def until_health(channel: grpc.aio.Channel, *, serving: bool, service: str = "", timeout_s: float = 10) -> None:
+    """Waits until the health of a process, or of one of its services, is as given."""
     wanted = HealthResponse.SERVING if serving else HealthResponse.NOT_SERVING
-    async for answer in watch(channel)(HealthRequest(), timeout=timeout_s):
+    async for answer in watch(channel)(HealthRequest(service=service), wait_for_ready=True, timeout=timeout_s):
         if answer.status == wanted:
             return
+    raise AssertionError(f"the reports ended before the health of {service!r} was {wanted}")
+
+
+async def poll(
+    read: Callable[[], Awaitable[_T]],
+    *,
+    until: Callable[[_T], bool],
+    timeout_s: float = 20,
+    problem: str = "the condition does not hold",
+) -> _T:
+    """Reads a value until it fulfils a condition. Returns the value."""
+    seen = await read()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not until(seen):
+                await asyncio.sleep(0.05)
+                seen = await read()
+    except TimeoutError as exc:
+        raise AssertionError(f"{problem} after {timeout_s} s: {seen}") from exc
+    return seen
 
 
 async def serve(stage: ScriptedStage, *, minimal: bool = False) -> tuple[Server, str]:

@@ -26,7 +26,7 @@ from stagemesh.rpc.server import Server
 from stagemesh.services.stage.control_servicer import StageControlServicer
 from stagemesh.services.stage.servicer import StageServicer
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2_grpc, stage_pb2
-from tests.orchestrator.mesh import until_health
+from tests.orchestrator.mesh import poll, until_health
 from tests.stage.replicas import make_runtime
 from tests.system.pipelines import pipeline_file
 
@@ -59,28 +59,14 @@ class Orchestrator:
     async def until_states(self, timeout_s: float = 60, **states: str) -> None:
         """Waits until replicas are in these states. Underscores in their names stand for hyphens."""
         wanted = {name.replace("_", "-"): state for name, state in states.items()}
-        seen = await self.states()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not wanted.items() <= seen.items():
-                    await asyncio.sleep(0.05)
-                    seen = await self.states()
-        except TimeoutError as exc:
-            raise AssertionError(f"the states are not {wanted} after {timeout_s} s: {seen}") from exc
+        problem = f"the states are not {wanted}"
+        await poll(self.states, until=lambda seen: wanted.items() <= seen.items(), timeout_s=timeout_s, problem=problem)
 
     async def until_stage(
         self, name: str, condition: Callable[[admin_pb2.StageStatus], bool], *, timeout_s: float = 60
     ) -> admin_pb2.StageStatus:
         """Waits until the status of a stage fulfils a condition, and returns the status."""
-        status = await self.stage(name)
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not condition(status):
-                    await asyncio.sleep(0.05)
-                    status = await self.stage(name)
-        except TimeoutError as exc:
-            raise AssertionError(f"the condition does not hold after {timeout_s} s: {status}") from exc
-        return status
+        return await poll(lambda: self.stage(name), until=condition, timeout_s=timeout_s)
 
     @asynccontextmanager
     async def requests(self, count: int) -> AsyncGenerator[None]:

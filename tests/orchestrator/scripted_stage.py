@@ -68,6 +68,18 @@ def failing(error: StagemeshError) -> Script:
     return fail
 
 
+def after(gate: asyncio.Event, script: Script = say_hello) -> Script:
+    """Returns a script that waits until the gate is open, and then runs another one."""
+
+    async def wait(stage: "ScriptedStage", request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        stage.started.set()
+        await gate.wait()
+        async for response in script(stage, request):
+            yield response
+
+    return wait
+
+
 class ScriptedControls(control_pb2_grpc.StageControlServiceServicer):
     """Some of a replica's controls. A drain changes the description."""
 
@@ -83,13 +95,12 @@ class ScriptedControls(control_pb2_grpc.StageControlServiceServicer):
     async def LoadAdapter(
         self, request: control_pb2.LoadAdapterRequest, context: Any
     ) -> control_pb2.LoadAdapterResponse:
+        adapter = control_pb2.Adapter(name=request.name, path=request.path, rank=8)
         async with answering(context):
             if self.adapter_error is not None:
                 raise copy(self.adapter_error)
-            adapter = control_pb2.Adapter(name=request.name, path=request.path, rank=8)
             self.adapters[request.name] = adapter
-            return control_pb2.LoadAdapterResponse(adapter=adapter)
-        raise AssertionError("answering ends every call that fails")
+        return control_pb2.LoadAdapterResponse(adapter=adapter)
 
     async def UnloadAdapter(
         self, request: control_pb2.UnloadAdapterRequest, context: Any

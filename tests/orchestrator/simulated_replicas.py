@@ -125,10 +125,7 @@ class SimulatedReplica:
         """Pauses all steps, as a drain does."""
         for step_id, step in self.steps.items():
             self.tasks[step_id].cancel()
-            outputs = dict.fromkeys(tensors_of(step.request), self._length(step.made))
-            rows = {_TENSOR: step.made}
-            checkpoint = stage_pb2.Checkpoint(steps=step.made, token_ids=[1], rows=rows, outputs=outputs)
-            step.emit(paused=stage_pb2.StepPaused(checkpoint=checkpoint))
+            step.emit(paused=stage_pb2.StepPaused(checkpoint=self._checkpoint(step, _TENSOR)))
             step.over = True
 
     async def sever(self, for_s: float) -> None:
@@ -246,9 +243,8 @@ class SimulatedReplica:
         for each in request.inputs:
             inlet = step.inlets[each.binding.edge]
             assert each.binding.attempt > inlet.attempt, "a flow has a name of its own"
-            taken = inlet.taken
             step.inlets[each.binding.edge] = Inlet(
-                each.binding.producer, each.binding.attempt, each.first_rows[_TENSOR], taken
+                each.binding.producer, each.binding.attempt, each.first_rows[_TENSOR], inlet.taken
             )
         for target in request.outputs:
             assert not step.begins, "a new consumer needs every row"
@@ -306,15 +302,17 @@ class SimulatedReplica:
             world.made[self.member.stage] += 1
             step.emit(progress=stage_pb2.StepProgress(steps=step.made))
             if world.checkpoints:
-                rows = {_TENSOR: step.made, _UNSENT: step.made}
-                outputs = dict.fromkeys(tensors_of(step.request), self._length(step.made))
-                checkpoint = stage_pb2.Checkpoint(steps=step.made, token_ids=[1], rows=rows, outputs=outputs)
-                step.emit(checkpoint=checkpoint)
+                step.emit(checkpoint=self._checkpoint(step, _TENSOR, _UNSENT))
         while not all(self._has_arrived(step, target) for target in list(step.outlets.values())):
             await world.changed.wait()
         step.finished = True
         step.emit(finished=stage_pb2.StepFinished(usage=request_pb2.Usage(steps=step.made)))
         step.over = True
+
+    def _checkpoint(self, step: Step, *tensors: str) -> stage_pb2.Checkpoint:
+        rows = dict.fromkeys(tensors, step.made)
+        outputs = dict.fromkeys(tensors_of(step.request), self._length(step.made))
+        return stage_pb2.Checkpoint(steps=step.made, token_ids=[1], rows=rows, outputs=outputs)
 
     def _text(self, row: int) -> str:
         return f"{self.member.stage}{row}é "

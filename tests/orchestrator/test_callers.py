@@ -83,15 +83,11 @@ async def _generate(stub: "OrchestratorServiceAsyncStub", caller: str = "") -> N
         pass
 
 
-async def _refusal(stub: "OrchestratorServiceAsyncStub", caller: str = "") -> StagemeshError:
-    return await error_of(_generate(stub, caller))
-
-
 async def _check_refusal(
     stub: "OrchestratorServiceAsyncStub", kind: type[StagemeshError], reason: str, said: str = "", *, caller: str = ""
 ) -> None:
     """Asserts that the call is refused with this error."""
-    error = await _refusal(stub, caller)
+    error = await error_of(_generate(stub, caller))
     assert (type(error), error.reason) == (kind, reason)
     assert said in error.message
 
@@ -160,14 +156,14 @@ async def test_connections_without_a_valid_certificate_are_refused(
         for name in ("tls.crt", "tls.key"):
             (folder / name).unlink()
     async with _orchestrator(callers, own=own, client=None if client == "none" else folder) as stub:
-        error = await _refusal(stub)
+        error = await error_of(_generate(stub))
     assert error.code.name == "UNAVAILABLE"
     assert callers.seen == []
 
 
 async def test_a_server_of_another_authority_is_not_called(tmp_path: Path, own: Path, callers: Callers) -> None:
     async with _orchestrator(callers, own=own, client=issue(tmp_path, "client/a", authority="other")) as stub:
-        error = await _refusal(stub)
+        error = await error_of(_generate(stub))
     assert "CERTIFICATE_VERIFY_FAILED" in error.message
     assert callers.seen == []
 

@@ -20,7 +20,7 @@ from stagemesh.orchestrator.metrics.scaling import Metric as Signal
 from stagemesh.orchestrator.orchestrator import Orchestrator as Core
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.v1 import request_pb2, stage_pb2
-from tests.orchestrator.mesh import load
+from tests.orchestrator.mesh import load, poll
 from tests.orchestrator.running_pipeline import Orchestrator, running_pipeline
 
 PIPELINE = """\
@@ -45,6 +45,11 @@ def _value(metrics: dict[str, Metric], sample: str, **labels: str) -> float:
     """Returns the value of a sample, or 0 if it does not exist."""
     samples = (each for metric in metrics.values() for each in metric.samples if each.name == sample)
     return sum(each.value for each in samples if labels.items() <= each.labels.items())
+
+
+def _has_unfinished(metrics: dict[str, Metric]) -> bool:
+    """Returns whether a request has failed or was cancelled."""
+    return any(_value(metrics, "stagemesh_requests_total", outcome=each) > 0 for each in ("failed", "cancelled"))
 
 
 @pytest.mark.parametrize("connector", ["shm", "grpc", "nixl"])
@@ -126,12 +131,7 @@ async def test_recoveries_and_errors_have_their_causes(tmp_path: Path) -> None:
         await running
         with pytest.raises(StagemeshError) as caught:
             await orchestrator.client.generate("hello", timeout_s=0.3).result()
-        metrics = await _scrape(orchestrator)
-        while not _value(metrics, "stagemesh_requests_total", outcome="failed") + _value(
-            metrics, "stagemesh_requests_total", outcome="cancelled"
-        ):
-            await asyncio.sleep(0.05)
-            metrics = await _scrape(orchestrator)
+        metrics = await poll(lambda: _scrape(orchestrator), until=_has_unfinished, timeout_s=60)
     assert _value(metrics, "stagemesh_stage_recoveries_total", stage="relay") >= 1
     reasons = {
         each.labels["reason"]
@@ -176,11 +176,9 @@ async def test_each_metric_has_help_and_a_conventional_name(tmp_path: Path) -> N
 async def _working_replica(orchestrator: Orchestrator) -> str:
     """Returns the name of a replica of the stage `relay` that runs a step."""
     while True:
-        for name, value in [
-            (each.labels["replica"], each.value)
-            for each in (await _scrape(orchestrator))["stagemesh_replica_running_steps"].samples
-        ]:
-            if name.startswith("relay") and value:
+        for each in (await _scrape(orchestrator))["stagemesh_replica_running_steps"].samples:
+            name = each.labels["replica"]
+            if name.startswith("relay") and each.value:
                 return name
         await asyncio.sleep(0.02)
 

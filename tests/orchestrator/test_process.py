@@ -27,9 +27,8 @@ from stagemesh.v1 import jobs_pb2, media_pb2
 from stagemesh.v1.media_pb2_grpc import add_MediaServiceServicer_to_server
 from stagemesh.v1.roles_pb2 import CallerRole
 from tests.media.locations import make_store
-from tests.orchestrator.mesh import CHAIN, load, mesh
+from tests.orchestrator.mesh import CHAIN, load, mesh, until_health
 from tests.repository.test_contract import SERVICERS
-from tests.rpc.health_calls import Request, Response, watch
 
 
 def _config(folder: Path, *, port: int, stages: str = "abc") -> Path:
@@ -45,9 +44,7 @@ async def test_the_process_is_alive_without_stages_and_ends_at_sigterm(tmp_path:
     command = (sys.executable, "-m", "stagemesh.orchestrator", "--config", str(_config(tmp_path, port=port)))
     process = await asyncio.create_subprocess_exec(*command)
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        async for answer in watch(channel)(Request(service="liveness"), wait_for_ready=True, timeout=20):
-            if answer.status == Response.SERVING:
-                break
+        await until_health(channel, serving=True, service="liveness", timeout_s=20)
     process.send_signal(signal.SIGTERM)
     async with asyncio.timeout(20):
         assert await process.wait() == 0

@@ -157,29 +157,18 @@ def test_a_stage_that_does_not_run_disables_its_edges(tmp_path: Path) -> None:
 
 
 def test_edges_that_exclude_each_other_may_bring_the_same_tensor(tmp_path: Path) -> None:
-    text = edited(
-        BAND,
-        "engine: plain, function: blend",
-        "engine: lone",
-        "thinker, to: blender}",
-        f"thinker, to: blender, {LOUD}}}",
-        "reader, to: blender}",
-        "reader, to: blender, when: {option: loud, at_most: 5}}",
-    )
+    text = edited(BAND, "engine: plain, function: blend", "engine: lone")
+    text = edited(text, "thinker, to: blender}", f"thinker, to: blender, {LOUD}}}")
+    text = edited(text, "reader, to: blender}", "reader, to: blender, when: {option: loud, at_most: 5}}")
     pipeline = load(tmp_path, text)
     assert _taken(pipeline, "blend", loud=9) == {"thinker->blender"}
     assert _taken(pipeline, "blend") == {"thinker->reader", "reader->blender"}
 
 
 def test_tokens_and_text_exclude_each_other(tmp_path: Path) -> None:
-    text = edited(
-        BAND,
-        "thinker, to: blender}",
-        "thinker, to: blender, when: {input: text}}",
-        "outputs:",
-        "  - {from: thinker, to: blender, name: again, when: {input: tokens}}\noutputs:",
-    )
-    pipeline = load(tmp_path, text)
+    again = "  - {from: thinker, to: blender, name: again, when: {input: tokens}}\n"
+    text = edited(BAND, "thinker, to: blender}", "thinker, to: blender, when: {input: text}}")
+    pipeline = load(tmp_path, edited(text, "outputs:", f"{again}outputs:"))
     route = pipeline.route(["blend"], {Fact("input", "tokens"): 1.0})
     assert [edge.name for edge in route.incoming["blender"]] == ["reader->blender", "again"]
 
@@ -243,9 +232,8 @@ def test_conditions_are_explained_as_written(tmp_path: Path) -> None:
 
 def test_the_facts_of_a_request_include_its_kinds_of_input() -> None:
     parts = [request_pb2.Part(text="what is"), request_pb2.Part(image=request_pb2.MediaFile(data=b"x"))]
-    given = request_pb2.Input(
-        conversation=request_pb2.Conversation(messages=[request_pb2.Message(role=request_pb2.ROLE_USER, parts=parts)])
-    )
+    message = request_pb2.Message(role=request_pb2.ROLE_USER, parts=parts)
+    given = request_pb2.Input(conversation=request_pb2.Conversation(messages=[message]))
     request = ValidRequest("r", given, request_pb2.Parameters(options=to_messages({"loud": 3.0})), ("text",))
     assert request.facts == {
         Fact("option", "loud"): 3.0,

@@ -112,9 +112,8 @@ def test_a_name_may_have_thirty_characters(tmp_path: Path) -> None:
 
 
 def test_a_group_may_have_the_name_of_its_stage(tmp_path: Path) -> None:
-    groups = {
-        stage.name: stage.group_name for stage in load_chart(tmp_path, GOOD.replace("voice", "singer")).stages.values()
-    }
+    stages = load_chart(tmp_path, GOOD.replace("voice", "singer")).stages
+    groups = {name: stage.group_name for name, stage in stages.items()}
     assert groups == {"thinker": "thinker", "reader": "singer", "singer": "singer"}
 
 
@@ -151,14 +150,8 @@ def test_an_incomplete_values_file_names_the_line_of_the_pipeline(tmp_path: Path
 
 def test_the_content_has_references_instead_of_values(tmp_path: Path) -> None:
     text = GOOD.replace("function: talk", "function: ${F}, options: {max_len: ${N:-3}, device: '$${D} ${D:-}'}")
-    content = load_chart(
-        tmp_path,
-        text,
-        for_kubernetes=True,
-        variables={"F": "talk"},
-        overrides={"stages.reader.options": "{device: '${X}'}"},
-    ).content
-    stages = content["stages"]
+    overrides = {"stages.reader.options": "{device: '${X}'}"}
+    stages = load_chart(tmp_path, text, variables={"F": "talk"}, overrides=overrides).content["stages"]
     assert isinstance(stages, dict)
     assert stages["thinker"]["function"] == "${F}"
     assert stages["thinker"]["options"] == {"max_len": "${N:-3}", "device": "$${D} ${D:-}"}
@@ -192,8 +185,6 @@ def test_an_external_stage_shares_no_pod(tmp_path: Path) -> None:
 
 
 def test_a_folder_for_media_is_a_hint(tmp_path: Path) -> None:
-    assert (
-        "media.store is the folder /srv/media, which is a different folder in each pod"
-        in kubernetes_hints(load_chart(tmp_path, f"{GOOD}media: {{store: /srv/media}}\n"))[0]
-    )
+    hint = kubernetes_hints(load_chart(tmp_path, f"{GOOD}media: {{store: /srv/media}}\n"))[0]
+    assert "media.store is the folder /srv/media, which is a different folder in each pod" in hint
     assert kubernetes_hints(load_chart(tmp_path, f"{GOOD}media: {{store: 'memory://media'}}\n")) == ()

@@ -9,7 +9,7 @@ from stagemesh.common.errors import InvalidPipelineError, NotFoundError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM
 from stagemesh.common.wire.chunk_sizes import FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.pipeline import Bounds, Limits, built_in_pipelines, load_pipeline
-from tests.pipeline.files import errors, load, mistakes
+from tests.pipeline.files import edited, errors, load, mistakes
 from tests.rpc.call_errors import raises
 
 GOOD = """\
@@ -148,8 +148,7 @@ def test_a_mistake_is_reported_with_its_line_and_remedy(tmp_path: Path, text: st
 
 def test_all_mistakes_are_reported_in_the_files_order(tmp_path: Path) -> None:
     text = GOOD.replace("talk", "talc").replace("sing}", "sin}").replace("audio: singer", "audio: nobody")
-    lines = errors(tmp_path, text)
-    assert [line.split(": ")[0] for line in lines] == ["3", "5", "9"]
+    assert [line.split(": ")[0] for line in errors(tmp_path, text)] == ["3", "5", "9"]
 
 
 def test_an_error_in_an_override_names_the_option(tmp_path: Path) -> None:
@@ -248,17 +247,14 @@ def test_a_chunk_policy_is_a_word_or_frames(tmp_path: Path) -> None:
 
 
 def test_a_transform_may_change_the_type(tmp_path: Path) -> None:
-    text = GOOD.replace("function: sing", "function: wide").replace(
-        "to: singer}", "to: singer, transform: frames.wider}"
-    )
-    text = text.replace("audio: singer", "audio: singer.text")
+    text = GOOD.replace("function: sing", "function: wide").replace("audio: singer", "audio: singer.text")
+    text = text.replace("to: singer}", "to: singer, transform: frames.wider}")
     assert load(tmp_path, text).edges[1].transform == "frames.wider"
 
 
 def test_two_edges_may_feed_one_stage(tmp_path: Path) -> None:
-    text = GOOD.replace("function: sing", "function: mix").replace(
-        "outputs: {text: thinker, audio: singer}", "  - {from: thinker, to: singer}\noutputs: {text: singer}"
-    )
+    outputs = "  - {from: thinker, to: singer}\noutputs: {text: singer}"
+    text = edited(GOOD, "function: sing", "function: mix", "outputs: {text: thinker, audio: singer}", outputs)
     assert len(load(tmp_path, text).incoming("singer")) == 2
 
 
@@ -294,9 +290,8 @@ def test_an_override_may_name_an_edge(tmp_path: Path) -> None:
 
 def test_the_generation_changes_with_the_stages_alone(tmp_path: Path) -> None:
     first = load(tmp_path, GOOD).generation
-    assert (
-        load(tmp_path, GOOD, overrides={"edges.*.connector": "grpc", "stages.reader.replicas": "2"}).generation == first
-    )
+    others = {"edges.*.connector": "grpc", "stages.reader.replicas": "2"}
+    assert load(tmp_path, GOOD, overrides=others).generation == first
     assert load(tmp_path, GOOD, overrides={"stages.reader.options.max_len": "7"}).generation != first
 
 
@@ -323,8 +318,7 @@ def test_limits_have_defaults_and_may_be_set_by_caller(tmp_path: Path) -> None:
 
 def test_models_need_not_exist_without_the_check_of_models(tmp_path: Path) -> None:
     text = GOOD.replace("engine: plain, function: talk", "engine: heavy, model: smol")
-    pipeline = load(tmp_path, text, check_models=False)
-    assert pipeline.stages["thinker"].model_path is None
+    assert load(tmp_path, text, check_models=False).stages["thinker"].model_path is None
 
 
 @pytest.mark.parametrize("name", built_in_pipelines())

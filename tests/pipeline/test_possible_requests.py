@@ -114,7 +114,7 @@ def _is_sound(pipeline: Pipeline) -> bool:
         known = {**facts, **{Fact("output", name): 1.0 for name in outputs}}
         for stage in route.stages:
             incoming = (*route.incoming[stage.name], *route.inputs[stage.name])
-            if not holds(stage.condition, known) or not _is_fed(pipeline, stage, incoming):
+            if not holds(stage.condition, known) or not _is_fed(stage, incoming):
                 return False
         used |= {stage.name for stage in route.stages} | {edge.name for edge in (*route.edges, *route.input_edges)}
     return used == pipeline.stages.keys() | {edge.name for edge in (*pipeline.edges, *pipeline.input_edges)}
@@ -126,7 +126,7 @@ def _lacks_input(pipeline: Pipeline, stage: Stage, *, streams: bool) -> bool:
     return not pipeline.incoming(stage.name) and takes_stream != streams
 
 
-def _is_fed(pipeline: Pipeline, stage: Stage, incoming: tuple[Edge, ...]) -> bool:
+def _is_fed(stage: Stage, incoming: tuple[Edge, ...]) -> bool:
     if not stage.signature.accepts:
         return True
     needed = stage.signature.accepts.keys() - stage.signature.optional

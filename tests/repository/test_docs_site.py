@@ -1,12 +1,11 @@
 """The documentation site: the build of `make docs`, the generated pages, and what Python-Markdown needs."""
 
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Route, async_playwright
+from playwright.async_api import Browser, Route
 
 from benchmarks.report import Figure, Report, report
 from tests.repository.commands import ROOT, run
@@ -52,10 +51,8 @@ def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     assert [page.name for page in pages if OUTSIDE.search(page.read_text())] == []
 
 
-async def test_diagrams_are_drawn_without_another_host(site: Path) -> None:
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if chromium is None:
-        pytest.skip("needs Chromium: run `make browser`")
+@pytest.mark.asyncio(loop_scope="session")
+async def test_diagrams_are_drawn_without_another_host(site: Path, browser: Browser) -> None:
     diagrams = (ROOT / "docs/protocol.md").read_text().count("```mermaid")
     defects, others = list[str](), list[str]()
 
@@ -65,21 +62,19 @@ async def test_diagrams_are_drawn_without_another_host(site: Path) -> None:
             return await route.abort()
         return await route.fulfill(path=site / route.request.url.removeprefix("http://site/"))
 
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = await browser.new_page()
-        page.on("console", lambda message: defects.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: defects.append(str(error)))
-        await page.route("**", serve)
-        # The theme draws each diagram in a shadow tree, which it closes.
-        await page.add_init_script(
-            "const attach = Element.prototype.attachShadow;"
-            "Element.prototype.attachShadow = function () { return attach.call(this, {mode: 'open'}); }"
-        )
-        await page.goto("http://site/protocol.html")
-        await page.wait_for_function(f"document.querySelectorAll('div.mermaid').length === {diagrams}")
-        texts = await page.locator("div.mermaid svg").all_text_contents()
-        await browser.close()
+    page = await browser.new_page()
+    page.on("console", lambda message: defects.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: defects.append(str(error)))
+    await page.route("**", serve)
+    # The theme draws each diagram in a shadow tree, which it closes.
+    await page.add_init_script(
+        "const attach = Element.prototype.attachShadow;"
+        "Element.prototype.attachShadow = function () { return attach.call(this, {mode: 'open'}); }"
+    )
+    await page.goto("http://site/protocol.html")
+    await page.wait_for_function(f"document.querySelectorAll('div.mermaid').length === {diagrams}")
+    texts = await page.locator("div.mermaid svg").all_text_contents()
+    await page.close()
     assert (defects, others) == ([], [])
     assert len(texts) == diagrams > 0
     assert "ExecuteStep" in "".join(texts)
@@ -107,9 +102,8 @@ def test_a_benchmark_writes_a_file_that_the_page_shows(tmp_path: Path) -> None:
 
 
 def test_a_file_of_an_older_version_has_no_processor() -> None:
-    assert "on a machine that the file does not describe" in render_performance(
-        [Report(benchmark="edges", results=[Figure("rate", 1.0, "1/s")])]
-    )
+    older = Report(benchmark="edges", results=[Figure("rate", 1.0, "1/s")])
+    assert "on a machine that the file does not describe" in render_performance([older])
 
 
 def test_the_page_of_the_repository_has_the_stored_figures() -> None:

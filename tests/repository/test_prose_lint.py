@@ -1,8 +1,8 @@
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.repository.commands import git
 from tools.prose_lint import changed_lines, check_file, default_base
 
 PAIRS = [
@@ -21,7 +21,6 @@ PAIRS = [
     ("What a stage emits.", "Returns what a stage emits."),
     ("See `Engine`.", "Runs the engine. See `Engine` for its states."),
 ]
-_BAD, _GOOD = zip(*PAIRS, strict=True)
 NEWER_PAIRS = [
     ("Waits for the begin of a step.", "Waits for the start of a step. They begin together."),
     ("The stage ends, so that memory is free.", "The stage ends so that memory is free."),
@@ -36,7 +35,6 @@ NEWER_PAIRS = [
     ("Asks the admin.", "Asks the operator. Opens the admin port. Calls the admin API."),
     ("Ends with exit code 1.", "Ends with exit status 1."),
 ]
-_NEWER_BAD, _NEWER_GOOD = zip(*NEWER_PAIRS, strict=True)
 _COMMAND = 'def f(a: Annotated[int, typer.Option(help="Uses {0} if omitted.")] = {0}) -> None: ...\n'
 
 
@@ -45,25 +43,17 @@ def _findings(folder: Path, source: str, *, name: str = "module.py", changed: bo
     return len(check_file(folder / name, changed=range(1, 9) if changed else ()))
 
 
-@pytest.mark.parametrize("sentence", _BAD)
-def test_a_bad_docstring_is_found(tmp_path: Path, sentence: str) -> None:
-    assert _findings(tmp_path, f'"""{sentence}"""\n') == 1
+@pytest.mark.parametrize(("bad", "good"), PAIRS)
+def test_a_bad_docstring_is_found_and_a_good_one_passes(tmp_path: Path, bad: str, good: str) -> None:
+    assert _findings(tmp_path, f'"""{bad}"""\n') == 1
+    assert _findings(tmp_path, f'"""{good}"""\n') == 0
 
 
-@pytest.mark.parametrize("sentence", _GOOD)
-def test_a_good_docstring_passes(tmp_path: Path, sentence: str) -> None:
-    assert _findings(tmp_path, f'"""{sentence}"""\n') == 0
-
-
-@pytest.mark.parametrize("sentence", _NEWER_BAD)
-def test_a_newer_rule_applies_to_changed_lines_alone(tmp_path: Path, sentence: str) -> None:
-    assert _findings(tmp_path, f'"""{sentence}"""\n') == 0
-    assert _findings(tmp_path, f'"""{sentence}"""\n', changed=True) == 1
-
-
-@pytest.mark.parametrize("sentence", _NEWER_GOOD)
-def test_a_good_changed_line_passes(tmp_path: Path, sentence: str) -> None:
-    assert _findings(tmp_path, f'"""{sentence}"""\n', changed=True) == 0
+@pytest.mark.parametrize(("bad", "good"), NEWER_PAIRS)
+def test_a_newer_rule_applies_to_changed_lines_alone(tmp_path: Path, bad: str, good: str) -> None:
+    assert _findings(tmp_path, f'"""{bad}"""\n') == 0
+    assert _findings(tmp_path, f'"""{bad}"""\n', changed=True) == 1
+    assert _findings(tmp_path, f'"""{good}"""\n', changed=True) == 0
 
 
 @pytest.mark.parametrize(("default", "count"), [("5", 1), ("None", 0)])
@@ -72,18 +62,13 @@ def test_a_help_text_does_not_repeat_the_default_that_typer_shows(tmp_path: Path
 
 
 def test_changed_lines_are_those_since_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def git(*arguments: str) -> None:
-        identity = ("-c", "user.name=test", "-c", "user.email=test@example.com")
-        command = ["git", *identity, *arguments]
-        subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
-
     monkeypatch.chdir(tmp_path)
     assert default_base() == ""
-    git("init", "--quiet")
+    git(tmp_path, "init", "--quiet")
     for content in ("1\n2\n3\n", "1\ntwo\n3\n"):
         (tmp_path / "ä b.md").write_text(content)
-        git("add", ".")
-        git("commit", "--quiet", "--message", "a commit")
+        git(tmp_path, "add", ".")
+        git(tmp_path, "commit", "--quiet", "--message", "a commit")
     (tmp_path / "new.md").write_text("1\n")
     assert changed_lines(default_base()) == {"ä b.md": {2}, "new.md": {1, 2}}
 

@@ -17,8 +17,7 @@ def test_the_quick_start_contains_files_verbatim(path: str) -> None:
 @pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md"])
 def test_links_have_targets(document: str) -> None:
     path = ROOT / document
-    broken = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
-    assert not broken
+    assert [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()] == []
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md"])

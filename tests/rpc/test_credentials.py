@@ -65,8 +65,7 @@ def test_an_expired_certificate_is_refused_when_a_service_starts(tmp_path: Path)
 
 
 def test_renewed_files_have_another_version(tmp_path: Path) -> None:
-    folder = issue(tmp_path, "stage/a-0")
-    tls = TlsFolder(folder)
+    tls = TlsFolder(issue(tmp_path, "stage/a-0"))
     first = tls.version
     assert tls.version == first
     issue(tmp_path, "stage/a-0")

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -23,12 +24,12 @@ Body = Callable[[Context], Awaitable[None]]
 class Servicer(health_pb2_grpc.HealthServicer):
     """Runs the body of a test in an RPC."""
 
-    def __init__(self, body: Body) -> None:
-        self.body = body
+    def __init__(self, body: Body, **place: str) -> None:
+        self.body, self.place = body, place
         self.left = asyncio.Event()
 
     async def Check(self, request: Request, context: Context) -> Response:
-        async with answering(context, stage="thinker"):
+        async with answering(context, **self.place):
             await self.body(context)
         return Response()
 
@@ -42,14 +43,14 @@ class Servicer(health_pb2_grpc.HealthServicer):
 
 
 async def test_error_travels_with_reason_place_and_delay() -> None:
-    error = await _failure_of(OverloadedError("full", metadata={"edge": "a->b"}, retry_after_s=0.5))
+    error = await received(OverloadedError("full", metadata={"edge": "a->b"}, retry_after_s=0.5), stage="thinker")
     assert isinstance(error, OverloadedError)
     assert (error.message, error.reason, error.retry_after_s) == ("full", "OVERLOADED", 0.5)
     assert error.metadata == {"stage": "thinker", "edge": "a->b"}
 
 
 async def test_unforeseen_error_hides_its_text(caplog: pytest.LogCaptureFixture) -> None:
-    error = await _failure_of(ValueError("a secret"))
+    error = await received(ValueError("a secret"))
     assert isinstance(error, InternalError)
     assert "ValueError" in error.message
     assert "secret" not in error.message
@@ -57,7 +58,7 @@ async def test_unforeseen_error_hides_its_text(caplog: pytest.LogCaptureFixture)
 
 
 async def test_endless_message_still_arrives() -> None:
-    error = await _failure_of(OverloadedError("é" * 50_000))
+    error = await received(OverloadedError("é" * 50_000))
     assert isinstance(error, OverloadedError)
     assert error.message.startswith("ééé")
     assert error.message.endswith("…")
@@ -87,30 +88,25 @@ async def test_deadline_is_seconds_left() -> None:
 
 
 def test_passed_deadline_is_an_error() -> None:
+    passed: Any = SimpleNamespace(time_remaining=lambda: 0.0)
     with pytest.raises(DeadlineError, match="allow more time"):
-        time_left_s(cast(Any, PassedDeadline()))
-
-
-class PassedDeadline:
-    """The context of a call whose deadline has passed."""
-
-    def time_remaining(self) -> float:
-        return 0.0
-
-    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: object = ()) -> None:
-        raise AssertionError((code, details, trailing_metadata))
+        time_left_s(passed)
 
 
 async def _pass(context: Context) -> None:
     pass
 
 
-async def _failure_of(error: Exception) -> StagemeshError:
-    async def fail(context: Context) -> None:
-        raise error
+async def received(failure: Exception | grpc.StatusCode, **place: str) -> StagemeshError:
+    """Returns the error of a call that fails at a place with an error, or with a status that a proxy created."""
 
-    async with _serving(Servicer(fail)) as channel:
-        return await error_of(check(channel)(Request()))
+    async def fail(context: Context) -> None:
+        if isinstance(failure, Exception):
+            raise failure
+        await context.abort(failure, "a proxy rejects the call")
+
+    async with _serving(Servicer(fail, **place)) as channel:
+        return await error_of(check(channel)(Request()), peer="it")
 
 
 @asynccontextmanager
@@ -139,24 +135,6 @@ FOREIGN = {
     grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
     grpc.StatusCode.DATA_LOSS: errors.InternalError,
 }
-
-
-class Failing(health_pb2_grpc.HealthServicer):
-    """Fails every call with an error, or with a status that Stagemesh did not create."""
-
-    def __init__(self, failure: StagemeshError | grpc.StatusCode) -> None:
-        self.failure = failure
-
-    async def Check(self, request: object, context: grpc.aio.ServicerContext[object, object]) -> None:
-        async with answering(context):
-            if isinstance(self.failure, StagemeshError):
-                raise self.failure
-            await context.abort(self.failure, "a proxy rejects the call")
-
-
-async def received(failure: StagemeshError | grpc.StatusCode) -> StagemeshError:
-    async with _serving(Failing(failure)) as channel:
-        return await error_of(check(channel)(Request()), peer="it")
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -58,9 +58,8 @@ async def test_health_is_served_without_tls_and_nothing_else(tmp_path: Path) -> 
     liveness = health_pb2.HealthCheckRequest(service="liveness")
     async with open_channel(f"{host}:{health_port}") as channel:
         assert (await check(channel)(liveness)).status == SERVING
-        assert isinstance(
-            await error_of(StageServiceStub(channel).Describe(stage_pb2.DescribeRequest())), UnsupportedError
-        )
+        describing = StageServiceStub(channel).Describe(stage_pb2.DescribeRequest())
+        assert isinstance(await error_of(describing), UnsupportedError)
     async with open_channel(f"{host}:{port}") as channel:
         assert isinstance(await error_of(check(channel)(liveness)), UnavailableError)
     await server.stop(grace_s=0)

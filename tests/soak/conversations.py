@@ -18,6 +18,7 @@ from stagemesh.client.session_turns import SessionEvent
 from stagemesh.common.errors import NotReadyError
 from stagemesh.v1.orchestrator_pb2 import ConverseResponse
 from tests.deployment import Deployment
+from tests.orchestrator.mesh import poll
 from tests.soak.footprint import Sample, growth, sampling
 from tests.soak.operators import Operator, operating, unreleased
 from tests.system.conversing import joined
@@ -278,9 +279,7 @@ class _Talk:
 
     async def _until_released(self, request_id: str) -> None:
         """Waits until the orchestrator has released the request of an interrupted turn."""
-        async with asyncio.timeout(_RELEASE_S):
-            while request_id in await self._operator.running():
-                await asyncio.sleep(0.01)
+        await poll(self._operator.running, until=lambda running: request_id not in running, timeout_s=_RELEASE_S)
 
 
 def _watch_wire(session: AsyncSession, late: Counter[int]) -> None:

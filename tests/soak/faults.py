@@ -56,10 +56,7 @@ class Faults:
 
     async def perform(self, kind: FaultKind, victim: str) -> None:
         """Performs a fault. Raises MissedError if it had no effect."""
-        await self._methods()[kind](victim)
-
-    def _methods(self) -> Mapping[FaultKind, Callable[[str], Awaitable[None]]]:
-        return {
+        methods: Mapping[FaultKind, Callable[[str], Awaitable[None]]] = {
             FaultKind.KILL: self._kill,
             FaultKind.STOP: self._stop,
             FaultKind.SEVER: self._sever,
@@ -68,6 +65,7 @@ class Faults:
             FaultKind.KILL_ORCHESTRATOR: self._kill,
             FaultKind.SEVER_ORCHESTRATOR: self._sever,
         }
+        await methods[kind](victim)
 
     async def _kill(self, victim: str) -> None:
         before = self._deployment.process_id(victim)

@@ -149,10 +149,10 @@ class Injector:
     async def _is_at_work(self, replica: str) -> bool:
         output = self._output_of[replica.rpartition("-")[0]]
         busy = [request for request, delivery in self._load.running.items() if _arrives(delivery, output)]
-        return bool(busy) and not set(busy).isdisjoint(await self._operator.requests_on(replica))
+        return bool(busy) and not set(busy).isdisjoint(await self._operator.running(replica))
 
     async def _may_die(self, replica: str) -> bool:
-        return all(self._deaths[request] < MAX_DEATHS for request in await self._operator.requests_on(replica))
+        return all(self._deaths[request] < MAX_DEATHS for request in await self._operator.running(replica))
 
     async def _note_hits(self, kind: FaultKind, victim: str) -> None:
         if kind.is_of_orchestrator:
@@ -160,7 +160,7 @@ class Injector:
                 self._note(kind.value, delivery, "text")
             return
         try:
-            stage, requests = victim.rpartition("-")[0], await self._operator.requests_on(victim)
+            stage, requests = victim.rpartition("-")[0], await self._operator.running(victim)
         except grpc.aio.AioRpcError:
             return
         for request in requests:

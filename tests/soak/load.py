@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from typing import TypeAlias
 from uuid import uuid4
 
 from stagemesh.client import AsyncClient
@@ -13,8 +12,6 @@ from stagemesh.common.errors import StagemeshError
 from tests.soak.delivery import Delivery
 from tests.soak.work import Work
 from tests.soak.workload import Request
-
-Condition: TypeAlias = Callable[[], bool]
 
 
 class Load:
@@ -41,12 +38,12 @@ class Load:
         """Runs requests until `stop` is set, and waits for the last ones."""
         await self._all(clients, lambda: not stop.is_set())
 
-    async def _all(self, clients: int, continues: Condition) -> None:
+    async def _all(self, clients: int, continues: Callable[[], bool]) -> None:
         async with asyncio.TaskGroup() as group:
             for _ in range(clients):
                 group.create_task(self._client(continues))
 
-    async def _client(self, continues: Condition) -> None:
+    async def _client(self, continues: Callable[[], bool]) -> None:
         async with AsyncClient(self._endpoint, retry_policy=RetryPolicy(attempts=20, max_pause_s=2.0)) as client:
             while continues():
                 await self._one(client)

@@ -34,14 +34,9 @@ class Operator:
         listed = await self._stub.ListReplicas(request, timeout=_TIMEOUT_S)
         return {replica.name: replica.stage for replica in listed.replicas}
 
-    async def requests_on(self, replica: str) -> list[str]:
-        """Returns the requests that run on a replica."""
-        request = admin_pb2.ListRequestsRequest(target=replica)
-        return [each.request_id for each in (await self._stub.ListRequests(request, timeout=_TIMEOUT_S)).requests]
-
-    async def running(self) -> list[str]:
-        """Returns the ids of queued and running requests."""
-        listed = await self._stub.ListRequests(admin_pb2.ListRequestsRequest(), timeout=_TIMEOUT_S)
+    async def running(self, replica: str = "") -> list[str]:
+        """Returns the ids of queued and running requests, or of those that run on a replica."""
+        listed = await self._stub.ListRequests(admin_pb2.ListRequestsRequest(target=replica), timeout=_TIMEOUT_S)
         return [each.request_id for each in listed.requests]
 
     async def drain(self, replica: str) -> None:

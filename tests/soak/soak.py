@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.deployment import Deployment, deployed
 from tests.soak.delivery import Flaws
 from tests.soak.faults import FaultKind
-from tests.soak.footprint import Sample, growth, sampling, shared_memory
+from tests.soak.footprint import growth, sampling, shared_memory
 from tests.soak.injector import Injector
 from tests.soak.load import Load
 from tests.soak.operators import Operator, operating, unreleased
@@ -41,16 +41,6 @@ class Plan:
     """
     load_s: float = 30.0
     """The maximum time in seconds for a process to become ready."""
-
-
-@dataclass
-class _Results:
-    load: Load
-    injector: Injector
-    samples: list[Sample]
-    left: list[str] = field(default_factory=list[str])
-    flawed: dict[str, Flaws] = field(default_factory=dict[str, Flaws])
-    timelines: dict[str, object] = field(default_factory=dict[str, object])
 
 
 async def soak(folder: Path, plan: Plan) -> Report:
@@ -88,30 +78,17 @@ async def _run(up: Deployment, operator: Operator, plan: Plan, work: Work) -> Re
         hits=plan.hits,
     )
     async with sampling(up.statuses) as samples:
-        found = _Results(load, injector, samples)
         await load.each_once(len(work.requests), clients=plan.clients)
         if plan.faults_s:
-            await _under_faults(found, plan)
-    found.left += await unreleased(up, operator, wait_s=_QUIET_S)
-    for name, delivery in load.ended.items():
+            await _under_faults(load, injector, plan)
+    left, ended = await unreleased(up, operator, wait_s=_QUIET_S), load.ended
+    flawed, timelines = dict[str, Flaws](), dict[str, object]()
+    for name, delivery in ended.items():
         flaws = await asyncio.to_thread(work.judge, delivery)
         if flaws:
-            found.flawed[name] = flaws
+            flawed[name] = flaws
         if flaws or not delivery.whole():
-            found.timelines[name] = await operator.timeline(name)
-    return _report(found)
-
-
-async def _under_faults(found: _Results, plan: Plan) -> None:
-    stop = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        group.create_task(found.load.until(stop, clients=plan.clients))
-        await found.injector.run(count=plan.faults, stop_s=plan.faults_s)
-        stop.set()
-
-
-def _report(found: _Results) -> Report:
-    ended, injector = found.load.ended, found.injector
+            timelines[name] = await operator.timeline(name)
     failed = {name: each.error or "it ended without being finished" for name, each in ended.items() if not each.whole()}
     times_s = {
         kind: sorted(time_s for each in struck if (time_s := each.pause_s()) is not None)
@@ -120,13 +97,21 @@ def _report(found: _Results) -> Report:
     return Report(
         requests=len(ended),
         failed=failed,
-        flawed=found.flawed,
-        timelines=found.timelines,
+        flawed=flawed,
+        timelines=timelines,
         faults={kind.value: count for kind, count in injector.counts.items()},
         missed_faults=injector.missed,
         pause_s={kind: each for kind, each in times_s.items() if each},
-        growth=growth(found.samples),
-        orchestrator_mb=[each.heap_bytes >> 20 for each in found.samples if each.process == "orchestrator"],
-        left=found.left,
+        growth=growth(samples),
+        orchestrator_mb=[each.heap_bytes >> 20 for each in samples if each.process == "orchestrator"],
+        left=left,
         slowest_s=max(each.ended_s - each.begun_s for each in ended.values()),
     )
+
+
+async def _under_faults(load: Load, injector: Injector, plan: Plan) -> None:
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(load.until(stop, clients=plan.clients))
+        await injector.run(count=plan.faults, stop_s=plan.faults_s)
+        stop.set()

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagemesh.client.responses import Admitted, AudioChunk, Finished, TensorOutput, Text, Timings
+from tests.children import killed_at_end
 from tests.soak.connections import sever
 from tests.soak.delivery import Arrivals, Delivery, Flaws, flaws
 from tests.soak.footprint import Sample, growth, sample
@@ -54,14 +55,9 @@ def test_one_byte_that_differs_is_found() -> None:
 
 
 @given(st.lists(st.integers(0, 11), max_size=24))
-def test_only_all_units_in_order_are_without_flaws(numbers: list[int]) -> None:
-    received = b"".join(UNITS[number] for number in numbers)
-    assert bool(flaws(received, UNITS)) == (numbers != list(range(12)))
-
-
-@given(st.lists(st.integers(0, 11), max_size=24))
-def test_units_are_counted_once_each(numbers: list[int]) -> None:
+def test_units_are_counted_once_each_and_only_all_in_order_are_without_flaws(numbers: list[int]) -> None:
     found = flaws(b"".join(UNITS[number] for number in numbers), UNITS)
+    assert bool(found) == (numbers != list(range(12)))
     assert found.altered == 0
     assert len(numbers) - found.duplicated + found.lost == len(UNITS)
 
@@ -126,8 +122,7 @@ def test_a_usual_pause_is_not_one_of_the_fault() -> None:
     assert late.pause_s(10.2, usual=usual) == pytest.approx(0.5)
     assert late.pause_s(12.3, usual=usual) == pytest.approx(0.3)
     assert usual.pause_s(0.5, usual=usual) == pytest.approx(0.0)
-    early = Arrivals([b"abcde", b"f", b"gh"], [10.0, 12.6, 12.7])
-    assert early.pause_s(10.2, usual=usual) == pytest.approx(0.5)
+    assert Arrivals([b"abcde", b"f", b"gh"], [10.0, 12.6, 12.7]).pause_s(10.2, usual=usual) == pytest.approx(0.5)
     assert late.pause_s(10.2) == pytest.approx(2.4)
 
 
@@ -208,8 +203,8 @@ def test_growth_of_a_warming_process_is_ignored() -> None:
 
 
 def test_files_that_stay_open_are_found() -> None:
-    life = _life([50.0] * 30, files=[10 + 2 * at for at in range(30)])
-    assert growth(life, warm_s=3) == ["one had at most 32 files open, then 60"]
+    found = growth(_life([50.0] * 30, files=[10 + 2 * at for at in range(30)]), warm_s=3)
+    assert found == ["one had at most 32 files open, then 60"]
 
 
 def test_returning_peers_are_not_a_leak() -> None:
@@ -258,13 +253,10 @@ def peer() -> Iterator[_Peer]:
         local.listen()
         command = [sys.executable, "-c", _PEER, name, str(tcp.getsockname()[1])]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        with process, local.accept()[0] as ours, tcp.accept()[0] as also_ours:
+        with killed_at_end(process), local.accept()[0] as ours, tcp.accept()[0] as also_ours:
             ours.settimeout(5)
             also_ours.settimeout(5)
-            try:
-                yield _Peer(process, ours, also_ours)
-            finally:
-                process.kill()
+            yield _Peer(process, ours, also_ours)
 
 
 def test_severing_ends_local_streams_and_resets_tcp(peer: _Peer) -> None:
@@ -285,8 +277,5 @@ def test_severing_leaves_other_sockets_open(peer: _Peer) -> None:
 
 
 def test_severing_a_process_without_connections_is_an_error() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        try:
-            assert sever(process.pid) == 0
-        finally:
-            process.kill()
+    with killed_at_end(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)) as process:
+        assert sever(process.pid) == 0

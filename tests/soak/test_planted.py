@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment, deployed_for_module
 from tests.soak import soak as soaking
 from tests.soak.delivery import Flaws
 from tests.soak.report import Report
@@ -20,10 +20,7 @@ from tests.soak.workload import write_pipeline
 PLAN = Plan(replicas=1, clients=4, different=4, steps=(8, 12), step_s=0.02)
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(write_pipeline(tmp_path_factory.mktemp("soak"), replicas=1, step_s=PLAN.step_s)) as up:
-        yield up
+up = deployed_for_module(lambda folder: write_pipeline(folder, replicas=1, step_s=PLAN.step_s))
 
 
 async def _tampered(up: Deployment, tampering: Tampering, *, output: str = "text") -> Report:
@@ -57,8 +54,7 @@ async def test_a_tampered_delivery_is_found(up: Deployment, tampering: Tampering
 
 @pytest.mark.parametrize("tampering", [Tampering.DUPLICATE, Tampering.LOSE, Tampering.SWAP])
 async def test_audio_cut_anywhere_is_compared_too(up: Deployment, tampering: Tampering) -> None:
-    report = await _tampered(up, tampering, output="audio")
-    assert len(report.flawed) == 4
+    assert len((await _tampered(up, tampering, output="audio")).flawed) == 4
 
 
 async def test_a_request_that_ends_early_has_failed_and_lost_units(up: Deployment) -> None:
@@ -90,8 +86,7 @@ async def test_remaining_shared_memory_is_found(
 ) -> None:
     monkeypatch.setattr(soaking, "deployed", lambda _: nullcontext(up))
     asyncio.get_running_loop().call_later(0.1, left.touch)
-    report = await soak(tmp_path, PLAN)
-    assert report.problems() == [f"left behind: {left}"]
+    assert (await soak(tmp_path, PLAN)).problems() == [f"left behind: {left}"]
 
 
 @pytest.fixture

@@ -1,13 +1,9 @@
 """Stage replicas for tests: runtimes alone, and runtimes behind a real gRPC server on a free port."""
 
-from collections.abc import AsyncGenerator, Awaitable, Iterable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
-
-import grpc
-import numpy as np
-import pytest
+from typing import Any, TypeAlias
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.plugins.descriptors import Signature
@@ -16,14 +12,17 @@ from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.fake_engine import signature
 from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine, Task
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.servicer import StageServicer
 from stagemesh.services.stage.step.spec import StepSpec, StreamedOutput
-from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
+from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2, stage_pb2_grpc
+from tests.rpc.call_errors import error_of
+
+EDGE = "thinker->talker"
+CONNECTORS = {"shm": chunk_pb2.CONNECTOR_SHM, "grpc": chunk_pb2.CONNECTOR_GRPC}
 
 
 def stage_config(stage: str = "thinker", *, function: str = "source", **options: float) -> StageConfig:
@@ -53,16 +52,23 @@ def make_runtime(
 
 
 @asynccontextmanager
+async def loading(config: StageConfig | None = None, **options: Any) -> AsyncGenerator[StageRuntime]:
+    """Yields a LOADING runtime and closes it at the end. `options` are for `make_runtime`."""
+    runtime = make_runtime(config, **options)
+    try:
+        yield runtime
+    finally:
+        await runtime.close()
+
+
+@asynccontextmanager
 async def ready_runtime(
     config: StageConfig | None = None, *, engine: Engine | None = None
 ) -> AsyncGenerator[StageRuntime]:
     """Yields a READY runtime and closes it at the end."""
-    runtime = make_runtime(config, engine=engine)
-    try:
+    async with loading(config, engine=engine) as runtime:
         await runtime.start()
         yield runtime
-    finally:
-        await runtime.close()
 
 
 @dataclass(frozen=True)
@@ -103,18 +109,19 @@ async def running_step(
     config: StageConfig | None = None, *, engine: Engine | None = None, spec: StepSpec | None = None
 ) -> AsyncGenerator[tuple[StageRuntime, Events]]:
     """Yields a READY runtime, and the events of a step of which the first output has been read."""
-    async with (
-        ready_runtime(config, engine=engine) as runtime,
-        aclosing(runtime.execute(spec or step_spec(), time_left_s=None)) as events,
-    ):
-        await read_first_output(events)
+    async with ready_runtime(config, engine=engine) as runtime, attached(runtime, spec) as events:
         yield runtime, events
 
 
-async def read_first_output(events: Events) -> None:
-    """Reads Accepted and the first output, after which the engine works."""
-    assert (await anext(events)).HasField("accepted")
-    assert (await anext(events)).HasField("output")
+@asynccontextmanager
+async def attached(
+    runtime: StageRuntime, spec: StepSpec | None = None, *, time_left_s: float | None = None
+) -> AsyncGenerator[Events]:
+    """Yields the events of a step after Accepted and the first output, after which the engine works."""
+    async with aclosing(runtime.execute(spec or step_spec(), time_left_s=time_left_s)) as events:
+        assert (await anext(events)).HasField("accepted")
+        assert (await anext(events)).HasField("output")
+        yield events
 
 
 def step_spec(
@@ -134,13 +141,15 @@ def step_spec(
     )
 
 
-def step_request(request_id: str = "r", *, text: str = "hi", attempt: int = 1) -> stage_pb2.ExecuteStepRequest:
-    """Returns the request of the same step."""
+def step_request(
+    request_id: str = "r", *, stage: str = "thinker", text: str = "hi", attempt: int = 1
+) -> stage_pb2.ExecuteStepRequest:
+    """Returns the request of the same step, or of a step of another stage. It has no prompt if `text` is empty."""
     return stage_pb2.ExecuteStepRequest(
         request_id=request_id,
-        step_id=f"{request_id}/thinker/{attempt}",
+        step_id=f"{request_id}/{stage}/{attempt}",
         attempt=attempt,
-        input=request_pb2.Input(text=text),
+        input=request_pb2.Input(text=text) if text else None,
         seed=1,
         streamed=[stage_pb2.StreamedOutput(tensor="text")],
     )
@@ -148,26 +157,14 @@ def step_request(request_id: str = "r", *, text: str = "hi", attempt: int = 1) -
 
 async def failure_of(call: Awaitable[object]) -> StagemeshError:
     """Returns the error with which a call of a replica fails."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return from_rpc_error(caught.value, peer="stage")
+    return await error_of(call, peer="stage")
 
 
-async def call_step(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> list[stage_pb2.ExecuteStepResponse]:
-    """Returns all events of a step that is called over the wire."""
-    return [event async for event in replica.stub.ExecuteStep(request)]
-
-
-def kinds_of(events: Iterable[stage_pb2.ExecuteStepResponse]) -> list[str | None]:
-    """Returns the kinds of events."""
-    return [event.WhichOneof("event") for event in events]
+def outputs_of(events: list[stage_pb2.ExecuteStepResponse]) -> list[request_pb2.Output]:
+    """Returns the outputs among events."""
+    return [event.output for event in events if event.HasField("output")]
 
 
 async def events_of(runtime: StageRuntime, wanted: StepSpec) -> list[stage_pb2.ExecuteStepResponse]:
     """Returns all events of a step."""
     return [event async for event in runtime.execute(wanted, time_left_s=None)]
-
-
-def text_of(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Returns text as a tensor."""
-    return np.frombuffer(data, np.uint8)

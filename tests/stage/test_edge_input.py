@@ -20,9 +20,8 @@ SPECTRUM = np.zeros((2, 3), np.float32)
 
 
 def test_tensors_that_the_stage_does_not_accept_are_dropped() -> None:
-    packet = accepted_part(
-        _packet(f0=np.zeros(2, np.float32), spectrum=SPECTRUM, loudness=SPECTRUM), ACCEPTS, edge="a->b"
-    )
+    sent = _packet(f0=np.zeros(2, np.float32), spectrum=SPECTRUM, loudness=SPECTRUM)
+    packet = accepted_part(sent, ACCEPTS, edge="a->b")
     assert (set(packet.tensors), packet.metadata) == ({"f0", "spectrum"}, {"step": 1})
 
 

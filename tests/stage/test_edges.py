@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import numpy as np
@@ -19,14 +20,12 @@ from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.services.engines.base import Emission, Task, Usage
 from stagemesh.services.models.text import Sentences
 from stagemesh.services.stage.step.checks import ResultCheck
-from stagemesh.v1 import chunk_pb2, stage_pb2
+from stagemesh.v1 import stage_pb2
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import Replica, served_stage, stage_config, step_request
+from tests.stage.replicas import CONNECTORS, EDGE, Replica, served_stage, stage_config, step_request
 
 Received = tuple[str, stage_pb2.StepFinished]
 """The text and the last event of a step."""
-EDGE = "thinker->talker"
-CONNECTORS = {"shm": chunk_pb2.CONNECTOR_SHM, "grpc": chunk_pb2.CONNECTOR_GRPC}
 
 
 class OddEngine(GatedEngine):
@@ -58,10 +57,9 @@ async def test_text_crosses_an_edge_unchanged(connector: str) -> None:
 
 
 async def test_an_engine_may_end_before_its_input() -> None:
-    config = stage_config("talker", function="relay")
     async with (
         served_stage(stage_config(steps=500, size_bytes=50_000)) as thinker,
-        served_stage(config, engine=HastyEngine()) as talker,
+        served_stage(stage_config("talker", function="relay"), engine=HastyEngine()) as talker,
     ):
         (sent, thought), (received, talked) = await _run(thinker, talker)
     assert (len(received), received) == (50_000, sent[:50_000])
@@ -145,8 +143,7 @@ async def test_a_join_waits_for_joined_edges_and_not_for_edges_apart() -> None:
         served_stage(stage_config("mixer", function="mix")) as mixer,
     ):
         for request, apart in (("r1", False), ("r2", True)):
-            steps = await _mixed(request, thinker, framer, mixer, apart=apart)
-            assert steps == (6 if apart else 3)
+            assert await _mixed(request, thinker, framer, mixer, apart=apart) == (6 if apart else 3)
 
 
 async def _mixed(request: str, thinker: Replica, framer: Replica, mixer: Replica, *, apart: bool) -> int:
@@ -241,19 +238,17 @@ async def test_consumers_failure_reaches_its_producer() -> None:
 async def test_ended_steps_free_all_resources() -> None:
     async with _pair(stage_config(steps=3, size_bytes=20_000)) as (thinker, talker):
         await _run(thinker, talker)
-        await until(
-            lambda: not (thinker.runtime.load().arena_used_bytes or talker.runtime.load().credit_bytes), timeout_s=1
-        )
-        assert (thinker.runtime.load().running, talker.runtime.load().running) == (0, 0)
+        producer, consumer = thinker.runtime, talker.runtime
+        await until(lambda: not (producer.load().arena_used_bytes or consumer.load().credit_bytes), timeout_s=1)
+        assert (producer.load().running, consumer.load().running) == (0, 0)
 
 
 @asynccontextmanager
-async def _pair(
-    config: object = None, *, engine: object = None, **talker_options: float
-) -> AsyncGenerator[tuple[Replica, Replica]]:
+async def _pair(config: Any = None, *, engine: Any = None, **options: float) -> AsyncGenerator[tuple[Replica, Replica]]:
+    """Serves a thinker, and a talker with `options`."""
     async with (
-        served_stage(config, engine=engine) as thinker,  # type: ignore[arg-type]
-        served_stage(stage_config("talker", function="relay", **talker_options)) as talker,
+        served_stage(config, engine=engine) as thinker,
+        served_stage(stage_config("talker", function="relay", **options)) as talker,
     ):
         yield thinker, talker
 
@@ -268,7 +263,8 @@ def _requests(
     server_name: str = "",
     request: str = "r",
 ) -> tuple[stage_pb2.ExecuteStepRequest, stage_pb2.ExecuteStepRequest]:
-    binding = stage_pb2.OutputBinding(
+    thinking = step_request(request)
+    thinking.outputs.add(
         edge=EDGE,
         consumer="talker-0",
         endpoint=talker.endpoint,
@@ -277,15 +273,8 @@ def _requests(
         policy=policy,
         transform=transform_at_producer,
     )
-    thinking = step_request(request)
-    thinking.outputs.append(binding)
-    talking = stage_pb2.ExecuteStepRequest(
-        request_id=request,
-        step_id=f"{request}/talker/1",
-        attempt=1,
-        inputs=[stage_pb2.InputBinding(edge=EDGE, producer="thinker-0", transform=transform)],
-        streamed=[stage_pb2.StreamedOutput(tensor="text")],
-    )
+    talking = step_request(request, stage="talker", text="")
+    talking.inputs.add(edge=EDGE, producer="thinker-0", transform=transform)
     return thinking, talking
 
 

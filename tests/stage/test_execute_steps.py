@@ -120,10 +120,9 @@ async def test_a_full_replica_says_when_to_retry() -> None:
 async def test_cancelling_a_call_stops_its_step_only(engine: GatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
     async with calling(engine=engine) as caller:
-        await caller.begin(1, step_request("leaves"))
-        await caller.begin(2, step_request("stays"))
-        await caller.until_received(1, "accepted", "output")
-        await caller.until_received(2, "accepted", "output")
+        for number, request_id in ((1, "leaves"), (2, "stays")):
+            await caller.begin(number, step_request(request_id))
+            await caller.until_received(number, "accepted", "output")
         await caller.cancel(1)
         await eventually(lambda: engine.released == ["leaves"])
         await caller.cancel(1)

@@ -25,12 +25,12 @@ from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, T
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.step import run
 from stagemesh.services.stage.step.spec import StepSpec, StreamedOutput
-from stagemesh.v1 import request_pb2, stage_pb2
+from stagemesh.v1 import request_pb2
 from tests.limits import files_of_at_most
 from tests.media.locations import join_store_threads, s3_server
 from tests.rpc.call_errors import raises
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import events_of, make_runtime, stage_config, step_spec
+from tests.stage.replicas import events_of, loading, outputs_of, stage_config, step_spec
 
 FRAMES = np.arange(30 * 16 * 16 * 3, dtype=np.int64).astype(np.uint8).reshape(30, 16, 16, 3)
 SOUND = (0.3 * np.sin(np.arange(24_000) / 8)).astype(np.float32)
@@ -80,24 +80,19 @@ def emitting(name: str, *tensors: Array, **metadata: Any) -> EmittingEngine:
 @asynccontextmanager
 async def stage(engine: EmittingEngine, store: Path | str, **media: Any) -> AsyncGenerator[StageRuntime]:
     config = replace(stage_config(), media=MediaConfig(store=str(store), **media))
-    runtime = make_runtime(config, engine=engine, emulated=SIGNATURE)
-    try:
-        await runtime.start()
-        yield runtime
-    finally:
-        engine.gate.set()
-        engine.may_release.set()
-        await runtime.close()
+    async with loading(config, engine=engine, emulated=SIGNATURE) as runtime:
+        try:
+            await runtime.start()
+            yield runtime
+        finally:
+            engine.gate.set()
+            engine.may_release.set()
 
 
 def wanted(tensor: str, media_type: str = "", *, store: Path | str | None = None, frame_rate: float = 0.0) -> StepSpec:
     root = f"file://{store}" if isinstance(store, Path) else store
     uri = f"{root}/outputs/r/file" if root else ""
     return step_spec(streamed=(StreamedOutput(tensor, media_type, frame_rate, uri),))
-
-
-def outputs(events: list[stage_pb2.ExecuteStepResponse]) -> list[request_pb2.Output]:
-    return [event.output for event in events if event.HasField("output")]
 
 
 def files_in(folder: Path) -> list[str]:
@@ -107,7 +102,7 @@ def files_in(folder: Path) -> list[str]:
 async def test_a_stored_output_is_a_file_with_its_size_and_digest(tmp_path: Path) -> None:
     async with stage(emitting("frames", *np.array_split(FRAMES, 4)), tmp_path) as runtime:
         events = await events_of(runtime, wanted("frames", RAW, store=tmp_path))
-    (output,) = outputs(events)
+    (output,) = outputs_of(events)
     content = FRAMES.tobytes()
     assert (tmp_path / "outputs/r/file").read_bytes() == content
     assert (output.file.size_bytes, output.file.sha256) == (len(content), hashlib.sha256(content).digest())
@@ -125,11 +120,10 @@ async def test_a_stored_video_can_be_played(tmp_path: Path) -> None:
 
 
 async def test_encoded_audio_is_sent_while_it_is_made(tmp_path: Path) -> None:
-    engine = emitting("sound", *np.array_split(SOUND, 10))
     encoder = make_encoder("audio/ogg", sample_rate_hz=24_000)
     file = bytes(encoder.push(SOUND)) + bytes(encoder.finish())
-    async with stage(engine, tmp_path) as runtime:
-        parts = outputs(await events_of(runtime, wanted("sound", "audio/ogg")))
+    async with stage(emitting("sound", *np.array_split(SOUND, 10)), tmp_path) as runtime:
+        parts = outputs_of(await events_of(runtime, wanted("sound", "audio/ogg")))
     assert b"".join(part.media.data for part in parts) == file
     assert all(file[part.position :].startswith(part.media.data) for part in parts)
     assert all(part.media.offset == part.position for part in parts)
@@ -139,22 +133,20 @@ async def test_encoded_audio_is_sent_while_it_is_made(tmp_path: Path) -> None:
 
 async def test_a_file_that_the_stage_encoded_itself_is_stored_as_it_is(tmp_path: Path) -> None:
     async with stage(emitting("song", FRAMES[0].reshape(-1)), tmp_path) as runtime:
-        (output,) = outputs(await events_of(runtime, wanted("song", store=tmp_path)))
+        (output,) = outputs_of(await events_of(runtime, wanted("song", store=tmp_path)))
     assert output.file.media_type == "audio/ogg"
     assert (tmp_path / "outputs/r/file").read_bytes() == FRAMES[0].tobytes()
 
 
 async def test_each_image_is_stored_as_a_file_but_no_preview_is(tmp_path: Path) -> None:
-    images = [np.frombuffer(data, np.uint8) for data in (b"\x89PNG1", b"\xff\xd8\xff2")]
+    files = [b"\x89PNG1", b"\xff\xd8\xff2"]
+    images = [np.frombuffer(data, np.uint8) for data in files]
     engine = emitting("image", *images)
     engine.packets = (Packet({"image": images[0]}, {"final": False}), *engine.packets)
     async with stage(engine, tmp_path) as runtime:
-        stored = outputs(await events_of(runtime, wanted("image", store=tmp_path)))
+        stored = outputs_of(await events_of(runtime, wanted("image", store=tmp_path)))
     assert [(each.position, each.file.media_type) for each in stored] == [(0, "image/png"), (1, "image/jpeg")]
-    assert [(tmp_path / each.file.uri.removeprefix(f"file://{tmp_path}/")).read_bytes() for each in stored] == [
-        b"\x89PNG1",
-        b"\xff\xd8\xff2",
-    ]
+    assert [(tmp_path / each.file.uri.removeprefix(f"file://{tmp_path}/")).read_bytes() for each in stored] == files
 
 
 @pytest.mark.parametrize("media_type", ["audio/ogg", RAW])
@@ -162,7 +154,7 @@ async def test_an_output_without_content_is_neither_sent_nor_stored(tmp_path: Pa
     async with stage(emitting("sound"), tmp_path) as runtime:
         for attempt, store in enumerate((None, tmp_path), 1):
             spec = replace(wanted("sound", media_type, store=store), step_id=f"r/thinker/{attempt}", attempt=attempt)
-            (output,) = outputs(await events_of(runtime, spec))
+            (output,) = outputs_of(await events_of(runtime, spec))
             assert output.WhichOneof("content") is None
             assert output.HasField("finish")
     assert files_in(tmp_path) == []
@@ -245,10 +237,10 @@ async def test_a_full_store_fails_no_other_step(tmp_path: Path) -> None:
             await events_of(runtime, wanted("frames", RAW, store=tmp_path))
         assert files_in(tmp_path) == []
         other = replace(wanted("frames", RAW, store=tmp_path), step_id="r/thinker/2", attempt=2)
-        assert outputs(await events_of(runtime, other))[0].file.size_bytes == FRAMES.nbytes
+        assert outputs_of(await events_of(runtime, other))[0].file.size_bytes == FRAMES.nbytes
 
 
-async def test_a_store_that_denies_writing_fails_the_step_before_the_engine_computes(tmp_path: Path) -> None:
+async def test_a_store_that_denies_writing_fails_the_step_before_the_engine_computes() -> None:
     engine = emitting("frames", FRAMES)
     # Not even root can create a folder here.
     async with stage(engine, "/sys/stagemesh") as runtime:
@@ -269,8 +261,7 @@ async def test_a_slow_store_delays_only_its_own_step_until_its_deadline(
     monkeypatch.setattr(stored_file.LocalTarget, "write", slow_write)
     async with stage(emitting("frames", FRAMES), tmp_path) as runtime:
         slow = asyncio.create_task(_within(runtime, wanted("frames", RAW, store=tmp_path), time_left_s=0.5))
-        other = replace(step_spec("other", streamed=("frames",)))
-        assert outputs(await events_of(runtime, other))
+        assert outputs_of(await events_of(runtime, step_spec("other", streamed=("frames",))))
         assert not slow.done()
         with pytest.raises(DeadlineError):
             await slow

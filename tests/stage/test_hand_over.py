@@ -24,6 +24,7 @@ from stagemesh.services.stage.step import inputs
 from stagemesh.services.stage.step.checks import check_handover
 from stagemesh.services.stage.step.inputs import accepted_part
 from stagemesh.services.stage.step.spec import InputBinding, OutputBinding, StepSpec
+from tests.connectors.hosts import started_host
 from tests.connectors.offers import Offers
 from tests.rpc.call_errors import raises
 from tests.stage.replicas import Replica, events_of, ready_runtime, served_stage, stage_config, step_spec
@@ -38,13 +39,9 @@ def decode_spec(request_id: str) -> StepSpec:
 @asynccontextmanager
 async def decode_stage() -> AsyncGenerator[tuple[Host, Replica]]:
     """Yields a producer whose messages the test sends, and a decode stage."""
-    producer = await Host.started("a-0")
-    producer.plane._identity.pipeline, producer.plane._identity.generation = "test", "1"
-    try:
-        async with served_stage(stage_config("decode", function="decode")) as stage:
-            yield producer, stage
-    finally:
-        await producer.close()
+    async with started_host("a-0") as producer, served_stage(stage_config("decode", function="decode")) as stage:
+        producer.plane._identity.pipeline, producer.plane._identity.generation = "test", "1"
+        yield producer, stage
 
 
 def flow_to(stage: Replica, producer: Host, request_id: str) -> Outlet:
@@ -61,17 +58,14 @@ async def send(outlet: Outlet, descriptor: bytes, *, kind: str = KIND) -> None:
 
 async def test_emitted_ticket_that_no_edge_carries_is_released() -> None:
     async with ready_runtime(stage_config("prefill", function="prefill")) as runtime:
-        events = await events_of(runtime, replace(step_spec(), streamed=()))
-        assert events[-1].HasField("finished")
+        assert (await events_of(runtime, step_spec(streamed=())))[-1].HasField("finished")
         assert isinstance(runtime.engine, FakeEngine)
         assert runtime.engine.states.counts.offered == runtime.engine.states.counts.released == 1
 
 
 async def test_ticket_of_a_step_that_was_stopped_is_released() -> None:
     async with ready_runtime(stage_config("prefill", function="prefill")) as runtime:
-        unreachable = OutputBinding(
-            edge="a->b", consumer=ConsumerAddress("b-0", "127.0.0.1:9"), connector=GRPC, policy=StepPolicy()
-        )
+        unreachable = OutputBinding("a->b", ConsumerAddress("b-0", "127.0.0.1:9"), GRPC, StepPolicy())
         running = asyncio.create_task(events_of(runtime, replace(step_spec(), streamed=(), outputs=(unreachable,))))
         assert isinstance(runtime.engine, FakeEngine)
         states = runtime.engine.states

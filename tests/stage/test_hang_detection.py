@@ -20,10 +20,7 @@ from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.step_hangs import StallWatch
 from tests.rpc.call_errors import raises
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
-
-_HOUR_S = 3600.0
-
+from tests.stage.replicas import events_of, loading, ready_runtime, stage_config, step_spec
 
 _numbers = itertools.count()
 
@@ -58,7 +55,7 @@ def _stalled(runs: list[_Run], life: Callable[[], Coroutine[object, object, None
 
 
 async def _an_hour() -> None:
-    await asyncio.sleep(_HOUR_S)
+    await asyncio.sleep(3600.0)
 
 
 def test_a_silent_run_hangs() -> None:
@@ -288,18 +285,16 @@ async def test_a_slow_step_within_the_limit_does_not_hang() -> None:
 
 async def test_a_dead_engine_ends_the_service(engine: GatedEngine) -> None:
     engine.death.set()
-    runtime = make_runtime(engine=engine)
-    with raises(UnavailableError, reason="ENGINE_DIED", match="stage thinker: the gate fell down"):
-        await work(runtime, Server("127.0.0.1:0"), asyncio.Event())
-    await runtime.close()
+    async with loading(engine=engine) as runtime:
+        with raises(UnavailableError, reason="ENGINE_DIED", match="stage thinker: the gate fell down"):
+            await work(runtime, Server("127.0.0.1:0"), asyncio.Event())
 
 
 async def test_an_engine_that_fails_to_load_ends_the_service(engine: GatedEngine) -> None:
     engine.load_error = ValueError("no such weights")
-    runtime = make_runtime(engine=engine)
-    with raises(NotReadyError, reason="LOAD_FAILED", match="no such weights"):
-        await work(runtime, Server("127.0.0.1:0"), asyncio.Event())
-    await runtime.close()
+    async with loading(engine=engine) as runtime:
+        with raises(NotReadyError, reason="LOAD_FAILED", match="no such weights"):
+            await work(runtime, Server("127.0.0.1:0"), asyncio.Event())
 
 
 async def test_a_replica_drained_during_its_start_is_never_serving() -> None:
@@ -317,11 +312,10 @@ async def test_a_replica_drained_during_its_start_is_never_serving() -> None:
     seen, served = dict[str, bool](), list[bool]()
     engine = DrainedEngine()
     engine.death.set()
-    runtime = make_runtime(engine=engine)
-    runtime.lifecycle.on_serving = served.append
-    with pytest.raises(UnavailableError):
-        await work(runtime, SeenServer("127.0.0.1:0"), asyncio.Event())
-    await runtime.close()
+    async with loading(engine=engine) as runtime:
+        runtime.lifecycle.on_serving = served.append
+        with pytest.raises(UnavailableError):
+            await work(runtime, SeenServer("127.0.0.1:0"), asyncio.Event())
     assert seen == {"stagemesh.v1.StageControlService": True}
     assert set(served) == {False}
 
@@ -329,7 +323,6 @@ async def test_a_replica_drained_during_its_start_is_never_serving() -> None:
 async def test_a_stop_during_loading_closes_the_engine(engine: GatedEngine) -> None:
     stopping = asyncio.Event()
     stopping.set()
-    runtime = make_runtime(engine=engine)
-    await work(runtime, Server("127.0.0.1:0"), stopping)
-    await runtime.close()
+    async with loading(engine=engine) as runtime:
+        await work(runtime, Server("127.0.0.1:0"), stopping)
     assert engine.closed

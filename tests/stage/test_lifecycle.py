@@ -16,18 +16,9 @@ from stagemesh.conformance import until
 from stagemesh.services.stage.rollout import RolloutRelease
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.v1 import stage_pb2
-from stagemesh.v1.stage_pb2 import ROLLOUT_VERDICT_RELEASED
 from tests.rpc.call_errors import raises
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import (
-    events_of,
-    make_runtime,
-    ready_runtime,
-    running_step,
-    served_stage,
-    stage_config,
-    step_spec,
-)
+from tests.stage.replicas import events_of, loading, ready_runtime, running_step, served_stage, stage_config, step_spec
 
 LONG = stage_config(steps=1000, step_s=0.01)
 
@@ -63,10 +54,9 @@ async def test_a_replica_that_shuts_down_cannot_end_its_drain() -> None:
 
 
 async def test_a_loading_replica_cannot_be_drained() -> None:
-    runtime = make_runtime()
-    with pytest.raises(NotReadyError, match="loading"):
-        runtime.lifecycle.start_drain()
-    await runtime.close()
+    async with loading() as runtime:
+        with pytest.raises(NotReadyError, match="loading"):
+            runtime.lifecycle.start_drain()
 
 
 async def test_a_drain_returns_the_number_of_running_steps() -> None:
@@ -119,8 +109,7 @@ async def test_running_steps_are_reported_by_request() -> None:
         runs = [runtime.execute(step_spec(name), time_left_s=None) for name in ("one", "two")]
         for run in runs:
             await anext(run)
-        reports = runtime.reports("two")
-        assert [(report.request_id, report.attempt, report.started) for report in reports] == [("two", 1, True)]
+        assert [(each.request_id, each.attempt, each.started) for each in runtime.reports("two")] == [("two", 1, True)]
         assert len(runtime.reports()) == 2
         await asyncio.gather(*(run.aclose() for run in runs))
 
@@ -130,7 +119,7 @@ async def _warm_runtime(*, steps: int = 4, step_s: float = 0.0) -> AsyncGenerato
     """Yields a runtime that sleeps after one idle second, and that an orchestrator watches."""
     async with ready_runtime(replace(stage_config(steps=steps, step_s=step_s), sleep_when_idle_s=1.0)) as runtime:
         watching = asyncio.create_task(runtime.watch_engine())
-        with runtime.lifecycle.rollout.verdict(ROLLOUT_VERDICT_RELEASED):
+        with runtime.lifecycle.rollout.verdict(RELEASED):
             yield runtime
         watching.cancel()
         await asyncio.wait([watching])
@@ -194,11 +183,10 @@ async def test_a_replica_that_an_operator_puts_to_sleep_is_not_available() -> No
 
 async def test_an_engine_that_cannot_sleep_ends_the_start_with_a_clear_error() -> None:
     config = replace(stage_config(), sleep_when_idle_s=1.0)
-    runtime = make_runtime(config, engine=GatedEngine())
-    with pytest.raises(UnsupportedError, match="cannot sleep; remove sleep_when_idle_s") as caught:
-        await runtime.start()
-    assert (caught.value.metadata["ability"], runtime.lifecycle.state) == ("sleep", ReplicaState.FAILED)
-    await runtime.close()
+    async with loading(config, engine=GatedEngine()) as runtime:
+        with pytest.raises(UnsupportedError, match="cannot sleep; remove sleep_when_idle_s") as caught:
+            await runtime.start()
+        assert (caught.value.metadata["ability"], runtime.lifecycle.state) == ("sleep", ReplicaState.FAILED)
 
 
 @pytest.mark.parametrize("idle_s", [0.0, -1.0, float("nan"), float("inf")])
@@ -284,6 +272,5 @@ async def test_the_verdict_of_a_load_watch_ends_with_its_call() -> None:
         withholding.cancel()
         async with asyncio.timeout(10):
             await changed.wait()
-        assert rollout.is_ready
-        assert rollout.is_watched
+        assert (rollout.is_ready, rollout.is_watched) == (True, True)
         releasing.cancel()

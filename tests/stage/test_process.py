@@ -1,6 +1,5 @@
 """The start of a stage process, and all the ways in which it ends."""
 
-import re
 import signal
 import socket
 import subprocess
@@ -13,12 +12,12 @@ from typing import NamedTuple
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
 
 from stagemesh.common.errors import ExitCode
-from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+from tests.children import config_command, killed_at_end, read_endpoint
+from tests.rpc.health_calls import Response, read_status, wait_status
 from tests.stage.replicas import stage_config, step_request
 
 LIMIT_S = 20
@@ -49,29 +48,29 @@ def test_a_step_that_was_planned_before_sigterm_is_accepted(tmp_path: Path) -> N
         load_reports = replica.stub.WatchLoad(stage_pb2.WatchLoadRequest())
         next(load_reports)
         replica.process.send_signal(signal.SIGTERM)
-        _wait_serving(replica.channel, health_pb2.HealthCheckResponse.NOT_SERVING)
+        wait_status(replica.channel, status=Response.NOT_SERVING, timeout_s=LIMIT_S)
         assert replica.stub.Describe(stage_pb2.DescribeRequest()).state == stage_pb2.REPLICA_STATE_DRAINING
         assert [event.WhichOneof("event") for event in replica.stub.ExecuteStep(step_request())][-1] == "finished"
 
 
 def test_a_replica_is_ready_for_a_rollout_only_while_an_orchestrator_releases_it(tmp_path: Path) -> None:
     with _serving(stage_config(), tmp_path) as replica:
-        assert _health(replica.channel, "thinker") == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert _health(replica.channel, "thinker") == Response.NOT_SERVING
         released = replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(verdict=stage_pb2.ROLLOUT_VERDICT_RELEASED))
         next(released)
-        assert _health(replica.channel, "thinker") == health_pb2.HealthCheckResponse.SERVING
+        assert _health(replica.channel, "thinker") == Response.SERVING
         withheld = replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(verdict=stage_pb2.ROLLOUT_VERDICT_WITHHELD))
         next(withheld)
-        assert _health(replica.channel, "thinker") == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert _health(replica.channel, "stagemesh.v1.StageService") == health_pb2.HealthCheckResponse.SERVING
+        assert _health(replica.channel, "thinker") == Response.NOT_SERVING
+        assert _health(replica.channel, "stagemesh.v1.StageService") == Response.SERVING
         replica.process.send_signal(signal.SIGTERM)
 
 
 def test_a_loading_process_is_live_but_not_ready(tmp_path: Path) -> None:
     with _started(stage_config(start_s=30), tmp_path) as replica:
-        assert _health(replica.channel, "liveness") == health_pb2.HealthCheckResponse.SERVING
+        assert _health(replica.channel, "liveness") == Response.SERVING
         for facet in ("", "stagemesh.v1.StageService"):
-            assert _health(replica.channel, facet) == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert _health(replica.channel, facet) == Response.NOT_SERVING
         description = replica.stub.Describe(stage_pb2.DescribeRequest())
         assert (description.state, description.detail) == (stage_pb2.REPLICA_STATE_LOADING, "loading the fake engine")
         replica.process.send_signal(signal.SIGTERM)
@@ -121,9 +120,7 @@ def _command(path: Path) -> list[str]:
 
 
 def _write(config: StageConfig, folder: Path) -> list[str]:
-    path = folder / "stage.json"
-    path.write_bytes(dump_config(config))
-    return _command(path)
+    return config_command("stagemesh.services.stage", config, folder / "stage.json")
 
 
 def _run(config: StageConfig, folder: Path) -> tuple[int, str]:
@@ -145,23 +142,20 @@ class _Replica(NamedTuple):
 @contextmanager
 def _started(config: StageConfig, folder: Path, command: list[str] | None = None) -> Iterator[_Replica]:
     """Starts a process, which must end with status 0 by itself at the end of the block."""
-    process = subprocess.Popen(command or _write(config, folder), stderr=subprocess.PIPE, text=True)
-    try:
-        with grpc.insecure_channel(_endpoint(process)) as channel:
-            yield _Replica(process, channel)
-            assert process.wait(LIMIT_S) == 0
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
+    command = command or _write(config, folder)
+    with (
+        killed_at_end(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)) as process,
+        grpc.insecure_channel(read_endpoint(process)) as channel,
+    ):
+        yield _Replica(process, channel)
+        assert process.wait(LIMIT_S) == 0
 
 
 @contextmanager
 def _serving(config: StageConfig, folder: Path, command: list[str] | None = None) -> Iterator[_Replica]:
     """Starts a process like `_started`, and yields when it serves."""
     with _started(config, folder, command) as replica:
-        _wait_serving(replica.channel)
+        wait_status(replica.channel, timeout_s=LIMIT_S)
         yield replica
 
 
@@ -173,31 +167,5 @@ def _kind_after_sigterm(replica: _Replica) -> str | None:
     return [event.WhichOneof("event") for event in events][-1]
 
 
-def _endpoint(process: "subprocess.Popen[str]") -> str:
-    """Reads the endpoint from the log."""
-    assert process.stderr is not None
-    for line in process.stderr:
-        found = re.search(r"listening on (\S+)", line)
-        if found:
-            return found[1]
-    raise AssertionError("the process never logged where it listens")
-
-
 def _health(channel: grpc.Channel, facet: str) -> int:
-    check = channel.unary_unary(
-        "/grpc.health.v1.Health/Check",
-        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-        response_deserializer=health_pb2.HealthCheckResponse.FromString,
-    )
-    return check(health_pb2.HealthCheckRequest(service=facet), timeout=LIMIT_S).status
-
-
-def _wait_serving(channel: grpc.Channel, status: int = health_pb2.HealthCheckResponse.SERVING) -> None:
-    watch = channel.unary_stream(
-        "/grpc.health.v1.Health/Watch",
-        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-        response_deserializer=health_pb2.HealthCheckResponse.FromString,
-    )
-    call = watch(health_pb2.HealthCheckRequest(), timeout=LIMIT_S)
-    assert any(response.status == status for response in call)
-    call.cancel()
+    return read_status(channel, facet, timeout_s=LIMIT_S)

@@ -12,13 +12,11 @@ from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableErr
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.conformance import until
 from stagemesh.connectors import peer_timeouts
-from stagemesh.v1 import chunk_pb2, stage_pb2
-from tests.stage.replicas import Replica, failure_of, ready_runtime, served, stage_config, step_request
+from stagemesh.v1 import stage_pb2
+from tests.stage.replicas import CONNECTORS, EDGE, Replica, failure_of, served_stage, stage_config, step_request
 
-EDGE = "thinker->talker"
 eventually = partial(until, timeout_s=10)
 STEPS = 40
-CONNECTORS = {"shm": chunk_pb2.CONNECTOR_SHM, "grpc": chunk_pb2.CONNECTOR_GRPC}
 
 
 class Stage:
@@ -33,8 +31,7 @@ class Stage:
         name = f"{self._config.stage}-{self._count}"
         self._count += 1
         config = replace(self._config, replica=name, options={**self._config.options, **options})
-        runtime = await self._stack.enter_async_context(ready_runtime(config))
-        return await self._stack.enter_async_context(served(runtime))
+        return await self._stack.enter_async_context(served_stage(config))
 
 
 @dataclass
@@ -74,11 +71,9 @@ async def stages(*, checkpoint_steps: int = 0) -> AsyncGenerator[tuple[Stage, St
         yield Stage(thinker, stack), Stage(stage_config("talker", function="relay"), stack)
 
 
-def thinking(
-    talker: Replica, *, connector: str = "shm", attempt: int = 1, edge: int = 1
-) -> stage_pb2.ExecuteStepRequest:
+def thinking(talker: Replica, *, connector: str = "shm", attempt: int = 1) -> stage_pb2.ExecuteStepRequest:
     request = step_request(attempt=attempt)
-    request.outputs.append(output(talker, connector=connector, edge=edge))
+    request.outputs.append(output(talker, connector=connector, edge=attempt))
     return request
 
 
@@ -92,14 +87,10 @@ def output(talker: Replica, *, connector: str = "shm", edge: int) -> stage_pb2.O
     )
 
 
-def talking(thinker: Replica, *, attempt: int = 1, edge: int = 1, transform: str = "") -> stage_pb2.ExecuteStepRequest:
-    return stage_pb2.ExecuteStepRequest(
-        request_id="r",
-        step_id=f"r/talker/{attempt}",
-        attempt=attempt,
-        inputs=[fed_by(thinker, edge=edge, transform=transform)],
-        streamed=[stage_pb2.StreamedOutput(tensor="text")],
-    )
+def talking(thinker: Replica, *, attempt: int = 1, transform: str = "") -> stage_pb2.ExecuteStepRequest:
+    request = step_request(stage="talker", text="", attempt=attempt)
+    request.inputs.append(fed_by(thinker, edge=attempt, transform=transform))
+    return request
 
 
 def fed_by(thinker: Replica, *, edge: int, transform: str = "") -> stage_pb2.InputBinding:
@@ -107,9 +98,8 @@ def fed_by(thinker: Replica, *, edge: int, transform: str = "") -> stage_pb2.Inp
 
 
 def rebind_output(talker: Replica, *, edge: int = 2, connector: str = "shm") -> stage_pb2.RebindStepRequest:
-    return stage_pb2.RebindStepRequest(
-        request_id="r", step_id="r/thinker/1", outputs=[output(talker, edge=edge, connector=connector)]
-    )
+    binding = output(talker, edge=edge, connector=connector)
+    return stage_pb2.RebindStepRequest(request_id="r", step_id="r/thinker/1", outputs=[binding])
 
 
 def rebind_input(thinker: Replica, *, edge: int = 2, **first_rows: int) -> stage_pb2.RebindStepRequest:
@@ -139,7 +129,7 @@ async def test_a_new_consumer_receives_all_chunks_from_the_first(connector: str,
         await lost.outputs(5)
         if kills:
             await kill(first)
-        talked = await accepted(receive(second, talking(thinker, attempt=2, edge=2)))
+        talked = await accepted(receive(second, talking(thinker, attempt=2)))
         await thinker.stub.RebindStep(rebind_output(second, connector=connector))
         await asyncio.gather(thought.task, talked.task)
         assert talked.text == thought.text
@@ -156,14 +146,13 @@ async def test_a_finished_step_still_feeds_a_new_consumer() -> None:
         thought = receive(thinker, thinking(first))
         await thought.task
         await kill(first)
-        talked = await accepted(receive(second, talking(thinker, attempt=2, edge=2)))
+        talked = await accepted(receive(second, talking(thinker, attempt=2)))
         await thinker.stub.RebindStep(rebind_output(second))
         await talked.task
         assert talked.text == thought.text
         await eventually(lambda: all(left.is_over for left in thinker.runtime._runs._left.values()))
         await eventually(lambda: not thinker.runtime.load().arena_used_bytes)
-        error = await failure_of(thinker.stub.RebindStep(rebind_output(second, edge=3)))
-        assert error.reason == "UNKNOWN_STEP"
+        assert (await failure_of(thinker.stub.RebindStep(rebind_output(second, edge=3)))).reason == "UNKNOWN_STEP"
         lost.task.cancel()
 
 
@@ -177,7 +166,7 @@ async def test_a_consumer_drops_rows_that_a_new_producer_repeats(*, kills: bool,
         await talked.outputs(11)
         if kills:
             await kill(first)
-        request = thinking(talker, attempt=2, edge=2)
+        request = thinking(talker, attempt=2)
         rows = {}
         if resumes:
             request.resume_from.CopyFrom(lost.checkpoints[1])
@@ -186,9 +175,11 @@ async def test_a_consumer_drops_rows_that_a_new_producer_repeats(*, kills: bool,
         await talker.stub.RebindStep(rebind_input(second, **rows))
         again = receive(second, request)
         await asyncio.gather(again.task, talked.task)
-        whole = await _whole(thinkers)
-        assert talked.text == whole
-        assert again.text == whole[sum(rows.values()) :]
+        # This thinker does not fail.
+        alone = receive(await thinkers.replica(step_s=0.0), step_request())
+        await alone.task
+        assert talked.text == alone.text
+        assert again.text == alone.text[sum(rows.values()) :]
         lost.task.cancel()
 
 
@@ -200,7 +191,7 @@ async def test_the_transform_keeps_its_state_over_a_rebinding() -> None:
         await talked.outputs(3)
         await kill(first)
         await talker.stub.RebindStep(rebind_input(second))
-        again = receive(second, thinking(talker, attempt=2, edge=2))
+        again = receive(second, thinking(talker, attempt=2))
         await asyncio.gather(again.task, talked.task)
         assert "".join(talked.text.split()) == "".join(again.text.split())
         lost.task.cancel()
@@ -213,7 +204,7 @@ async def test_a_producer_that_repeats_received_rows_only_finishes() -> None:
         talked = await accepted(receive(talker, talking(first)))
         await receive(first, thinking(talker)).task
         await talker.stub.RebindStep(rebind_input(second))
-        again = receive(second, thinking(talker, attempt=2, edge=2))
+        again = receive(second, thinking(talker, attempt=2))
         await asyncio.gather(again.task, talked.task)
         assert talked.text == again.text
         await eventually(lambda: not talker.runtime.data_plane.consumer._flows)
@@ -239,8 +230,7 @@ async def test_a_rebinding_without_the_first_chunk_is_rejected() -> None:
         talked = await accepted(receive(first, talking(thinker)))
         thought = receive(thinker, thinking(first))
         await talked.outputs(3)
-        retention = thinker.runtime.data_plane._retention
-        retention.evict_oldest()
+        thinker.runtime.data_plane._retention.evict_oldest()
         error = await failure_of(thinker.stub.RebindStep(rebind_output(second)))
         assert (type(error), error.reason) == (NotReadyError, "CHUNK_GONE")
         await asyncio.gather(thought.task, talked.task)
@@ -253,11 +243,10 @@ async def test_a_repeated_rebinding_does_nothing_and_an_older_one_is_rejected() 
         lost = await accepted(receive(first, talking(thinker)))
         thought = receive(thinker, thinking(first))
         await lost.outputs(3)
-        talked = await accepted(receive(second, talking(thinker, attempt=3, edge=3)))
+        talked = await accepted(receive(second, talking(thinker, attempt=3)))
         for _ in range(2):
             await thinker.stub.RebindStep(rebind_output(second, edge=3))
-        error = await failure_of(thinker.stub.RebindStep(rebind_output(first, edge=2)))
-        assert error.reason == "STALE_ATTEMPT"
+        assert (await failure_of(thinker.stub.RebindStep(rebind_output(first, edge=2)))).reason == "STALE_ATTEMPT"
         await asyncio.gather(thought.task, talked.task)
         assert talked.text == thought.text
         lost.task.cancel()
@@ -268,7 +257,9 @@ async def test_edges_without_a_new_peer_fail_after_a_while(monkeypatch: pytest.M
     monkeypatch.setattr(peer_timeouts, "LOST_PRODUCER_S", 0.1)
     async with stages() as (thinkers, talkers):
         thinker, middle, last = await thinkers.replica(), await talkers.replica(), await talkers.replica()
-        final = await accepted(receive(last, _relayed(middle)))
+        relayed = talking(middle)
+        relayed.inputs[0].edge = "talker->last"
+        final = await accepted(receive(last, relayed))
         request = talking(thinker)
         request.outputs.append(output(last, edge=1))
         request.outputs[0].edge = "talker->last"
@@ -288,16 +279,3 @@ async def test_rebinding_an_unknown_step_is_not_found() -> None:
         thinker, talker = await thinkers.replica(), await talkers.replica()
         error = await failure_of(thinker.stub.RebindStep(rebind_output(talker)))
         assert (type(error), error.reason) == (NotFoundError, "UNKNOWN_STEP")
-
-
-def _relayed(middle: Replica) -> stage_pb2.ExecuteStepRequest:
-    request = talking(middle)
-    request.inputs[0].edge = "talker->last"
-    return request
-
-
-async def _whole(thinkers: Stage) -> str:
-    """Returns the output of a thinker without any failure."""
-    alone = receive(await thinkers.replica(step_s=0.0), step_request())
-    await alone.task
-    return alone.text

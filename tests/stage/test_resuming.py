@@ -10,16 +10,12 @@ from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Task, Usage
 from stagemesh.services.stage.step.journal import MAX_EVENT_BYTES
 from stagemesh.services.stage.step.spec import StepSpec, checkpoint_to_wire, spec_from_wire
-from stagemesh.v1 import request_pb2, stage_pb2
+from stagemesh.v1 import stage_pb2
 from tests.rpc.call_errors import raises
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import events_of, ready_runtime, stage_config, step_spec
+from tests.stage.replicas import events_of, outputs_of, ready_runtime, stage_config, step_spec
 
 CONFIG = stage_config(steps=5, checkpoint_steps=2)
-
-
-def _outputs(events: list[stage_pb2.ExecuteStepResponse]) -> list[request_pb2.Output]:
-    return [event.output for event in events if event.HasField("output")]
 
 
 def _checkpoints(events: list[stage_pb2.ExecuteStepResponse]) -> list[stage_pb2.Checkpoint]:
@@ -43,7 +39,7 @@ async def test_a_resumed_step_continues_at_its_positions() -> None:
         first = _checkpoint_of(checkpoints[0])
         assert first is not None
         rest = await events_of(runtime, _resumed(first))
-    assert _outputs(rest) == _outputs(whole)[2:]
+    assert outputs_of(rest) == outputs_of(whole)[2:]
     assert _checkpoints(rest) == checkpoints[1:]
 
 

@@ -21,15 +21,7 @@ from stagemesh.services.stage.lifecycle import PLANNED_S
 from stagemesh.services.stage.step import run, run_index
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import (
-    events_of,
-    make_runtime,
-    read_first_output,
-    ready_runtime,
-    running_step,
-    stage_config,
-    step_spec,
-)
+from tests.stage.replicas import attached, events_of, loading, ready_runtime, running_step, stage_config, step_spec
 
 
 async def test_the_events_of_a_step_are_in_order() -> None:
@@ -51,8 +43,7 @@ async def test_timings_increase() -> None:
 
 async def test_only_requested_tensors_are_streamed() -> None:
     async with ready_runtime() as runtime:
-        events = await events_of(runtime, step_spec(streamed=()))
-    assert not [event for event in events if event.HasField("output")]
+        assert not [each for each in await events_of(runtime, step_spec(streamed=())) if each.HasField("output")]
 
 
 async def test_a_second_call_attaches_and_receives_all_events(engine: GatedEngine) -> None:
@@ -96,8 +87,7 @@ async def test_a_newer_attempt_stops_the_older(engine: GatedEngine) -> None:
 async def test_the_engine_releases_a_step_without_callers(engine: GatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
     async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
-            await read_first_output(events)
+        async with attached(runtime):
             async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as others:
                 await anext(others)
             assert engine.running == ["r"]
@@ -141,8 +131,7 @@ async def test_an_engine_error_names_stage_and_replica(
 
 async def test_a_later_caller_extends_the_deadline(engine: GatedEngine) -> None:
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
-        async with aclosing(runtime.execute(step_spec(), time_left_s=1.0)) as short:
-            await read_first_output(short)
+        async with attached(runtime, time_left_s=1.0):
             long = group.create_task(events_of(runtime, step_spec()))
             await asyncio.sleep(1.2)
             engine.gate.set()
@@ -151,10 +140,9 @@ async def test_a_later_caller_extends_the_deadline(engine: GatedEngine) -> None:
 
 async def test_cancel_when_left_spares_a_step_that_another_caller_follows(engine: GatedEngine) -> None:
     async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as follower:
-            await read_first_output(follower)
-            async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as leaver:
-                await read_first_output(leaver)
+        async with attached(runtime):
+            async with attached(runtime):
+                pass
             assert (await runtime.cancel("r", attempt=0, reason="it left", when_left=True)).stopped == 0
             assert engine.running == ["r"]
             cancelling = asyncio.create_task(runtime.cancel("r", attempt=0, reason="it left", when_left=True))
@@ -239,11 +227,11 @@ async def test_a_dead_engine_fails_its_steps_with_the_cause(engine: GatedEngine)
 
 async def test_a_load_failure_is_reported_to_later_calls(engine: GatedEngine) -> None:
     engine.load_error = ValueError("no such weights")
-    runtime = make_runtime(engine=engine)
-    with pytest.raises(NotReadyError, match="engine fake of stage thinker failed to load: ValueError: no such weights"):
-        await runtime.start()
-    assert (runtime.lifecycle.state, runtime.lifecycle.detail) == (ReplicaState.FAILED, "ValueError: no such weights")
-    await runtime.close()
+    message = "ValueError: no such weights"
+    async with loading(engine=engine) as runtime:
+        with pytest.raises(NotReadyError, match=f"engine fake of stage thinker failed to load: {message}"):
+            await runtime.start()
+        assert (runtime.lifecycle.state, runtime.lifecycle.detail) == (ReplicaState.FAILED, message)
 
 
 @pytest.mark.parametrize(("limit", "value"), [("KEPT_S", 0.0), ("MAX_KEPT", 0), ("MAX_KEPT_BYTES", len("hello") - 1)])

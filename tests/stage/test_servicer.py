@@ -25,18 +25,18 @@ from stagemesh.v1.protocol_pb2 import Protocol
 from stagemesh.v1.signature_pb2 import TENSOR_KIND_TEXT
 from tests.later_contract import later, later_class, today
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import (
-    Replica,
-    call_step,
-    failure_of,
-    kinds_of,
-    make_runtime,
-    served,
-    served_stage,
-    stage_config,
-    step_request,
-)
+from tests.stage.replicas import Replica, failure_of, loading, served, served_stage, stage_config, step_request
 from tests.stage.test_execute_steps import Caller, calling, eventually
+
+
+async def call_step(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> list[stage_pb2.ExecuteStepResponse]:
+    """Returns all events of a step."""
+    return [event async for event in replica.stub.ExecuteStep(request)]
+
+
+def kinds_of(events: list[stage_pb2.ExecuteStepResponse]) -> list[str | None]:
+    """Returns the kinds of events."""
+    return [event.WhichOneof("event") for event in events]
 
 
 async def test_a_step_streams_its_events() -> None:
@@ -126,13 +126,11 @@ async def test_cancel_returns_once_the_engine_has_released_the_step(engine: Gate
 
 
 async def test_describe_returns_the_description_of_the_replica() -> None:
-    runtime = make_runtime()
-    async with served(runtime) as replica:
+    async with loading() as runtime, served(runtime) as replica:
         description = await replica.stub.Describe(stage_pb2.DescribeRequest())
         assert (description.state, description.detail) == (stage_pb2.REPLICA_STATE_LOADING, "starting")
         await runtime.start()
         description = await replica.stub.Describe(stage_pb2.DescribeRequest())
-        await runtime.close()
     assert (description.pipeline, description.stage) == ("test", "thinker")
     assert (description.replica, description.engine) == ("thinker-0", "fake")
     assert description.state == stage_pb2.REPLICA_STATE_READY
@@ -155,10 +153,8 @@ async def test_a_replica_reports_host_and_zone(
 
 
 async def test_a_loading_replica_rejects_steps_with_the_cause() -> None:
-    runtime = make_runtime()
-    async with served(runtime) as replica:
+    async with loading() as runtime, served(runtime) as replica:
         error = await failure_of(call_step(replica, step_request()))
-        await runtime.close()
     assert isinstance(error, NotReadyError)
     assert "replica thinker-0 of stage thinker is loading: starting" in error.message
 
@@ -181,8 +177,7 @@ async def test_load_is_reported_at_once_and_periodically(engine: GatedEngine) ->
 
 async def test_idle_replicas_report_less_often(engine: GatedEngine) -> None:
     async with served_stage(engine=engine) as replica:
-        request = stage_pb2.WatchLoadRequest(interval_s=0.05, idle_interval_s=3600)
-        reports = aiter(replica.stub.WatchLoad(request))
+        reports = aiter(replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(interval_s=0.05, idle_interval_s=3600)))
         running = [(await anext(reports)).running]
         step = replica.stub.ExecuteStep(step_request())
         await anext(aiter(step))
@@ -200,8 +195,7 @@ async def test_an_idle_replica_reports_its_adapters_as_soon_as_they_change(engin
     adapters: Any = SimpleNamespace(list_adapters=lambda: list(loaded))
     engine.abilities = EngineAbilities(adapters=adapters)
     async with served_stage(engine=engine) as replica, asyncio.timeout(10):
-        request = stage_pb2.WatchLoadRequest(interval_s=0.05, idle_interval_s=3600)
-        reports = aiter(replica.stub.WatchLoad(request))
+        reports = aiter(replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(interval_s=0.05, idle_interval_s=3600)))
         names = [list((await anext(reports)).adapters)]
         for now in ([Adapter("x", "/x", 8), Adapter("y", "/y", 8)], [Adapter("y", "/y", 8)], []):
             loaded[:] = now
@@ -225,8 +219,7 @@ async def test_an_interval_of_load_reports_is_checked(interval_s: float, idle_in
 
 
 async def test_closing_ends_the_load_reports() -> None:
-    runtime = make_runtime()
-    async with served(runtime) as replica:
+    async with loading() as runtime, served(runtime) as replica:
         reports = aiter(replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(interval_s=60)))
         await anext(reports)
         await runtime.close()

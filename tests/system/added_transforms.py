@@ -61,9 +61,24 @@ def add_function(folder: Path, monkeypatch: pytest.MonkeyPatch, *, name: str, so
 
 def _add(folder: Path, monkeypatch: pytest.MonkeyPatch, *, name: str, source: str, group: str) -> None:
     (folder / f"added_{name}.py").write_text(source)
-    package = folder / f"added_{name}-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: added_{name}\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(f"[{group}]\n{name} = added_{name}:DESCRIPTOR\n")
+    entry_points = f"[{group}]\n{name} = added_{name}:DESCRIPTOR\n"
+    add_package(folder, monkeypatch, name=f"added_{name}", entry_points=entry_points)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", ""))))
+
+
+def add_package(folder: Path, monkeypatch: pytest.MonkeyPatch, *paths: Path, name: str, entry_points: str) -> None:
+    """Installs a package with entry points for every process that starts afterwards.
+
+    Its modules are in `folder` or in one of `paths`.
+    """
+    write_package(folder, name=name, entry_points=entry_points)
+    path = os.pathsep.join((str(folder), *map(str, paths), os.environ.get("PYTHONPATH", "")))
+    monkeypatch.setenv("PYTHONPATH", path)
+
+
+def write_package(folder: Path, *, name: str, entry_points: str) -> None:
+    """Writes the metadata of a package, which every process that imports from `folder` finds there."""
+    package = folder / f"{name}-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(entry_points)

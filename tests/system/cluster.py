@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -13,11 +12,13 @@ from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.cli.launcher.process_configs import stage_config
 from stagemesh.client import AsyncClient
 from stagemesh.common.errors import UnavailableError
-from stagemesh.common.process.config import dump_config
+from stagemesh.common.process.config import ProcessConfig
 from stagemesh.common.process.stage_process import OrchestratorAddress
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration
 from stagemesh.pipeline import load_pipeline
 from stagemesh.v1 import stage_pb2
+from tests.children import config_command
+from tests.orchestrator.mesh import poll
 from tests.soak.load import Load
 from tests.soak.work import Work
 from tests.soak.workload import OUTPUT_OF, requests, units, write_pipeline
@@ -46,12 +47,19 @@ class Cluster:
             registration=Registration(),
             tls=self._certificates("orchestrator"),
         )
-        self._orchestrator = self._run("stagemesh.orchestrator", dump_config(config), name="orchestrator")
+        self._orchestrator = self._run("stagemesh.orchestrator", config, name="orchestrator")
         self._replicas: dict[str, Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
         """Starts a replica of the stage with whose name its own name begins."""
-        self._replicas[name] = self._start(name)
+        stage = self._pipeline.stages[name.rpartition("-")[0]]
+        config = replace(
+            stage_config(self._pipeline, stage, replica=name, listen="127.0.0.1:0"),
+            orchestrators=(OrchestratorAddress(self._admin_endpoint),),
+            tls=self._certificates(name),
+            parent_pid=os.getpid(),
+        )
+        self._replicas[name] = self._run("stagemesh.services.stage", config, name=name)
 
     def terminate(self, name: str) -> None:
         """Sends SIGTERM to a replica."""
@@ -75,23 +83,11 @@ class Cluster:
                 process.wait()
         assert not any(statuses.values()), f"replicas ended with {statuses}"
 
-    def _start(self, name: str) -> "Popen[bytes]":
-        stage = self._pipeline.stages[name.rpartition("-")[0]]
-        config = replace(
-            stage_config(self._pipeline, stage, replica=name, listen="127.0.0.1:0"),
-            orchestrators=(OrchestratorAddress(self._admin_endpoint),),
-            tls=self._certificates(name),
-            parent_pid=os.getpid(),
-        )
-        return self._run("stagemesh.services.stage", dump_config(config), name=config.replica)
-
     def _certificates(self, name: str) -> str | None:
         return None if self._tls is None else str(self._tls / name)
 
-    def _run(self, module: str, config: bytes, *, name: str) -> "Popen[bytes]":
-        path = self._folder / f"{name}.json"
-        path.write_bytes(config)
-        return Popen([sys.executable, "-m", module, "--config", str(path)])
+    def _run(self, module: str, config: ProcessConfig, *, name: str) -> "Popen[bytes]":
+        return Popen(config_command(module, config, self._folder / f"{name}.json"))
 
 
 @contextmanager
@@ -121,9 +117,7 @@ async def load(endpoint: str) -> AsyncIterator[Load]:
 
 async def until_ready(client: AsyncClient, *, replicas: int) -> None:
     """Waits until stage `frames` has exactly `count` ready replicas, and every other stage has one."""
-    async with asyncio.timeout(_READY_S):
-        while not await _has(client, replicas):
-            await asyncio.sleep(0.1)
+    await poll(lambda: _has(client, replicas), until=bool, timeout_s=_READY_S)
 
 
 async def _has(client: AsyncClient, replicas: int) -> bool:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from stagemesh.fake_engine.outputs import compute_output, source_text
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.prompts import ChatMessage, Conversation, Role
+from stagemesh.services.engines.prompts import ChatMessage, Conversation
 from tests.system.pipelines import pipeline_file
 
 TALK = """\
@@ -49,12 +49,12 @@ class ExpectedConversation:
 
     def add(self, said: str, *, heard: str) -> None:
         """Adds a turn: what the user said, and what the user heard of the answer."""
-        self._messages += [_message("user", said), _message("assistant", heard)]
+        self._messages += [ChatMessage("user", said), ChatMessage("assistant", heard)]
         self._turns += 1
 
     def answer(self, said: str) -> str:
         """Returns the whole answer to the next turn."""
-        prompt = Conversation((*self._messages, _message("user", said)))
+        prompt = Conversation((*self._messages, ChatMessage("user", said)))
         task = Task("r", self._seed + self._turns, prompt)
         return "".join(source_text(task, step).tobytes().decode() for step in range(self._steps))
 
@@ -68,7 +68,3 @@ def sound_of(text: str) -> npt.NDArray[np.float32]:
 def joined(chunks: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
     """Returns audio chunks as one array."""
     return np.concatenate([np.empty(0, np.float32), *chunks])
-
-
-def _message(role: Role, content: str) -> ChatMessage:
-    return ChatMessage(role, content)

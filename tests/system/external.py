@@ -1,5 +1,6 @@
 """Replicas of external stages, which `stagemesh up` does not start."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from stagemesh.cli.launcher.process_configs import stage_config
 from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.stage_process import OrchestratorAddress
 from stagemesh.pipeline import load_pipeline
+from tests.children import killed_at_end
 from tests.system.pipelines import pipeline_file
 from tests.system.stub_stage import ReplicaFault, serving_stub
 
@@ -40,14 +42,12 @@ outputs: {{text: upper, frames: frames}}
 """
 
 
-def song(
-    folder: Path, *, addresses: str = "", edge: str = "", steps: int = 10, step_s: float = 0.0, writers: int = 1
-) -> Path:
+def song(folder: Path, *addresses: str, edge: str = "", steps: int = 10, step_s: float = 0.0, writers: int = 1) -> Path:
     """Writes the pipeline writer → upper → frames, in which `upper` is external and returns its text.
 
-    `addresses` is the YAML of a list of addresses, and `edge` the YAML of further keys of the edge to `upper`.
+    `addresses` are the addresses of the replicas of `upper`, and `edge` is the YAML of further keys of the edge to it.
     """
-    listed = f"addresses: {addresses}" if addresses else ""
+    listed = f"addresses: {json.dumps(addresses)}" if addresses else ""
     text = SONG.format(addresses=listed, edge=edge, steps=steps, step_s=step_s, writers=writers)
     return pipeline_file(folder, text, name="song")
 
@@ -71,15 +71,11 @@ def external_replica(
         orchestrators=(OrchestratorAddress(admin),) if admin else (),
     )
     command = [str(Path(sys.executable).with_name("stagemesh")), "serve", "stage", "-"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
-    try:
+    with killed_at_end(subprocess.Popen(command, stdin=subprocess.PIPE)) as process:
         assert process.stdin is not None
         process.stdin.write(dump_config(config))
         process.stdin.close()
         yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 @contextmanager

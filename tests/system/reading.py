@@ -1,20 +1,20 @@
 """Reads the events of a request, and acts at certain moments of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import grpc
 
-from stagemesh.client import Choice, ResponseStream, Result, Text
+from stagemesh.client import Choice, Event, Result, Text
 from stagemesh.client.responses import ResultBuilder
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc
 from tests.deployment import Replicas
 
 
-def read(call: ResponseStream, at: Mapping[int, Callable[[], object]]) -> Result:
-    """Runs a request, and calls each function when its number of texts has arrived."""
+def read(events: Iterable[Event], at: Mapping[int, Callable[[], object]]) -> Result:
+    """Reads the events of a request, and calls each function when its number of texts has arrived."""
     builder, texts, left = ResultBuilder(), 0, dict(at)
-    for event in call:
+    for event in events:
         builder.add(event)
         if isinstance(event, Text):
             texts += 1

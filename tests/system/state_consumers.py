@@ -1,6 +1,5 @@
 """Functions that return the hidden states that they get. One of them waits until a test releases it."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from stagemesh.common.plugins.descriptors import Emitted, FunctionDescriptor, Op
 from stagemesh.common.wire.tensors import TensorSpec, Value
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
+from tests.system.added_transforms import add_package
 
 _ROWS = TensorSpec("float32", ("tokens", "hidden"))
 _NUMBERS = TensorSpec("int64", ("numbers",))
@@ -54,13 +54,7 @@ HELD = FunctionDescriptor(
 )
 
 
-def add_functions(folder: Path) -> pytest.MonkeyPatch:
-    """Registers the functions "taken" and "held" for all processes that are started within the block."""
-    package = folder / "state_consumers-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: state_consumers\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(_ENTRY_POINTS)
+def add_functions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers the functions "taken" and "held" for every process that starts afterwards."""
     root = Path(__file__).parents[2]
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", os.pathsep.join((str(folder), str(root), os.environ.get("PYTHONPATH", ""))))
-    return patch
+    add_package(folder, monkeypatch, root, name="state_consumers", entry_points=_ENTRY_POINTS)

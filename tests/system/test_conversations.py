@@ -1,7 +1,7 @@
 """Sessions of the client with real processes: what the pipeline receives is what the client said and heard."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -9,17 +9,14 @@ import pytest
 
 from stagemesh.client import AsyncClient, AsyncSession, AudioChunk, Client, Session, Text, TurnEnded
 from stagemesh.common.errors import NotReadyError
-from tests.deployment import Deployment, deployed, eventually
+from tests.deployment import Deployment, deployed_for_module, eventually
 from tests.system.breakable_relay import breakable_relay
 from tests.system.conversing import ExpectedConversation, joined, sound_of, talking
 
 STEPS = 20
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(talking(tmp_path_factory.mktemp("talk"), steps=STEPS, park_s=1.0)) as up:
-        yield up
+up = deployed_for_module(lambda folder: talking(folder, steps=STEPS, park_s=1.0))
 
 
 @pytest.fixture

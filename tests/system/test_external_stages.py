@@ -5,7 +5,7 @@ The request or the replica that a broken stage affects ends with an error that n
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ def _detail(deployment: Deployment) -> str:
 
 def test_a_listed_replica_serves_if_its_signature_is_right_and_may_return_after_its_death(tmp_path: Path) -> None:
     address = f"127.0.0.1:{PortPicker().pick()}"
-    pipeline = song(tmp_path, addresses=f'["{address}"]')
+    pipeline = song(tmp_path, address)
     with deployed(pipeline, until=_waits) as deployment:
         deployment.wait(lambda up: f"{address} does not answer" in _detail(up))
         assert "pipeline song, generation " in _detail(deployment)
@@ -77,8 +77,7 @@ def test_nothing_is_lost_when_either_end_of_a_transform_at_the_producer_dies(
 ) -> None:
     add_transform(tmp_path, monkeypatch, name="doubled", source=DOUBLED)
     address = f"127.0.0.1:{PortPicker().pick()}"
-    edge = ", transform: doubled"
-    pipeline = song(tmp_path, addresses=f'["{address}"]', edge=edge, steps=40, step_s=0.02, writers=2)
+    pipeline = song(tmp_path, address, edge=", transform: doubled", steps=40, step_s=0.02, writers=2)
     with deployed(pipeline, until=_waits) as deployment, ExitStack() as running:
         process = running.enter_context(external_replica(pipeline, listen=address))
         deployment.wait(Deployment.all_ready)
@@ -88,8 +87,7 @@ def test_nothing_is_lost_when_either_end_of_a_transform_at_the_producer_dies(
             running.enter_context(external_replica(pipeline, listen=address))
 
         def kill_writer() -> None:
-            writers = ("writer-0", "writer-1")
-            deployment.kill(next(name for name in writers if deployment.load(name).running))
+            deployment.kill(next(name for name in ("writer-0", "writer-1") if deployment.load(name).running))
 
         with deployment.client() as client:
             undisturbed = client.generate("hello", seed=3).result()
@@ -104,7 +102,7 @@ TIMEOUT_S = 2.5
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMesh]:
     address = f"127.0.0.1:{PortPicker().pick()}"
-    pipeline = song(tmp_path_factory.mktemp("song"), addresses=f'["{address}"]', step_s=0.01)
+    pipeline = song(tmp_path_factory.mktemp("song"), address, step_s=0.01)
     with stub_replica(pipeline, listen=address), local_mesh(pipeline) as deployment:
         # The first request connects the stages, which must not use up the deadline of the first fault.
         with deployment.client() as client:
@@ -154,27 +152,27 @@ REFUSALS: Mapping[ReplicaFault, str] = {
 }
 
 
+@contextmanager
+def _good_and_bad(folder: Path, fault: ReplicaFault) -> Iterator[Path]:
+    """Runs two replicas of `upper`, of which one makes a mistake. Yields their pipeline file."""
+    bad, good = (f"127.0.0.1:{PortPicker().pick()}" for _ in range(2))
+    pipeline = song(folder, bad, good)
+    with stub_replica(pipeline, listen=bad, name="upper-1", fault=fault), stub_replica(pipeline, listen=good):
+        yield pipeline
+
+
 @pytest.mark.parametrize("fault", REFUSALS)
 def test_a_replica_that_cannot_take_part_gets_no_requests(tmp_path: Path, fault: ReplicaFault) -> None:
-    good, bad = (PortPicker().pick() for _ in range(2))
-    pipeline = song(tmp_path, addresses=f'["127.0.0.1:{bad}", "127.0.0.1:{good}"]')
-    with (
-        stub_replica(pipeline, listen=f"127.0.0.1:{bad}", name="upper-1", fault=fault),
-        stub_replica(pipeline, listen=f"127.0.0.1:{good}"),
-        local_mesh(pipeline) as up,
-        up.client() as client,
-    ):
+    with _good_and_bad(tmp_path, fault) as pipeline, local_mesh(pipeline) as up, up.client() as client:
         eventually(lambda: REFUSALS[fault] in _details(client), timeout_s=30)
         for _ in range(3):
             assert client.generate("hello", timeout_s=20).result().text
 
 
 def test_up_names_a_replica_that_does_not_answer(tmp_path: Path) -> None:
-    port, good, bad = (PortPicker().pick() for _ in range(3))
-    pipeline = song(tmp_path, addresses=f'["127.0.0.1:{bad}", "127.0.0.1:{good}"]')
+    port = PortPicker().pick()
     with (
-        stub_replica(pipeline, listen=f"127.0.0.1:{bad}", name="upper-1", fault=ReplicaFault.NO_DESCRIPTION),
-        stub_replica(pipeline, listen=f"127.0.0.1:{good}"),
+        _good_and_bad(tmp_path, ReplicaFault.NO_DESCRIPTION) as pipeline,
         deployed(pipeline, f"--port={port}", until=_names_silent_replica),
         Client(f"127.0.0.1:{port}") as client,
     ):
@@ -183,12 +181,12 @@ def test_up_names_a_replica_that_does_not_answer(tmp_path: Path) -> None:
 
 
 def _names_silent_replica(up: Deployment) -> bool:
-    return "does not answer" in str(up.statuses.get("upper (external)", {}).get("detail"))
+    return UPPER in up.statuses and "does not answer" in _detail(up)
 
 
 def test_a_stage_of_the_minimum_profile_may_die_and_return(tmp_path: Path) -> None:
     address = f"127.0.0.1:{PortPicker().pick()}"
-    pipeline = song(tmp_path, addresses=f'["{address}"]', steps=40, step_s=0.02)
+    pipeline = song(tmp_path, address, steps=40, step_s=0.02)
     with ExitStack() as running:
         stub = running.enter_context(ExitStack())
         stub.enter_context(stub_replica(pipeline, listen=address))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from stagemesh.client import ResponseStream
 from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.fake_engine.state_store import StateCounts, read_counts
 from tests.deployment import Deployment, deployed, eventually
@@ -56,14 +57,12 @@ def test_state_is_handed_over_and_released_while_its_reader_still_runs(tmp_path:
     with local_mesh(split(tmp_path, connector=connector)) as up, up.client() as client, ThreadPoolExecutor(8) as pool:
         alone = client.generate("hello", seed=1, outputs=["text"]).result()
         assert alone.text.startswith("Step 0 is ")
-        assert {(edge.edge, edge.handed_over_bytes) for edge in alone.finished.edges} == {
-            ("prefill->decode", 1_000_000)
-        }
-        results = list(
-            pool.map(lambda seed: client.generate("hello", seed=seed, outputs=["text"]).result(), range(1, 9))
-        )
-        assert results[0].text == alone.text
-        assert len({result.text for result in results}) == 8
+        handed_over = {(edge.edge, edge.handed_over_bytes) for edge in alone.finished.edges}
+        assert handed_over == {("prefill->decode", 1_000_000)}
+        requests = [client.generate("hello", seed=seed, outputs=["text"]) for seed in range(1, 9)]
+        texts = [result.text for result in pool.map(ResponseStream.result, requests)]
+        assert texts[0] == alone.text
+        assert len(set(texts)) == 8
         assert counts(up) == StateCounts(offered=9, released=9)
         eventually(up.idle, timeout_s=10)
 
@@ -103,11 +102,8 @@ def test_cancelled_request_releases_its_state_at_once(tmp_path: Path) -> None:
 
 
 def test_ticket_that_expires_in_the_queue_is_recomputed(tmp_path: Path) -> None:
-    with (
-        local_mesh(split(tmp_path, limit_s=2.0, state_s=0.5)) as up,
-        up.client() as client,
-        ThreadPoolExecutor(12) as pool,
-    ):
+    pipeline = split(tmp_path, limit_s=2.0, state_s=0.5)
+    with local_mesh(pipeline) as up, up.client() as client, ThreadPoolExecutor(12) as pool:
 
         def generate(_: int) -> str:
             return client.generate("hello", seed=1, outputs=["computed"]).result().texts["computed"]

@@ -1,15 +1,13 @@
 """Replicas that hang, as real processes. Their requests continue elsewhere, and no client notices."""
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
-import pytest
 
 from stagemesh.client import Admitted, Text
 from stagemesh.client.responses import ResultBuilder
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment, deployed_for_module
 from tests.system.pipelines import pipeline_file
 from tests.system.reading import steps_of
 
@@ -35,10 +33,7 @@ outputs: {{text: source, echo: relay, alone: alone}}
 """
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(pipeline_file(tmp_path_factory.mktemp("hanging"), PIPELINE)) as up:
-        yield up
+up = deployed_for_module(lambda folder: pipeline_file(folder, PIPELINE))
 
 
 def test_a_process_that_is_stopped_loses_its_requests_and_no_client_notices(up: Deployment) -> None:

@@ -55,9 +55,6 @@ class Taking(NamedTuple):
     up: Deployment
     gate: Path
 
-    def idle(self) -> bool:
-        return self.up.idle()
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -75,27 +72,23 @@ def taking(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ta
     folder = tmp_path_factory.mktemp("taking")
     gate = folder / "gate"
     os.mkfifo(gate)
-    patch = add_functions(folder)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        add_functions(folder, patch)
         with deployed(pipeline_file(folder, PIPELINE.format(model=model, gate=gate))) as up:
             yield Taking(up, gate)
-    finally:
-        patch.undo()
 
 
 def generate(client: Client, number: int, *, outputs: Sequence[str], hold: bool = False) -> Result:
     """Runs the prompt with this number, with greedy sampling."""
-    options = {"hold": 1.0} if hold else {}
-    call = client.generate(
+    return client.generate(
         token_ids=PROMPTS[number],
         seed=1,
         temperature=0.0,
         max_tokens=STEPS,
         ignore_eos=True,
         outputs=outputs,
-        options=options,
-    )
-    return call.result()
+        options={"hold": 1.0} if hold else {},
+    ).result()
 
 
 def rows_of(result: Result, output: str, *, first: int = 0) -> Floats:
@@ -119,8 +112,7 @@ def assert_taken(result: Result, expected: Reference, *outputs: str) -> None:
 
 def test_states_that_two_stages_take_equal_those_of_transformers(taking: Taking, references: list[Reference]) -> None:
     with taking.up.client() as client, ThreadPoolExecutor(16) as pool:
-        numbers = range(len(PROMPTS))
-        results = list(pool.map(lambda number: generate(client, number, outputs=ALL), numbers))
+        results = list(pool.map(lambda number: generate(client, number, outputs=ALL), range(len(PROMPTS))))
         for result, expected, prompt in zip(results, references, PROMPTS, strict=True):
             assert list(result.tokens["said"]) == expected.tokens
             assert_taken(result, expected, "near", "far")
@@ -128,7 +120,7 @@ def test_states_that_two_stages_take_equal_those_of_transformers(taking: Taking,
             assert np.array_equal(last, rows_of(result, "near")[len(prompt) - 1 :])
             connectors = {edge.edge: edge.connector for edge in result.finished.edges}
             assert connectors == {"thinker->near": "shm", "thinker->far": "grpc", "thinker->last": "shm"}
-        eventually(taking.idle, timeout_s=10)
+        eventually(taking.up.idle, timeout_s=10)
 
 
 def test_no_states_are_sent_to_stages_that_a_request_does_not_use(taking: Taking) -> None:
@@ -148,7 +140,7 @@ def test_a_slow_consumer_delays_only_its_own_request(taking: Taking, references:
         finally:
             eventually(lambda: _opened(taking.gate) and slow.done(), timeout_s=30)
         assert_taken(slow.result(), references[15], "far")
-        eventually(taking.idle, timeout_s=10)
+        eventually(taking.up.idle, timeout_s=10)
 
 
 def _opened(gate: Path) -> bool:
@@ -170,11 +162,10 @@ def test_cancelled_request_frees_its_rows(taking: Taking) -> None:
             request_id="cancelled",
         )
         events = iter(request)
-        first = next(event for event in events if isinstance(event, TensorOutput))
-        assert len(first.tensor)
+        assert len(next(event for event in events if isinstance(event, TensorOutput)).tensor)
         rest, cancelling = pool.submit(list, events), pool.submit(client.cancel, "cancelled")
         try:
             assert isinstance(rest.exception(timeout=30), CancelledRequestError)
         finally:
-            eventually(lambda: _opened(taking.gate) and cancelling.done() and taking.idle(), timeout_s=30)
+            eventually(lambda: _opened(taking.gate) and cancelling.done() and taking.up.idle(), timeout_s=30)
         assert cancelling.exception() is None

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +11,7 @@ import pytest
 
 from stagemesh.client import AsyncClient, Client, MediaFile, read_media
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, PermissionDeniedError, UnsupportedError
+from tests.cli.commands import invoke
 from tests.deployment import Deployment, deployed
 from tests.local_mesh import local_mesh
 from tests.rpc.call_errors import raises
@@ -68,8 +67,7 @@ def test_an_uploaded_file_reaches_the_engine_and_returns_unchanged(eye: Eye, cli
 async def test_the_async_client_uploads_and_downloads(eye: Eye, tmp_path: Path) -> None:
     async with AsyncClient(eye.up.endpoint) as client:
         file = await client.upload(eye.folder / "data" / "large.mp4", media_type="image/png")
-        result = await client.generate([file, "what is it?"]).result()
-        assert result.texts["text"] == "image " + SEEN
+        assert (await client.generate([file, "what is it?"]).result()).texts["text"] == "image " + SEEN
         received = list[int]()
         await client.download(file.uri, tmp_path / "copy.png", on_bytes=received.append)
     assert (tmp_path / "copy.png").read_bytes() == CONTENT
@@ -132,12 +130,10 @@ def test_limits_are_described(client: Client) -> None:
 def test_the_command_line_uploads_what_is_too_large_for_a_request(eye: Eye) -> None:
     small = eye.folder / "data" / "small.png"
     small.write_bytes(b"small")
-    program = str(Path(sys.executable).with_name("stagemesh"))
     files = [str(small), str(eye.folder / "data" / "large.mp4"), f"file://{small}"]
     attached = [text for file in files for text in ("--attach", file)]
-    command = [program, "generate", "what is it?", "--server", eye.up.endpoint, "--json", *attached]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    ran = invoke("generate", "what is it?", "--server", eye.up.endpoint, "--json", *attached)
+    assert ran.exit_code == 0, ran.stderr
     image = f"image 5 {hashlib.sha256(b'small').hexdigest()}\n"
     assert json.loads(ran.stdout)["texts"]["text"] == image + "video " + SEEN + image
 

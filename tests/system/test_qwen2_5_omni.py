@@ -1,6 +1,5 @@
 """A deployed tiny Qwen2.5-Omni, compared with transformers: the same text, the same codes and the same waveform."""
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ from stagemesh.client import Client, Message, Result, StageArguments
 from tests.deployment import Deployment, deployed
 from tests.models.qwen2_5_omni.reference import SEED
 from tests.models.qwen3_omni import reference
-from tests.models.qwen3_omni.reference import TORCHVISION
+from tests.models.qwen3_omni.deployment import with_torchvision
 from tests.system.pipelines import pipeline_file
 from tests.system.test_qwen3_omni import Case, cases, check_begin
 
@@ -67,21 +66,16 @@ def expected(tiny_qwen2_5_omni: Path) -> Sequence[reference.Result]:
 @pytest.fixture(scope="module")
 def omni(tiny_qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     file = pipeline_file(tmp_path_factory.mktemp("omni"), PIPELINE.format(model=tiny_qwen2_5_omni))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(TORCHVISION), os.environ.get("PYTHONPATH")])))
-        with deployed(file) as deployment:
-            yield deployment
+    with with_torchvision(), deployed(file) as deployment:
+        yield deployment
 
 
 def generate(client: Client, each: Case) -> Result:
     thinker: StageArguments = {"temperature": 0.0, "max_tokens": TEXT_TOKENS}
     talker: StageArguments = {"temperature": 0.0, "max_tokens": CODEC_TOKENS}
-    return client.generate(
-        messages=[Message("user", each.content)],
-        seed=SEED,
-        stages={"thinker": thinker, "talker": talker},
-        options={"speaker": each.expected.speaker},
-    ).result()
+    stages, options = {"thinker": thinker, "talker": talker}, {"speaker": each.expected.speaker}
+    messages = [Message("user", each.content)]
+    return client.generate(messages=messages, seed=SEED, stages=stages, options=options).result()
 
 
 def check(result: Result, expected: reference.Result) -> None:

@@ -1,7 +1,7 @@
 """Stages are restarted, drained, added and removed under load, as real processes. No client notices."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from stagemesh.client import AsyncClient
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import admin_pb2
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment, deployed_for_module
 from tests.soak.workload import CHECKPOINT_STEPS, write_pipeline
 from tests.system.cluster import CALL_S, cluster, load, until_ready
 
@@ -24,10 +24,7 @@ STAGES = ("source", "frames", "sound")
 _STEP_S = 0.05
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(write_pipeline(tmp_path_factory.mktemp("rolling"), replicas=2, step_s=_STEP_S)) as up:
-        yield up
+up = deployed_for_module(lambda folder: write_pipeline(folder, replicas=2, step_s=_STEP_S))
 
 
 @asynccontextmanager

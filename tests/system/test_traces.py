@@ -30,8 +30,7 @@ def receiver() -> Iterator[TraceReceiver]:
 @pytest.fixture(scope="module")
 def running(receiver: TraceReceiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     # A request takes 1.8 s, so that the delays of a busy machine, tens of milliseconds, are a small share of it.
-    pipeline = relays(tmp_path_factory.mktemp("traces"), steps=30, step_s=0.06)
-    with deployed(pipeline) as running:
+    with deployed(relays(tmp_path_factory.mktemp("traces"), steps=30, step_s=0.06)) as running:
         yield running
 
 
@@ -70,8 +69,7 @@ def test_a_killed_stage_is_a_part_of_the_trace(client: Client, receiver: TraceRe
     assert list(events)
     own, spans = last_trace(receiver)
     check_whole(own, spans)
-    names = [span.name for _, span in spans]
-    assert {"relay", "recovery of relay", "relay, attempt 2"} <= set(names)
+    assert {"relay", "recovery of relay", "relay, attempt 2"} <= {span.name for _, span in spans}
     (lost,) = [span for _, span in spans if span.name == "relay"]
     assert lost.status.code == trace_pb2.Status.STATUS_CODE_ERROR
     running.wait(Deployment.all_ready)
@@ -86,7 +84,6 @@ def test_streamed_input_is_a_part_of_the_trace(receiver: TraceReceiver, tmp_path
         _, spans = last_trace(receiver)
     assert all(span.start_time_unix_nano <= span.end_time_unix_nano for _, span in spans)
     hops = [(process, span) for process, span in spans if span.name == "chunk @input->speak"]
-    assert hops
     assert {process for process, _ in hops} == {"orchestrator"}
     assert sum(int(_attribute(span, "bytes")) for _, span in hops) == len("one two")
 

@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,10 +13,10 @@ from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.client import AsyncClient, Choice, Client, Text
 from stagemesh.client.responses import ResultBuilder
 from stagemesh.common.errors import UnavailableError
-from stagemesh.common.process.config import dump_config
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.v1 import stage_pb2
-from tests.deployment import Deployment, deployed, eventually
+from tests.children import config_command, killed_at_end
+from tests.deployment import Deployment, deployed, deployed_for_module, eventually
 from tests.system.breakable_relay import breakable_relay
 from tests.system.pipelines import relays
 from tests.system.reading import contents, read, steps_of
@@ -26,10 +25,7 @@ SEED, STEPS, STEP_S = 2**63 - 2, 40, 0.03
 CHOICES = (1, 3)
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(relays(tmp_path_factory.mktemp("relays"), steps=STEPS, step_s=STEP_S)) as up:
-        yield up
+up = deployed_for_module(lambda folder: relays(folder, steps=STEPS, step_s=STEP_S))
 
 
 @pytest.fixture(scope="module")
@@ -130,16 +126,12 @@ def _orchestrator(up: Deployment, folder: Path, *, drain_s: float) -> "Generator
     endpoint = f"127.0.0.1:{PortPicker().pick()}"
     replicas = {name.rpartition("-")[0]: (ReplicaAddress(name, up.endpoint_of(name)),) for name in up.replicas()}
     pipeline = relays(folder, steps=STEPS, step_s=STEP_S)
-    config = folder / "orchestrator.json"
-    config.write_bytes(dump_config(OrchestratorConfig(str(pipeline), replicas, endpoint, drain_s=drain_s)))
-    command = [sys.executable, "-m", "stagemesh.orchestrator", "--config", str(config)]
-    with subprocess.Popen(command) as process:
-        try:
-            with Client(endpoint) as client:
-                eventually(lambda: _serves(client), timeout_s=30)
-            yield endpoint, process
-        finally:
-            process.kill()
+    config = OrchestratorConfig(str(pipeline), replicas, endpoint, drain_s=drain_s)
+    command = config_command("stagemesh.orchestrator", config, folder / "orchestrator.json")
+    with killed_at_end(subprocess.Popen(command)) as process:
+        with Client(endpoint) as client:
+            eventually(lambda: _serves(client), timeout_s=30)
+        yield endpoint, process
 
 
 def _serves(client: Client) -> bool:

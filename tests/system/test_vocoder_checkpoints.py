@@ -11,6 +11,7 @@ from stagemesh.client import AudioChunk, Client
 from tests.deployment import Deployment, deployed
 from tests.models.tiny_code2wav import make_reference, write_checkpoint
 from tests.system.added_transforms import add_transform
+from tests.system.pipelines import pipeline_file
 from tests.system.reading import steps_of
 
 pytestmark = pytest.mark.timeout(300)
@@ -65,18 +66,15 @@ outputs: {{audio: vocoder}}
 def voice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
     add_transform(tmp_path, monkeypatch, name="codes", source=CODES)
     model = write_checkpoint(tmp_path / "model", make_reference())
-    file = tmp_path / "voice.yaml"
-    file.write_text(
-        PIPELINE.format(steps=STEPS, size_bytes=4 * STEP_FRAMES, model=model, checkpoint_rows=CHECKPOINT_ROWS)
-    )
-    with deployed(file) as deployment:
+    text = PIPELINE.format(steps=STEPS, size_bytes=4 * STEP_FRAMES, model=model, checkpoint_rows=CHECKPOINT_ROWS)
+    with deployed(pipeline_file(tmp_path, text)) as deployment:
         yield deployment
 
 
 def test_a_killed_vocoder_decodes_only_the_frames_after_its_checkpoint(voice: Deployment) -> None:
     def kill_vocoder() -> None:
-        running = [name for name in voice.replicas() if name.startswith("vocoder") and voice.load(name).running]
-        voice.kill(running[0])
+        vocoders = (name for name in voice.replicas() if name.startswith("vocoder"))
+        voice.kill(next(name for name in vocoders if voice.load(name).running))
 
     with voice.client() as client:
         undisturbed, _ = _speak(client)

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -13,12 +12,13 @@ from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.cli.launcher.process_configs import stage_config
 from stagemesh.client import AsyncClient, Result
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.process.config import ProcessConfig, dump_config
+from stagemesh.common.process.config import ProcessConfig
 from stagemesh.conformance import until
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.pipeline import load_pipeline
 from stagemesh.rpc.channels import open_channel
-from tests.rpc.health_calls import Request, Response, watch
+from tests.children import config_command
+from tests.orchestrator.mesh import until_health
 
 READY_S = 90.0
 ORCHESTRATOR_HEALTH = "stagemesh.v1.OrchestratorService"
@@ -48,10 +48,7 @@ class RunningProcess:
     async def until_serving(self, name: str) -> None:
         """Waits until the health status of a name is SERVING."""
         async with open_channel(self.endpoint) as channel:
-            async for answer in watch(channel)(Request(service=name), wait_for_ready=True, timeout=READY_S):
-                if answer.status == Response.SERVING:
-                    return
-        raise AssertionError(f"{self.endpoint} ended before {name!r} was ready")
+            await until_health(channel, serving=True, service=name, timeout_s=READY_S)
 
     async def terminate(self) -> None:
         """Sends SIGTERM and waits for the end, which must be in order."""
@@ -100,9 +97,8 @@ class Processes:
             await each.process.wait()
 
     async def _start(self, module: str, config: ProcessConfig, address: ReplicaAddress) -> RunningProcess:
-        path = self.folder / f"{address.name}.json"
-        path.write_bytes(dump_config(config))
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, "--config", str(path))
+        command = config_command(module, config, self.folder / f"{address.name}.json")
+        process = await asyncio.create_subprocess_exec(*command)
         self.running.append(RunningProcess(process, address.endpoint))
         return self.running[-1]
 

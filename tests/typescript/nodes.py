@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -63,16 +64,8 @@ class RunningClient:
 @asynccontextmanager
 async def running_client(endpoints: str, prompt: str, *arguments: str) -> AsyncIterator[RunningClient]:
     """Runs a request. Kills the client if it still runs at the end."""
-    process = await asyncio.create_subprocess_exec(
-        *program("generate"),
-        "--json",
-        *arguments,
-        endpoints,
-        prompt,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        limit=16 << 20,
-    )
+    command = (*program("generate"), "--json", *arguments, endpoints, prompt)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, limit=16 << 20)
     try:
         yield RunningClient(process)
     finally:
@@ -92,9 +85,8 @@ class RunningStage:
 @asynccontextmanager
 async def running_stage(*arguments: str) -> AsyncIterator[RunningStage]:
     """Runs the replica "m-0" of the stage in TypeScript, and stops it by SIGTERM."""
-    process = await asyncio.create_subprocess_exec(
-        *program("upper"), "--replica", "m-0", *arguments, stdout=asyncio.subprocess.PIPE
-    )
+    command = (*program("upper"), "--replica", "m-0", *arguments)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
     assert process.stdout is not None
     try:
         line = (await process.stdout.readline()).decode()

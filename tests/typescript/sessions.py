@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import re
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -121,12 +122,8 @@ async def typescript(
     addresses = [each if isinstance(each, str) else each.endpoint for each in endpoints]
     opening = {_in_camel_case(name): value for name, value in fields.items()}
     opening["inputMode"] = _INPUT_MODES[input_mode]
-    process = await asyncio.create_subprocess_exec(
-        *(node(), str(_PROGRAM), ",".join(addresses), json.dumps(opening)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=16 << 20,
-    )
+    command = (node(), str(_PROGRAM), ",".join(addresses), json.dumps(opening))
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=16 << 20)
     session = TypeScriptSession(process)
     try:
         await session.outcome()

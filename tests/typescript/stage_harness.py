@@ -42,9 +42,8 @@ def step_request(
     request_id: str, *, consumer: str, producer: str = "a-0", attempt: int = 1, **fields: Any
 ) -> stage_pb2.ExecuteStepRequest:
     """Returns the request of a step from `producer` to "c-0", whose endpoint is `consumer`."""
-    request = stage_pb2.ExecuteStepRequest(
-        request_id=request_id, step_id=f"{request_id}/{attempt}", attempt=attempt, **fields
-    )
+    step_id = f"{request_id}/{attempt}"
+    request = stage_pb2.ExecuteStepRequest(request_id=request_id, step_id=step_id, attempt=attempt, **fields)
     request.inputs.add(edge=IN, producer=producer)
     request.outputs.add(edge=OUT, consumer="c-0", endpoint=consumer, connector=chunk_pb2.CONNECTOR_GRPC)
     return request
@@ -57,13 +56,9 @@ class Upper:
         self.endpoint, self.process, self.channel = running.endpoint, running.process, channel
         self.stub = stage_pb2_grpc.StageServiceStub(channel)
 
-    async def start(
-        self, request_id: str, *, consumer: str, producer: str = "a-0", attempt: int = 1, **fields: Any
-    ) -> Step:
-        """Starts a step and waits until it is accepted. `consumer` is the endpoint of "c-0"."""
-        return await self.call(
-            step_request(request_id, consumer=consumer, producer=producer, attempt=attempt, **fields)
-        )
+    async def start(self, request_id: str, **arguments: Any) -> Step:
+        """Starts a step with the arguments of `step_request`, and waits until it is accepted."""
+        return await self.call(step_request(request_id, **arguments))
 
     async def call(self, request: stage_pb2.ExecuteStepRequest) -> Step:
         """Calls ExecuteStep and waits until the step is accepted."""
@@ -74,9 +69,8 @@ class Upper:
 
     async def rebind(self, step: Step, **bindings: Any) -> None:
         """Calls RebindStep."""
-        request = stage_pb2.RebindStepRequest(
-            request_id=step.request.request_id, step_id=step.request.step_id, **bindings
-        )
+        started = step.request
+        request = stage_pb2.RebindStepRequest(request_id=started.request_id, step_id=started.step_id, **bindings)
         await self.stub.RebindStep(request, timeout=5)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import signal
+from asyncio.subprocess import PIPE
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from tests.credentials import issue, process_credentials
 from tests.deployment import Deployment
 from tests.later_contract import later_class
 from tests.system.breakable_relay import breakable_relay
-from tests.typescript.nodes import PACKAGE, RunningClient, node, running_client
+from tests.typescript.nodes import PACKAGE, node, running_client
 
 STEPS = 30
 
@@ -77,21 +78,25 @@ class Received:
             self.finishes[key] = value["finish"]["reason"]
 
 
-async def receive(client: RunningClient, at: dict[int, Callable[[], None]] | None = None) -> Received:
-    """Receives everything, and calls a function when a number of texts has arrived."""
+async def receive(endpoints: str, *arguments: str, at: dict[int, Callable[[], None]] | None = None) -> Received:
+    """Runs a request and receives everything. Calls a function when a number of texts has arrived."""
     received, texts, actions = Received(), 0, dict(at or {})
-    async for kind, value in client:
-        received.add(kind, value)
-        if kind == "output" and value["name"] == "text":
-            texts += 1
-            actions.pop(texts, _nothing)()
-    assert await client.process.wait() == 0, await client.error()
+    async with running_client(endpoints, "hello", *arguments) as client:
+        async for kind, value in client:
+            received.add(kind, value)
+            if kind == "output" and value["name"] == "text":
+                texts += 1
+                if texts in actions:
+                    actions.pop(texts)()
+        assert await client.process.wait() == 0, await client.error()
     assert not actions, "something was not done"
     return received
 
 
-def _nothing() -> None:
-    pass
+async def error_of(endpoints: str, *arguments: str) -> str:
+    """Runs a request that fails. Returns what the client prints."""
+    async with running_client(endpoints, "hello", *arguments) as client:
+        return await client.error()
 
 
 def check(received: Received, undisturbed: Result) -> None:
@@ -104,8 +109,7 @@ def check(received: Received, undisturbed: Result) -> None:
 
 
 async def test_outputs_usage_and_finish_reasons_arrive(relays_up: Deployment, undisturbed: Result) -> None:
-    async with running_client(relays_up.endpoint, "hello", "--seed", "7") as client:
-        received = await receive(client)
+    received = await receive(relays_up.endpoint, "--seed", "7")
     check(received, undisturbed)
     usages = {stage: report["usage"] for stage, report in received.stages.items()}
     assert {stage: int(usage["outputTokens"]) for stage, usage in usages.items()} == {
@@ -116,23 +120,20 @@ async def test_outputs_usage_and_finish_reasons_arrive(relays_up: Deployment, un
 
 
 async def test_killed_orchestrator_loses_and_doubles_nothing(relays_up: Deployment, undisturbed: Result) -> None:
-    async with running_client(relays_up.endpoint, "hello", "--seed", "7") as client:
-        received = await receive(client, {STEPS // 3: lambda: relays_up.kill("orchestrator")})
-    check(received, undisturbed)
+    kill = {STEPS // 3: lambda: relays_up.kill("orchestrator")}
+    check(await receive(relays_up.endpoint, "--seed", "7", at=kill), undisturbed)
 
 
 async def test_broken_connections_lose_and_double_nothing(relays_up: Deployment, undisturbed: Result) -> None:
     with breakable_relay(relays_up.endpoint) as way:
-        async with running_client(way.endpoint, "hello", "--seed", "7") as client:
-            received = await receive(client, dict.fromkeys((1, 5, 6, 20), way.cut))
+        received = await receive(way.endpoint, "--seed", "7", at=dict.fromkeys((1, 5, 6, 20), way.cut))
     check(received, undisturbed)
 
 
 async def test_next_call_sends_the_ends_of_what_has_arrived(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(seed=9), text("Zoë😀"), audio([0.5, 1]), Pause.BREAK])
     orchestrator.scripts.append([admitted(seed=9), text("!"), finished()])
-    async with running_client(orchestrator.endpoint, "hello") as client:
-        received = await receive(client)
+    received = await receive(orchestrator.endpoint)
     first, second = orchestrator.requests
     assert received.text == "Zoë😀!"
     assert {each.name: each.position for each in second.next_positions} == {"text": 4, "audio": 2}
@@ -148,23 +149,16 @@ async def test_request_without_outputs_may_restart_in_another_generation(orchest
     orchestrator.scripts.append([admitted(generation="old"), Pause.BREAK])
     orchestrator.scripts.append([admitted(generation="new"), text("Hi"), Pause.BREAK])
     orchestrator.scripts.append([admitted(generation="new"), text("!"), finished()])
-    async with running_client(orchestrator.endpoint, "hello") as client:
-        assert (await receive(client)).text == "Hi!"
+    assert (await receive(orchestrator.endpoint)).text == "Hi!"
     assert [request.generation for request in orchestrator.requests] == ["", "", "new"]
 
 
 async def test_each_choice_continues_at_its_own_position(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.extend(
-        [
-            [admitted(choices=2), progress("a", steps=2), text("ab"), text("x", index=1), ended(), Pause.BREAK],
-            [
-                *(admitted(choices=2), progress("a", steps=1), progress("a", steps=1, index=1)),
-                *(ended(), text("yz", index=1), ended(index=1), finished(2)),
-            ],
-        ]
-    )
-    async with running_client(orchestrator.endpoint, "hello", "--choices", "2") as client:
-        received = await receive(client)
+    before = [admitted(choices=2), progress("a", steps=2), text("ab"), text("x", index=1), ended()]
+    after = [admitted(choices=2), progress("a", steps=1), progress("a", steps=1, index=1)]
+    orchestrator.scripts.append([*before, Pause.BREAK])
+    orchestrator.scripts.append([*after, ended(), text("yz", index=1), ended(index=1), finished(2)])
+    received = await receive(orchestrator.endpoint, "--choices", "2")
     first, second = orchestrator.requests
     assert (received.texts, received.kinds.count("progress")) == ({0: "ab", 1: "xyz"}, 2)
     assert received.finishes == dict.fromkeys(("text", "text of choice 1"), request_pb2.FINISH_REASON_END)
@@ -175,12 +169,10 @@ async def test_each_choice_continues_at_its_own_position(orchestrator: ScriptedO
 async def test_repeated_events_are_dropped(orchestrator: ScriptedOrchestrator) -> None:
     events = [admitted(), progress("thinker", steps=3), text("Hi"), ended()]
     orchestrator.scripts.append([queued(2), *events, Pause.BREAK])
-    orchestrator.scripts.append(
-        [queued(1), *events[:2], progress("thinker", steps=4), ended(), finished(), Pause.BREAK]
-    )
+    again = [queued(1), *events[:2], progress("thinker", steps=4), ended(), finished()]
+    orchestrator.scripts.append([*again, Pause.BREAK])
     orchestrator.scripts.append([admitted(), finished()])
-    async with running_client(orchestrator.endpoint, "hello") as client:
-        received = await receive(client)
+    received = await receive(orchestrator.endpoint)
     assert received.kinds == ["queued", "admitted", "progress", "output", "output", "progress", "finished"]
 
 
@@ -188,15 +180,13 @@ async def test_another_orchestrator_takes_over() -> None:
     async with served() as first, served() as second:
         first.scripts.append([admitted(), text("Hi "), UnavailableError("it stops", reason="NOT_RUNNING")])
         second.scripts.append([admitted(), text("you"), finished()])
-        async with running_client(f"{first.endpoint},{second.endpoint}", "hello") as client:
-            assert (await receive(client)).text == "Hi you"
+        assert (await receive(f"{first.endpoint},{second.endpoint}")).text == "Hi you"
 
 
 async def test_full_queue_is_tried_again_when_it_says(orchestrator: ScriptedOrchestrator) -> None:
     full = OverloadedError("the queue is full", reason="ADMISSION_LIMIT", retry_after_s=0.01)
     orchestrator.scripts.extend([[full], [full], [queued(1), admitted(), text("Hi"), finished()]])
-    async with running_client(orchestrator.endpoint, "hello") as client:
-        assert (await receive(client)).text == "Hi"
+    assert (await receive(orchestrator.endpoint)).text == "Hi"
     assert [request.earlier_calls for request in orchestrator.requests] == [0, 1, 2]
 
 
@@ -207,8 +197,7 @@ async def test_full_queue_is_tried_again_when_it_says(orchestrator: ScriptedOrch
 )
 async def test_other_errors_are_final(orchestrator: ScriptedOrchestrator, error: StagemeshError) -> None:
     orchestrator.scripts.append([admitted(), error])
-    async with running_client(orchestrator.endpoint, "hello") as client:
-        assert error.message in await client.error()
+    assert error.message in await error_of(orchestrator.endpoint)
     assert len(orchestrator.requests) == 1
 
 
@@ -229,20 +218,16 @@ def _later(*, ignorable: bool) -> GenerateResponse:
 
 
 async def test_event_of_a_later_kind_is_refused_or_ignored(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.extend(
-        [[admitted(), _later(ignorable=True), text("Hi"), finished()], [admitted(), _later(ignorable=False)]]
-    )
-    async with running_client(orchestrator.endpoint, "hello") as client:
-        assert (await receive(client)).text == "Hi"
-    async with running_client(orchestrator.endpoint, "hello") as client:
-        assert "UNKNOWN_KIND: the orchestrator sent a GenerateResponse" in await client.error()
+    orchestrator.scripts.append([admitted(), _later(ignorable=True), text("Hi"), finished()])
+    orchestrator.scripts.append([admitted(), _later(ignorable=False)])
+    assert (await receive(orchestrator.endpoint)).text == "Hi"
+    assert "UNKNOWN_KIND: the orchestrator sent a GenerateResponse" in await error_of(orchestrator.endpoint)
 
 
 async def test_orchestrator_without_a_common_version_is_refused(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.description.protocol.lowest_version = 2
     orchestrator.description.protocol.highest_version = 3
-    async with running_client(orchestrator.endpoint, "hello") as client:
-        assert "NO_COMMON_VERSION" in await client.error()
+    assert "NO_COMMON_VERSION" in await error_of(orchestrator.endpoint)
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -259,16 +244,14 @@ async def test_a_client_identifies_itself_by_a_certificate_or_a_token(tmp_path: 
     with process_credentials(issue(tmp_path, "orchestrator/main")):
         async with served(tokens=checker) as orchestrator:
             orchestrator.scripts.append([admitted(), text("hi"), ended("text"), finished()])
-            async with running_client(orchestrator.endpoint, "hello", *arguments) as client:
-                assert (await receive(client)).text == "hi"
+            assert (await receive(orchestrator.endpoint, *arguments)).text == "hi"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"), [(["--tls", "nowhere"], "ca.crt"), (["--token-file", "token"], "a token needs TLS")]
 )
 async def test_half_an_identity_is_an_error(arguments: list[str], message: str) -> None:
-    async with running_client("127.0.0.1:1", "hello", *arguments) as client:
-        assert message in await client.error()
+    assert message in await error_of("127.0.0.1:1", *arguments)
 
 
 _CANCEL = """
@@ -286,10 +269,8 @@ async def test_a_request_is_cancelled_by_its_id() -> None:
         orchestrator.scripts.append([admitted(), Pause.FOREVER])
         async with running_client(orchestrator.endpoint, "hello", "--request-id", "mine") as client:
             await anext(aiter(client))
-            endpoints = f"{other.endpoint},{orchestrator.endpoint}"
-            cancelling = await asyncio.create_subprocess_exec(
-                *(node(), "--input-type=module", "-e", _CANCEL, endpoints), cwd=PACKAGE, stdout=asyncio.subprocess.PIPE
-            )
+            command = (node(), "--input-type=module", "-e", _CANCEL, f"{other.endpoint},{orchestrator.endpoint}")
+            cancelling = await asyncio.create_subprocess_exec(*command, cwd=PACKAGE, stdout=PIPE)
             printed, _ = await cancelling.communicate()
         assert printed.decode().split() == ["UNKNOWN_REQUEST", "1"]
         assert ("mine", False) in [(cancel.request_id, cancel.when_left) for cancel in orchestrator.cancels]

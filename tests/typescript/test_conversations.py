@@ -1,10 +1,10 @@
 """Sessions of the client in TypeScript with real processes: the pipeline receives what the client said and heard."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment, deployed_for_module
 from tests.system.breakable_relay import breakable_relay
 from tests.system.conversing import ExpectedConversation, talking
 from tests.typescript.sessions import typescript
@@ -13,10 +13,7 @@ STEPS = 20
 SEED = {"seed": 7}
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(talking(tmp_path_factory.mktemp("talk"), steps=STEPS, park_s=0.3)) as up:
-        yield up
+up = deployed_for_module(lambda folder: talking(folder, steps=STEPS, park_s=0.3))
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ import json
 import re
 import subprocess
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.deployment import Deployment, deployed
+from tests.deployment import Deployment, deployed_for_module
 from tests.repository.code_blocks import read_blocks
 from tests.system.conversing import talking
 from tests.typescript.nodes import PACKAGE, ROOT, node
@@ -55,10 +54,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, tarball: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(talking(tmp_path_factory.mktemp("talk"), steps=4, step_s=0)) as up:
-        yield up
+up = deployed_for_module(lambda folder: talking(folder, steps=4, step_s=0))
 
 
 def programs(document: str, *, beginning: str) -> list[str]:

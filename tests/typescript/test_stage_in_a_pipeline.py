@@ -12,8 +12,10 @@ from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.client import Result, Text
 from stagemesh.client.responses import ResultBuilder
 from tests.deployment import Deployment, deployed, eventually
+from tests.system.added_transforms import add_function
+from tests.system.pipelines import pipeline_file
 from tests.system.streaming import Turn, orchestrating
-from tests.typescript.nodes import program
+from tests.typescript.nodes import ROOT, program
 
 STEPS = 24
 STAGES = 5
@@ -65,8 +67,7 @@ class Both:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     folder = tmp_path_factory.mktemp("both")
-    path = folder / "both.yaml"
-    path.write_text(PIPELINE)
+    path = pipeline_file(folder, PIPELINE)
     admin = f"127.0.0.1:{PortPicker().pick()}"
     with _python_function(folder), deployed(path, "--admin-port", admin.rpartition(":")[2], until=_waits) as up:
         generation = up.statuses[UPPER]["detail"].partition("generation ")[2].partition(",")[0]
@@ -81,23 +82,17 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 
 def _waits(up: Deployment) -> bool:
     # The orchestrator is not ready before the external stage is.
-    stages = [status for status in up.statuses.values() if status["stage"]]
-    return len(stages) == STAGES and all(
-        status["state"] == ("waiting" if status["name"] == UPPER else "ready") for status in stages
-    )
+    states = {status["name"]: status["state"] for status in up.statuses.values() if status["stage"]}
+    return len(states) == STAGES and states == {name: "waiting" if name == UPPER else "ready" for name in states}
 
 
 @contextmanager
 def _python_function(folder: Path) -> Iterator[None]:
     """Registers the function "upper" for this process, and for all that are started within the block."""
-    package = folder / "python_upper-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: python_upper\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text("[stagemesh.functions]\nupper = tests.typescript.python_upper:UPPER\n")
-    root = Path(__file__).parents[2]
+    source = "from tests.typescript.python_upper import UPPER as DESCRIPTOR\n"
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        patch.setenv("PYTHONPATH", os.pathsep.join((str(folder), str(root), os.environ.get("PYTHONPATH", ""))))
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        add_function(folder, patch, name="upper", source=source)
         yield
 
 

@@ -169,9 +169,8 @@ async def test_invalid_items_reject_their_flow_alone() -> None:
         other = inlet_from(c.plane, "r2")
         async with host("b-0") as b:
             step = await stage.start("r2", consumer=c.endpoint, producer="b-0")
-            _, received = await asyncio.gather(
-                send_all(outlet_to(stage.endpoint, b.plane, "r2"), sent), receive_all(other)
-            )
+            sending = send_all(outlet_to(stage.endpoint, b.plane, "r2"), sent)
+            _, received = await asyncio.gather(sending, receive_all(other))
         assert_same(received, upper(sent))
 
 

@@ -13,14 +13,14 @@ from stagemesh.conformance.fault_suite import proxied
 from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.connectors.packets import Packet
 from stagemesh.orchestrator.planning.chunk_policies import policy_to_wire
-from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import stage_pb2
+from tests.rpc.call_errors import error_of, raises
 from tests.typescript.nodes import QUICK
 from tests.typescript.stage_harness import (
     IN,
     OUT,
     Step,
-    Upper,
+    chain,
     host,
     inlet_from,
     outlet_to,
@@ -55,109 +55,92 @@ def output_binding(endpoint: str, attempt: int, consumer: str = "c-1") -> stage_
 async def test_restarted_producer_continues_the_edge_by_rows(first_row: int, rows: int) -> None:
     sent = numbered(10, rows=7)
     whole = joined(sent)
-    async with upper_stage(*QUICK) as stage, host("a-0") as a1, host("a-1") as a2, host("c-0") as c:
-        inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint)
-        former = outlet_to(stage.endpoint, a1.plane, "r")
+    async with chain() as running, host("a-1") as successor:
         for one in sent[:3]:
-            await former.send(one)
-        got = [await anext(inlet) for _ in range(3)]
-        await stage.rebind(step, inputs=[input_binding("a-1", 2, text=first_row)])
+            await running.outlet.send(one)
+        got = [await anext(running.inlet) for _ in range(3)]
+        await running.stage.rebind(running.step, inputs=[input_binding("a-1", 2, text=first_row)])
         rest = np.frombuffer(whole[first_row:], np.uint8)
         again = [Packet({"text": rest[start : start + rows]}) for start in range(0, len(rest), rows)]
-        later = outlet_to(stage.endpoint, a2.plane, "r", attempt=2)
-        _, received = await asyncio.gather(send_all(later, again), receive_all(inlet))
+        later = outlet_to(running.stage.endpoint, successor.plane, "r", attempt=2)
+        _, received = await asyncio.gather(send_all(later, again), receive_all(running.inlet))
         assert joined([*got, *received]) == whole.upper()
-        await step.finished()
+        await running.step.finished()
         with pytest.raises(StagemeshError):
-            await send_all(former, sent[3:])
+            await send_all(running.outlet, sent[3:])
 
 
 async def test_dead_producer_is_replaced_while_its_flow_waits() -> None:
     sent = texts(10, 5000)
-    async with upper_stage(*QUICK) as stage, host("a-0") as a1, host("a-1") as a2, host("c-0") as c:
-        inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint)
-        former = outlet_to(stage.endpoint, a1.plane, "r")
-        await former.send(sent[0])
-        got = [await anext(inlet)]
-        await a1.close()
-        await stage.rebind(step, inputs=[input_binding("a-1", 2)])
-        later = outlet_to(stage.endpoint, a2.plane, "r", attempt=2)
-        _, received = await asyncio.gather(send_all(later, sent), receive_all(inlet))
+    async with chain() as running, host("a-1") as successor:
+        await running.outlet.send(sent[0])
+        got = [await anext(running.inlet)]
+        await running.a.close()
+        await running.stage.rebind(running.step, inputs=[input_binding("a-1", 2)])
+        later = outlet_to(running.stage.endpoint, successor.plane, "r", attempt=2)
+        _, received = await asyncio.gather(send_all(later, sent), receive_all(running.inlet))
         assert_same([*got, *received], upper(sent))
-        await step.finished()
+        await running.step.finished()
 
 
 @pytest.mark.parametrize("taken", [0, 4, 12])
 async def test_another_consumer_receives_all_chunks(taken: int) -> None:
     sent = texts(12, 20_000)
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c1, host("c-1") as c2:
-        inlet = inlet_from(c1.plane, "r")
-        step = await stage.start("r", consumer=c1.endpoint)
-        sending = asyncio.create_task(send_all(outlet_to(stage.endpoint, a.plane, "r"), sent))
+    async with chain() as running, host("c-1") as other:
+        sending = asyncio.create_task(send_all(running.outlet, sent))
         for _ in range(taken):
-            await anext(inlet)
-        await inlet.aclose(lost=True)
-        successor = inlet_from(c2.plane, "r", attempt=2)
-        await stage.rebind(step, outputs=[output_binding(c2.endpoint, 2)])
+            await anext(running.inlet)
+        await running.inlet.aclose(lost=True)
+        successor = inlet_from(other.plane, "r", attempt=2)
+        await running.stage.rebind(running.step, outputs=[output_binding(other.endpoint, 2)])
         assert_same(await receive_all(successor), upper(sent))
         await sending
-        await step.finished()
+        await running.step.finished()
 
 
 async def test_finished_step_sends_its_chunks_to_another_consumer() -> None:
     sent = texts(6, 20_000)
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c1, host("c-1") as c2:
-        inlet = inlet_from(c1.plane, "r")
-        step = await stage.start("r", consumer=c1.endpoint)
-        await asyncio.gather(send_all(outlet_to(stage.endpoint, a.plane, "r"), sent), step.finished())
-        await anext(inlet)
-        await c1.close()
-        successor = inlet_from(c2.plane, "r", attempt=2)
-        await stage.rebind(step, outputs=[output_binding(c2.endpoint, 2)])
+    async with chain() as running, host("c-1") as other:
+        await asyncio.gather(send_all(running.outlet, sent), running.step.finished())
+        await anext(running.inlet)
+        await running.c.close()
+        successor = inlet_from(other.plane, "r", attempt=2)
+        await running.stage.rebind(running.step, outputs=[output_binding(other.endpoint, 2)])
         assert_same(await receive_all(successor), upper(sent))
-        error = await _error_of(stage, step, outputs=[output_binding(c1.endpoint, 1)])
-        assert error.reason == "STALE_ATTEMPT"
+        stale = running.stage.rebind(running.step, outputs=[output_binding(running.c.endpoint, 1)])
+        assert (await error_of(stale)).reason == "STALE_ATTEMPT"
 
 
 async def test_rebinding_that_cannot_succeed_changes_nothing() -> None:
     sent = texts(4, 100)
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
-        inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint)
-        outlet = outlet_to(stage.endpoint, a.plane, "r")
-        await outlet.send(sent[0])
-        await anext(inlet)
-        error = await _error_of(stage, step, inputs=[input_binding("a-1", 2, text=101)])
+    async with chain() as running:
+        stage, step, endpoint = running.stage, running.step, running.c.endpoint
+        await running.outlet.send(sent[0])
+        await anext(running.inlet)
+        error = await error_of(stage.rebind(step, inputs=[input_binding("a-1", 2, text=101)]))
         assert (error.reason, error.metadata["tensor"], error.metadata["rows"]) == ("ROWS_MISSING", "text", "100")
-        elsewhere = stage_pb2.OutputBinding(edge="m->x", consumer="c-0", endpoint=c.endpoint, attempt=2)
-        error = await _error_of(stage, step, inputs=[input_binding("a-1", 2)], outputs=[elsewhere])
+        elsewhere = stage_pb2.OutputBinding(edge="m->x", consumer="c-0", endpoint=endpoint, attempt=2)
+        error = await error_of(stage.rebind(step, inputs=[input_binding("a-1", 2)], outputs=[elsewhere]))
         assert error.reason == "UNKNOWN_EDGE"
         unknown = Step(stage_pb2.ExecuteStepRequest(request_id="r", step_id="r/9"), None)
-        assert (await _error_of(stage, unknown)).reason == "UNKNOWN_STEP"
-        await stage.rebind(step, inputs=[input_binding("a-0", 1)], outputs=[output_binding(c.endpoint, 1, "c-0")])
-        _, received = await asyncio.gather(send_all(outlet, sent[1:]), receive_all(inlet))
-        assert_same(received, upper(sent[1:]))
-        await step.finished()
+        assert (await error_of(stage.rebind(unknown))).reason == "UNKNOWN_STEP"
+        await stage.rebind(step, inputs=[input_binding("a-0", 1)], outputs=[output_binding(endpoint, 1, "c-0")])
+        await running.convey(sent[1:])
 
 
 async def test_producer_that_repeats_fewer_rows_fails_the_step() -> None:
-    async with upper_stage(*QUICK) as stage, host("a-0") as a1, host("a-1") as a2, host("c-0") as c:
-        inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint)
-        await outlet_to(stage.endpoint, a1.plane, "r").send(text(0, 100))
-        await anext(inlet)
-        await stage.rebind(step, inputs=[input_binding("a-1", 2)])
-        later = outlet_to(stage.endpoint, a2.plane, "r", attempt=2)
+    async with chain() as running, host("a-1") as successor:
+        await running.outlet.send(text(0, 100))
+        await anext(running.inlet)
+        await running.stage.rebind(running.step, inputs=[input_binding("a-1", 2)])
+        later = outlet_to(running.stage.endpoint, successor.plane, "r", attempt=2)
         sending = asyncio.create_task(send_all(later, [text(0, 50)]))
-        with pytest.raises(StagemeshError) as caught:
-            await anext(inlet)
-        assert caught.value.reason == "ATTEMPTS_DIFFER"
+        with raises(StagemeshError, reason="ATTEMPTS_DIFFER"):
+            await anext(running.inlet)
         with pytest.raises(grpc.aio.AioRpcError):
-            await step.finished()
+            await running.step.finished()
         await asyncio.gather(sending, return_exceptions=True)
-        await inlet.aclose()
+        await running.inlet.aclose()
 
 
 async def test_restarted_consumer_gets_the_flow_again_by_rebinding() -> None:
@@ -184,23 +167,21 @@ async def test_restarted_consumer_gets_the_flow_again_by_rebinding() -> None:
 
 async def test_restarted_producer_is_not_taken_for_its_previous_incarnation() -> None:
     sent = texts(5, 20_000)
-    async with upper_stage(*QUICK) as stage, host("a-0") as a1, host("a-0") as a2, host("c-0") as c:
-        inlet, other = inlet_from(c.plane, "r"), inlet_from(c.plane, "r2")
-        await stage.start("r", consumer=c.endpoint)
-        await outlet_to(stage.endpoint, a1.plane, "r").send(sent[0])
-        await anext(inlet)
-        await a1.close()
-        step = await stage.start("r2", consumer=c.endpoint)
-        _, received = await asyncio.gather(
-            send_all(outlet_to(stage.endpoint, a2.plane, "r2"), sent), receive_all(other)
-        )
+    async with chain() as running, host("a-0") as successor:
+        stage, other = running.stage, inlet_from(running.c.plane, "r2")
+        await running.outlet.send(sent[0])
+        await anext(running.inlet)
+        await running.a.close()
+        step = await stage.start("r2", consumer=running.c.endpoint)
+        outlet = outlet_to(stage.endpoint, successor.plane, "r2")
+        _, received = await asyncio.gather(send_all(outlet, sent), receive_all(other))
         assert_same(received, upper(sent))
         await step.finished()
-        again = outlet_to(stage.endpoint, a2.plane, "r")
+        again = outlet_to(stage.endpoint, successor.plane, "r")
         with pytest.raises(UnavailableError, match="was lost before chunk 1"):
             await send_all(again, sent)
         await stage.stub.CancelStep(stage_pb2.CancelStepRequest(request_id="r"), timeout=5)
-        await inlet.aclose()
+        await running.inlet.aclose()
 
 
 @pytest.mark.parametrize(
@@ -220,9 +201,3 @@ async def test_chunk_policies_cut_as_they_do_in_python(policy: FramesPolicy | Wh
         _, received = await asyncio.gather(send_all(outlet_to(stage.endpoint, a.plane, "r"), sent), receive_all(inlet))
         assert_same(received, expected)
         await step.finished()
-
-
-async def _error_of(stage: Upper, step: Step, **bindings: object) -> StagemeshError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stage.rebind(step, **bindings)
-    return from_rpc_error(caught.value, peer="m-0")

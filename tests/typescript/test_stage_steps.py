@@ -1,10 +1,9 @@
 """The steps of the stage in TypeScript: repeated calls, attempts, refusals, outputs, and stopping."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -12,19 +11,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from stagemesh.common.errors import StagemeshError
 from stagemesh.conformance import assert_same, receive_all, send_all
 from stagemesh.connectors.packets import Packet
-from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2
 from stagemesh.v1.stage_pb2 import StreamedOutput
+from tests.rpc.call_errors import error_of
 from tests.typescript.stage_harness import chain, integer, step_request, texts, upper, upper_stage
 
 NOWHERE = "127.0.0.1:1"
-
-
-async def error_of(call: Awaitable[object]) -> StagemeshError:
-    """Returns the error of a call that fails."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return from_rpc_error(caught.value, peer="m-0")
 
 
 async def test_describe_reports_identity_signature_and_protocol() -> None:

@@ -20,8 +20,7 @@ _CHAT_TEMPLATE = (
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
     """Tokens are bytes and the words of Qwen-Image's templates, which pipelines remove by their number of tokens."""
-    pieces = _template_pieces()
-    merges = list(dict.fromkeys((word[:end], word[end]) for word in pieces for end in range(1, len(word))))
+    merges = list(dict.fromkeys((word[:end], word[end]) for word in _template_pieces() for end in range(1, len(word))))
     tokens = [*QWEN_SPECIAL, *_alphabet(), *("".join(merge) for merge in merges)]
     tokenizer = Qwen2Tokenizer(vocab=_numbered(tokens), merges=merges, model_max_length=2048)  # type: ignore[arg-type]
     tokenizer.add_special_tokens({"additional_special_tokens": list(QWEN_SPECIAL)})

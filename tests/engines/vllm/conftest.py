@@ -3,7 +3,6 @@
 That process has imported vLLM. Otherwise, each core would import it.
 """
 
-import json
 import multiprocessing
 from collections.abc import AsyncIterator, Iterator
 from importlib import import_module
@@ -56,10 +55,7 @@ def _forked_cores() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose chat template accepts tools."""
-    model = write_tiny_model(tmp_path_factory.mktemp("tiny"))
-    settings = model / "tokenizer_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TOOLS_TEMPLATE}))
-    return model
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), template=TOOLS_TEMPLATE)
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,9 @@ from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import EngineEvent, SamplingOptions, Task
 from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import collect, packets
+from tests.engines.support import collect, packets, tokens_of
 from tests.engines.vllm.engines import data_plane, started
+from tests.engines.vllm.tiny_model import FLOAT32
 
 Floats = npt.NDArray[np.float32]
 
@@ -29,7 +30,7 @@ LAYERS = {"hidden_states": -1, "hidden_states_1": 1, "hidden_states_2": 2}
 """The emitted tensors, and their indices in transformers' `hidden_states`."""
 HIDDEN: Mapping[str, JsonValue] = {"layers": ["last", 1, 2], "dtype": "float32"}
 ONLY_LAST: JsonValue = {"layers": ["last"], "dtype": "float32"}
-OPTIONS: Mapping[str, JsonValue] = {"kv_cache_memory_bytes": 8 << 20, "dtype": "float32", "hidden_states": {**HIDDEN}}
+OPTIONS: Mapping[str, JsonValue] = {**FLOAT32, "hidden_states": {**HIDDEN}}
 TOLERANCE = 1e-4
 PROMPTS = [[10 + (7 * number + at) % 200 for at in range(3 + 11 * number)] for number in range(16)]
 STEPS = 12
@@ -137,16 +138,13 @@ async def received_all(engine: VllmEngine, *tasks: Task) -> list[Received]:
 
 def put_together(events: Sequence[EngineEvent]) -> Received:
     """Concatenates a request's tokens and rows."""
-    made = packets(events)
-    rows = [one for one in made if "hidden_states" in one.tensors]
-    tokens = [int(token) for one in made for token in one.tensors.get("token_ids", np.empty(0)).view(np.int32)]
+    rows = [one for one in packets(events) if "hidden_states" in one.tensors]
     starts = [_start(one) for one in rows]
     for one, after in zip(rows, starts[1:], strict=False):
         assert _start(one) + len(one.tensors["hidden_states"]) == after, "rows follow each other"
     names = [name for name in LAYERS if name in rows[0].tensors]
-    return Received(
-        tokens, starts, {name: np.concatenate([as_floats(one.tensors[name]) for one in rows]) for name in names}
-    )
+    states = {name: np.concatenate([as_floats(one.tensors[name]) for one in rows]) for name in names}
+    return Received(tokens_of(events), starts, states)
 
 
 def as_floats(tensor: Array) -> Floats:

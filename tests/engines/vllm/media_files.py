@@ -3,7 +3,6 @@
 import io
 import wave
 from collections.abc import Sequence
-from fractions import Fraction
 
 import av
 import numpy as np
@@ -11,6 +10,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from stagemesh.services.engines.prompts import MediaFile, Samples
+
+Floats = npt.NDArray[np.float32]
 
 
 def pixels(width: int = 56, height: int = 56, *, seed: int = 0) -> npt.NDArray[np.uint8]:
@@ -30,7 +31,7 @@ def image(width: int = 56, height: int = 56, *, seed: int = 0) -> MediaFile:
     return MediaFile("image", encoded(pixels(width, height, seed=seed)), "image/png")
 
 
-def tone(seconds: float = 1.0, *, rate_hz: int = 16_000, pitch_hz: float = 440.0) -> npt.NDArray[np.float32]:
+def tone(seconds: float = 1.0, *, rate_hz: int = 16_000, pitch_hz: float = 440.0) -> Floats:
     """Returns the samples of a tone with a little noise."""
     times_s = np.arange(int(seconds * rate_hz)) / rate_hz
     noise = np.random.default_rng(0).standard_normal(len(times_s))
@@ -42,7 +43,7 @@ def audio_samples(seconds: float = 1.0, *, rate_hz: int = 16_000, pitch_hz: floa
     return Samples(tone(seconds, rate_hz=rate_hz, pitch_hz=pitch_hz), rate_hz)
 
 
-def wav(samples: npt.NDArray[np.float32], rate_hz: int = 16_000) -> bytes:
+def wav(samples: Floats, rate_hz: int = 16_000) -> bytes:
     """Returns a WAV file of 16-bit samples, from [samples] or [samples, channels]."""
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:
@@ -54,19 +55,13 @@ def wav(samples: npt.NDArray[np.float32], rate_hz: int = 16_000) -> bytes:
 
 
 def video_file(
-    grays: Sequence[int],
-    *,
-    rate_hz: int = 10,
-    width: int = 64,
-    height: int = 48,
-    file_format: str = "mp4",
-    sound: npt.NDArray[np.float32] | None = None,
+    grays: Sequence[int], *, width: int = 64, height: int = 48, file_format: str = "mp4", sound: Floats | None = None
 ) -> bytes:
-    """Returns a video file whose frames are each of one gray, with `sound` as its audio track at 16 kHz."""
+    """Returns a video file of 10 Hz whose frames are each of one gray, with `sound` as its audio track at 16 kHz."""
     file = io.BytesIO()
     with av.open(file, "w", format=file_format) as container:
         track = container.add_stream("aac", rate=16_000, layout="mono") if sound is not None else None
-        stream = container.add_stream("mpeg4", rate=Fraction(rate_hz))
+        stream = container.add_stream("mpeg4", rate=10)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for gray in grays:
             frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), gray, np.uint8), format="rgb24")

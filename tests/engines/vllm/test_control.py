@@ -18,10 +18,10 @@ from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReady
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import collect, controls_of, packets, sampled_tokens, stage_config
+from tests.engines.support import collect, controls_of, packets, sampled_tokens, stage_config, tokens_of
 from tests.engines.vllm.emitted_states import greedy, load_reference
 from tests.engines.vllm.engines import started
-from tests.engines.vllm.tiny_adapter import merge, write_adapter
+from tests.engines.vllm.tiny_adapter import merge, set_config, write_adapter
 from tests.engines.vllm.tiny_model import write_real_model
 from tests.rpc.call_errors import raises
 
@@ -136,8 +136,7 @@ async def test_adapter_of_another_model_is_rejected(
 
 async def test_adapter_that_vllm_rejects_leaves_no_trace(engine: VllmEngine, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "dora")
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    set_config(folder, use_dora=True)
     with pytest.raises(InvalidRequestError, match="does not yet support DoRA"):
         await controls_of(engine).adapters.load("dora", str(folder))
     assert not controls_of(engine).adapters.list_adapters()
@@ -147,9 +146,8 @@ async def test_adapter_that_vllm_rejects_leaves_no_trace(engine: VllmEngine, tmp
 async def test_more_adapters_than_slots_and_one_pinned(engine: VllmEngine, model: Path, tmp_path: Path) -> None:
     adapters = {name: write_adapter(tmp_path / name, seed=seed, rank=2 + seed) for seed, name in enumerate("abc")}
     loaded = [await controls_of(engine).adapters.load(name, str(folder)) for name, folder in adapters.items()]
-    assert [(each.name, each.rank, Path(each.path)) for each in loaded] == [
-        (name, 2 + seed, folder) for seed, (name, folder) in enumerate(adapters.items())
-    ]
+    expected = [(name, 2 + seed, folder) for seed, (name, folder) in enumerate(adapters.items())]
+    assert [(each.name, each.rank, Path(each.path)) for each in loaded] == expected
     with pytest.raises(OverloadedError, match=r"has 3 adapters, its max_cpu_loras \(a, b, c\)"):
         await controls_of(engine).adapters.load("d", str(write_adapter(tmp_path / "d")))
     assert (await controls_of(engine).adapters.pin("a")).pinned
@@ -202,12 +200,11 @@ async def test_cache_in_use_is_kept_unless_preempted(engine: VllmEngine) -> None
     alone = await sampled_tokens(engine, task(LONG, max_tokens=SECONDS))
     await controls_of(engine).caches.clear_caches(preempt=False)
     async with aclosing(engine.submit(task(LONG, max_tokens=SECONDS))) as events:
-        first = packets([await anext(events)])
+        first = await anext(events)
         with raises(NotReadyError, reason="CACHE_IN_USE", match="running requests use the cache"):
             await controls_of(engine).caches.clear_caches(preempt=False)
         await controls_of(engine).caches.clear_caches(preempt=True)
-        made = first + packets(await collect(events))
-    assert [int(token) for packet in made for token in packet.tensors["token_ids"].view("int32")] == alone
+        assert tokens_of([first, *await collect(events)]) == alone
 
 
 async def test_abort_frees_its_blocks_at_once(engine: VllmEngine) -> None:

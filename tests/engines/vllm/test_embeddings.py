@@ -21,26 +21,20 @@ from stagemesh.services.engines.base import Emission, SamplingOptions, Task
 from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import OpenEdge, collect, packets, sampled_tokens
-from tests.engines.vllm.emitted_states import greedy, load_reference
+from tests.engines.vllm.emitted_states import ONLY_LAST, TOLERANCE, greedy, load_reference
 from tests.engines.vllm.engines import started_with_arena
-from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, write_real_model
+from tests.engines.vllm.tiny_model import FLOAT32, MAX_MODEL_LEN, write_real_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
 Rows = npt.NDArray[np.float32]
 
-OPTIONS: Mapping[str, JsonValue] = {
-    "dtype": "float32",
-    "kv_cache_memory_bytes": 8 << 20,
-    "embeddings": {"dtype": "float32"},
-    "hidden_states": {"layers": ["last"], "dtype": "float32"},
-}
+OPTIONS: Mapping[str, JsonValue] = {**FLOAT32, "embeddings": {"dtype": "float32"}, "hidden_states": ONLY_LAST}
 WIDTH = 64
 STEPS = 12
 ADDED = 8
 """The number of rows that are added to embeddings of sampled tokens before the flow ends."""
 LENGTHS = [1, 5, 33, 64, 65, 90, 120, 7]
-TOLERANCE = 1e-4
 
 
 class Case(NamedTuple):
@@ -54,7 +48,7 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_real_model(tmp_path_factory.mktemp("real"), layers=2)
+    return write_real_model(tmp_path_factory.mktemp("real"))
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +139,14 @@ async def test_many_requests_among_token_prompts(engine: VllmEngine, reference: 
     assert made == greedy(reference, prompt, steps=STEPS)
 
 
+SMALL = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 11, "block_size": 32}
+"""Options with which prefills are split, and requests are preempted."""
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(
-            {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 11, "block_size": 32},
-            id="chunked prefill and preemption",
-        ),
+        pytest.param(SMALL, id="chunked prefill and preemption"),
         pytest.param({"tensor_parallel_size": 2}, id="tp", marks=pytest.mark.soak),
     ],
 )

@@ -23,8 +23,7 @@ def states_of(*, prompt_tokens: int, computed: int, end: int | None = None) -> E
 
 
 def push(states: EmittedRows, position: int, count: int) -> None:
-    rows = np.arange(position, position + count, dtype=np.float32)[:, np.newaxis]
-    states.push(position, {"hidden_states": rows})
+    states.push(position, {"hidden_states": np.arange(position, position + count, dtype=np.float32)[:, np.newaxis]})
 
 
 async def test_rows_that_arrive_during_a_read_are_read_too() -> None:
@@ -65,8 +64,7 @@ async def test_repeated_rows_are_dropped_and_rows_past_the_end_stay() -> None:
     push(states, 1, 4)
     first = [emission.packet async for emission in states.finish()]
     assert np.concatenate([packet.tensors["hidden_states"][:, 0] for packet in first]).tolist() == [0, 1, 2, 3]
-    rest = states.take(before=5)
-    assert [emission.packet.metadata["token_start"] for emission in rest] == [4]
+    assert [emission.packet.metadata["token_start"] for emission in states.take(before=5)] == [4]
 
 
 async def test_waiting_raises_the_error_of_the_worker() -> None:

@@ -51,8 +51,7 @@ async def test_text_goes_through_the_chat_template(text_engine: VllmEngine) -> N
 
 
 async def test_max_tokens_defaults_to_the_space_left(text_engine: VllmEngine) -> None:
-    prompt = [10] * (MAX_MODEL_LEN - 5)
-    events = await collect(text_engine.submit(Task("r", 1, RawPrompt(prompt))))
+    events = await collect(text_engine.submit(Task("r", 1, RawPrompt([10] * (MAX_MODEL_LEN - 5)))))
     assert usage_of(events).output_tokens <= 5
 
 
@@ -78,9 +77,8 @@ async def test_tools_are_rejected_if_the_template_accepts_none(
     text_engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_engine.control.llm.get_tokenizer(), "chat_template", CHAT_TEMPLATE)
-    wrong = task(Conversation([HI], [WEATHER]))
     with pytest.raises(UnsupportedError, match="the model's chat template accepts no tools") as caught:
-        await collect(text_engine.submit(wrong))
+        await collect(text_engine.submit(task(Conversation([HI], [WEATHER]))))
     assert caught.value.metadata["ability"] == "tools"
 
 
@@ -98,8 +96,7 @@ async def test_closing_a_task_ends_it(text_engine: VllmEngine) -> None:
 
 
 async def test_waiting_requests_start_by_priority(text_engine: VllmEngine) -> None:
-    order = list[str]()
-    full = asyncio.Event()
+    order, full = list[str](), asyncio.Event()
 
     async def run(name: str, priority: int, max_tokens: int) -> None:
         wanted = task(max_tokens=max_tokens, request_id=name, ignore_eos=True)
@@ -108,8 +105,7 @@ async def test_waiting_requests_start_by_priority(text_engine: VllmEngine) -> No
             order.append(name)
             if len(order) == AT_ONCE:
                 full.set()
-            async for _ in events:
-                pass
+            await collect(events)
 
     async with asyncio.TaskGroup() as group:
         for number in range(AT_ONCE):
@@ -164,11 +160,8 @@ def rendered(engine: VllmEngine, prompt: Prompt) -> str:
 
 
 async def test_template_receives_tools_their_calls_and_results(text_engine: VllmEngine) -> None:
-    messages = [
-        HI,
-        ChatMessage("assistant", tool_calls=[CALL, ToolCall("c2", "weather", {"city": "Rom"})]),
-        ChatMessage("tool", "12 degrees", result_of=CALL),
-    ]
+    called = ChatMessage("assistant", tool_calls=[CALL, ToolCall("c2", "weather", {"city": "Rom"})])
+    messages = [HI, called, ChatMessage("tool", "12 degrees", result_of=CALL)]
     text = rendered(text_engine, Conversation(messages, [WEATHER, Tool("now", "", {})]))
     *tools, conversation = text.split("|", 2)
     kinds, functions = zip(*(tool.split(":", 1) for tool in tools), strict=True)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from pydantic import JsonValue
 
 from tests.engines.support import controls_of
 from tests.engines.vllm.emitted_states import (
@@ -44,16 +43,14 @@ def profile_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["V1", "V2", "V2-graphs"])
 async def host(request: pytest.FixtureRequest, deep_model: Path, profile_dir: Path) -> AsyncIterator[Running]:
     """An engine with each of the runners, and the second runner also with CUDA graphs."""
-    options: dict[str, JsonValue] = {
-        "profile_dir": str(profile_dir),
-        "enforce_eager": request.param != "V2-graphs",
-        "gpu_memory_utilization": 0.2,
-    }
+    eager = request.param != "V2-graphs"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0" if request.param == "V1" else "1")
         # By default, Triton rounds the inputs of float32 products, such as the products of attention, to 10 bits.
         patch.setenv("TRITON_F32_DEFAULT", "ieee")
-        async with running(deep_model, **options) as host:
+        async with running(
+            deep_model, profile_dir=str(profile_dir), enforce_eager=eager, gpu_memory_utilization=0.2
+        ) as host:
             yield host
 
 

@@ -47,12 +47,9 @@ def references(deep_model: Path) -> list[Reference]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(deep_model: Path) -> AsyncIterator[Running]:
-    options: dict[str, JsonValue] = {
-        "hidden_states": {**HIDDEN, "share_bytes": SHARE_BYTES},
-        "enable_lora": True,
-        "worker_cls": "tests.engines.vllm.watching_worker.WatchingWorker",
-    }
-    async with running(deep_model, **options) as host:
+    rows: dict[str, JsonValue] = {**HIDDEN, "share_bytes": SHARE_BYTES}
+    worker = "tests.engines.vllm.watching_worker.WatchingWorker"
+    async with running(deep_model, hidden_states=rows, enable_lora=True, worker_cls=worker) as host:
         yield host
 
 
@@ -147,8 +144,7 @@ async def test_cancelled_request_frees_its_rows(shared: Running) -> None:
 async def test_pooler_output_is_unchanged(shared: Running) -> None:
     """A generating model has no pooler output; `test_pooling` tests a model that has one."""
     await collect(shared.engine.submit(task(0)))
-    llm = shared.engine.control.llm
-    (pooled,) = await llm.collective_rpc("pooler_outputs")
+    (pooled,) = await shared.engine.control.llm.collective_rpc("pooler_outputs")
     assert pooled
     assert all(not one for one in pooled)
 

@@ -18,7 +18,7 @@ from stagemesh.services.engines.prompts import RawPrompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.options import KV_CACHE
 from stagemesh.v1 import tensor_pb2
-from tests.engines.support import collect, controls_of, packets, tokens_of
+from tests.engines.support import OpenEdge, collect, controls_of, packets, tokens_of
 from tests.engines.vllm.engines import started
 from tests.engines.vllm.tiny_adapter import write_adapter
 from tests.engines.vllm.tiny_model import write_real_model
@@ -150,14 +150,8 @@ async def test_concurrent_requests_keep_their_tokens(pair: Pair) -> None:
 
 
 async def test_prompt_is_computed_again_if_no_ticket_arrives(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    each = task("no-ticket", 150)
-    never = asyncio.Event()
-
-    async def silent() -> AsyncIterator[Packet]:
-        await never.wait()
-        yield Packet({})
-
-    events = await collect(pair.decode.submit(replace(each, inlets={"in": silent()})))
+    silent = OpenEdge()
+    events = await collect(pair.decode.submit(replace(task("no-ticket", 150), inlets={"in": silent})))
     assert sum(len(packet.tensors["token_ids"]) for packet in packets(events)) == GREEDY.max_tokens
     assert "did not arrive within 2 s" in caplog.text
 
@@ -242,8 +236,7 @@ async def test_short_prompt_is_not_handed_over(pair: Pair) -> None:
     (usage,) = await collect(pair.prefill.submit(replace(each, wanted=frozenset({KV_CACHE}))))
     assert isinstance(usage, Usage)
     assert (usage.prompt_tokens, usage.output_tokens) == (3, 0)
-    tokens = await decoded(pair.decode, each, [])
-    assert len(tokens) == GREEDY.max_tokens
+    assert len(await decoded(pair.decode, each, [])) == GREEDY.max_tokens
 
 
 async def test_request_resumes_from_a_checkpoint_and_a_ticket(pair: Pair) -> None:

@@ -13,15 +13,11 @@ from tests.engines.support import collect, text_of
 from tests.engines.vllm.media_files import image
 from tests.engines.vllm.test_kv_handover import Pair, prefilled, started_pair, stream, ticket_of
 from tests.engines.vllm.tiny_media_models import write_idefics3
+from tests.engines.vllm.tiny_model import FLOAT32
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400), pytest.mark.soak]
 
-OPTIONS: Mapping[str, JsonValue] = {
-    "dtype": "float32",
-    "kv_cache_memory_bytes": 8 << 20,
-    "max_model_len": 512,
-    "limit_mm_per_prompt": {"image": 2},
-}
+OPTIONS: Mapping[str, JsonValue] = {**FLOAT32, "max_model_len": 512, "limit_mm_per_prompt": {"image": 2}}
 SAMPLING = SamplingOptions(max_tokens=20, temperature=1.0, ignore_eos=True)
 
 

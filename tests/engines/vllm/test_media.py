@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,16 @@ from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.media import check_audio_tracks, decode_media
 from stagemesh.services.engines.vllm.requests import prompt_tokens
 from tests.engines.support import collect, sampled_tokens, tokens_of, usage_of
-from tests.engines.vllm.emitted_states import TOLERANCE, received, running
-from tests.engines.vllm.engines import started
+from tests.engines.vllm.emitted_states import ONLY_LAST, TOLERANCE, received, running
+from tests.engines.vllm.engines import started, undisturbed
 from tests.engines.vllm.media_files import audio_samples, image, pixels, tone, video_file, wav
 from tests.engines.vllm.tiny_media_models import SAMPLE_RATE_HZ, write_idefics3, write_qwen2_audio
+from tests.engines.vllm.tiny_model import FLOAT32
 from tests.rpc.call_errors import raises
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
-OPTIONS: Mapping[str, JsonValue] = {
-    "dtype": "float32",
-    "kv_cache_memory_bytes": 8 << 20,
-    "max_model_len": 512,
-    "checkpoint_tokens": 1,
-}
+OPTIONS: Mapping[str, JsonValue] = {**FLOAT32, "max_model_len": 512, "checkpoint_tokens": 1}
 TOKENS = 20
 SAMPLED = frozenset({"text", "token_ids"})
 AUDIO_PART = "<|audio_bos|><|AUDIO|><|audio_eos|>"
@@ -57,9 +52,7 @@ def audio_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def image_engine(image_model: Path) -> AsyncIterator[VllmEngine]:
     limits: dict[str, JsonValue] = {"limit_mm_per_prompt": {"image": 3}, "max_num_batched_tokens": 64}
-    async with running(
-        image_model, **OPTIONS, **limits, media_bytes=1 << 20, hidden_states={"layers": ["last"], "dtype": "float32"}
-    ) as host:
+    async with running(image_model, **OPTIONS, **limits, media_bytes=1 << 20, hidden_states=ONLY_LAST) as host:
         yield host.engine
 
 
@@ -178,8 +171,7 @@ async def test_hidden_states_of_an_image_equal_those_of_transformers(
 ) -> None:
     got = await received(image_engine, replace(asked("what is ", image(), "?"), wanted=None))
     inputs = image_reference.inputs(text_of_template("what is <image>?"), images=[picture()])
-    made = torch.tensor([got.tokens[:-1]])
-    inputs["input_ids"] = torch.cat([inputs["input_ids"], made], dim=1)
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([got.tokens[:-1]])], dim=1)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     with torch.no_grad():
         states = image_reference.model(**inputs, output_hidden_states=True).hidden_states[-1][0].numpy()
@@ -237,8 +229,7 @@ async def test_chat_template_places_each_kind_of_media(image_engine: VllmEngine,
     llm = image_engine.control.llm
     prompt = Conversation([ChatMessage("user", "", ("a", part, "b"))])
     if kind == "image":
-        ids = prompt_tokens(prompt, llm)
-        assert llm.get_tokenizer().decode(ids) == "<|user|>a<image>b<|end|><|assistant|>"
+        assert llm.get_tokenizer().decode(prompt_tokens(prompt, llm)) == "<|user|>a<image>b<|end|><|assistant|>"
     else:
         with pytest.raises(InvalidRequestError, match=f"At most 0 {kind}"):
             prompt_tokens(prompt, llm)
@@ -334,14 +325,10 @@ WRONG: Sequence[tuple[Sequence[Part], str, str]] = [
 async def test_invalid_image_fails_its_request_alone(
     image_engine: VllmEngine, parts: Sequence[Part], reason: str, message: str
 ) -> None:
-    other = asked("what ", image(seed=5), "?", request_id="other")
-    alone = await sampled_tokens(image_engine, other)
     kind = UnsupportedError if reason == "UNSUPPORTED" else InvalidRequestError
-    async with aclosing(image_engine.submit(other)) as events:
-        first = await anext(events)
+    async with undisturbed(image_engine, asked("what ", image(seed=5), "?", request_id="other")):
         with raises(kind, reason=reason, match=re.escape(message)):
             await sampled_tokens(image_engine, asked(*parts))
-        assert tokens_of([first, *await collect(events)]) == alone
 
 
 async def test_image_of_a_rejected_request_is_accepted_later(image_engine: VllmEngine) -> None:

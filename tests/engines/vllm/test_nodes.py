@@ -4,8 +4,7 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.engine_core import worker_call
+from tests.children import killed_at_end
 from tests.cli.commands import COMMAND
 from tests.engines.support import collect, stage_config, usage_of
 from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
@@ -23,8 +23,7 @@ from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
 SPREAD: dict[str, JsonValue] = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1"}
 
 
-@contextmanager
-def other_node(model: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def other_node(model: Path) -> "AbstractContextManager[subprocess.Popen[bytes]]":
     """Runs the command of the chart for the second node, whose rank is a variable of the pipeline file."""
     stage = {"engine": "vllm", "model": str(model), "options": {**OPTIONS, **SPREAD, "node_rank": "RANK"}}
     file = model.parent / "pipeline.yaml"
@@ -33,11 +32,8 @@ def other_node(model: Path) -> Iterator["subprocess.Popen[bytes]"]:
     arguments = (f"--pipeline={file}", "--stage=a", "--replica=a-0", "--listen=127.0.0.1:0", "--drain-s=1")
     environment = {**os.environ, "LWS_WORKER_INDEX": "1"}
     command = [*COMMAND, "serve", "stage", *arguments]
-    with (model.parent / "log").open("w") as log, subprocess.Popen(command, env=environment, stderr=log) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    with (model.parent / "log").open("w") as log:
+        return killed_at_end(subprocess.Popen(command, env=environment, stderr=log))
 
 
 async def tokens(engine: VllmEngine) -> int:

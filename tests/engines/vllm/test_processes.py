@@ -16,7 +16,7 @@ import pytest
 from stagemesh.common.errors import UnavailableError
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.children import commands_of_children
+from tests.children import commands_of_children, killed_at_end
 from tests.engines.support import collect, stage_config
 from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
 
@@ -87,11 +87,11 @@ def _command(model: Path, start: str, load_format: str) -> list[str]:
 @contextmanager
 def host(model: Path, *, start: str) -> Iterator[psutil.Process]:
     """Starts a process with a running engine. `start` is "spawned" or "forked", the way its engine core starts."""
-    with subprocess.Popen(_command(model, start, "dummy"), stdout=subprocess.PIPE, text=True) as process:
+    command = _command(model, start, "dummy")
+    with killed_at_end(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as process:
         assert process.stdout is not None
         assert "ready\n" in iter(process.stdout.readline, "")
         yield psutil.Process(process.pid)
-        process.kill()
 
 
 @pytest.mark.parametrize("start", ["spawned", "forked"])

@@ -70,8 +70,7 @@ async def assert_the_same_follows(
     engine: VllmEngine, sampling: SamplingOptions, whole: list[EngineEvent], checkpoint: Checkpoint
 ) -> None:
     rest = await collect(engine.submit(task(sampling, checkpoint)))
-    expected = whole[index_of(whole, checkpoint) + 1 :]
-    assert text_of(rest) == text_of(expected)
+    assert text_of(rest) == text_of(whole[index_of(whole, checkpoint) + 1 :])
     assert rest[-1] == whole[-1]
     # Two tokens may arrive together and make one checkpoint.
     tokens = checkpoints(whole)[-1].token_ids
@@ -205,8 +204,7 @@ async def test_impossible_checkpoint_is_rejected(text_engine: VllmEngine, checkp
 async def test_checkpoint_of_another_prompt_is_rejected(text_engine: VllmEngine) -> None:
     made = checkpoints(await collect_checkpoints(text_engine, task()))[0]
     error = await _rejected(text_engine, task(resume_from=made, prompt=[21, 30, 40, 50]))
-    assert "belongs to another prompt" in error.message
-    assert error.reason == "INVALID_CHECKPOINT"
+    assert (error.reason, "belongs to another prompt" in error.message) == ("INVALID_CHECKPOINT", True)
 
 
 async def test_checkpoint_past_a_stop_text_is_rejected(text_engine: VllmEngine) -> None:

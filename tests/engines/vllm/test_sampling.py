@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,9 @@ from tests.engines.support import (
     tokens_of,
     usage_of,
 )
-from tests.engines.vllm.engines import started
+from tests.engines.vllm.engines import started, undisturbed
 from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, write_real_model
+from tests.rpc.call_errors import raises
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -51,14 +51,8 @@ VOCABULARY = 260
 CHUNK_TOKENS = 64
 KV_BYTES = 8 << 20
 LONG = [10 + number % 200 for number in range(200)]
-SCHEMA = json.dumps(
-    {
-        "type": "object",
-        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}, "side": {"enum": ["left", "right"]}},
-        "required": ["age", "side"],
-        "additionalProperties": False,
-    }
-)
+FIELDS = {"age": {"type": "integer", "minimum": 0, "maximum": 99}, "side": {"enum": ["left", "right"]}}
+SCHEMA = json.dumps({"type": "object", "properties": FIELDS, "required": [*FIELDS], "additionalProperties": False})
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +146,7 @@ async def test_seeded_tokens_equal_vllms_own(
 async def test_split_prefill_samples_like_a_whole_one(engine: VllmEngine) -> None:
     alone = [await sampled_tokens(engine, task(LONG, seed=seed)) for seed in range(3)]
     tasks = [task(LONG, seed=number % 3, request_id=str(number)) for number in range(9)]
-    among = await asyncio.gather(*(sampled_tokens(engine, each) for each in tasks))
-    assert among == alone * 3
+    assert await asyncio.gather(*(sampled_tokens(engine, each) for each in tasks)) == alone * 3
 
 
 async def test_a_stop_text_ends_the_output_before_it(engine: VllmEngine) -> None:
@@ -163,8 +156,7 @@ async def test_a_stop_text_ends_the_output_before_it(engine: VllmEngine) -> None
 
 
 async def test_min_tokens_beyond_the_default_length_are_kept(engine: VllmEngine) -> None:
-    events = await collect(engine.submit(task([10], max_tokens=None, min_tokens=254)))
-    assert len(tokens_of(events)) >= 254
+    assert len(await sampled_tokens(engine, task([10], max_tokens=None, min_tokens=254))) >= 254
 
 
 async def test_ignore_eos_continues_to_max_tokens(engine: VllmEngine) -> None:
@@ -209,8 +201,7 @@ async def test_zero_alternatives_still_give_logprobs(engine: VllmEngine) -> None
 
 
 async def test_tokens_are_emitted_only_if_wanted(engine: VllmEngine) -> None:
-    asked = replace(task(logprobs=2), wanted=frozenset({"text"}))
-    events = await collect(engine.submit(asked))
+    events = await collect(engine.submit(replace(task(logprobs=2), wanted=frozenset({"text"}))))
     assert {name for packet in packets(events) for name in packet.tensors} == {"text"}
     assert logprobs_of(events) == []
 
@@ -230,14 +221,13 @@ async def test_text_has_the_logprobs_of_its_tokens(engine: VllmEngine) -> None:
 
 
 async def test_each_piece_of_text_has_the_tokens_that_begin_in_it(engine: VllmEngine) -> None:
-    asked = task(LONG, logprobs=0, stop=("never generated",), max_tokens=50)
-    events = await collect(engine.submit(asked))
+    events = await collect(engine.submit(task(LONG, logprobs=0, stop=("never generated",), max_tokens=50)))
     end = 0
     for event in (each for each in events if isinstance(each, Emission)):
         begin, end = end, end + len(event.packet.tensors["text"].tobytes().decode())
         assert all(begin <= each.position < end for each in event.text_logprobs)
-    plain = task(LONG, logprobs=0, max_tokens=50)
-    assert text_logprobs_of(events) == text_logprobs_of(await collect(engine.submit(plain)))
+    plain = await collect(engine.submit(task(LONG, logprobs=0, max_tokens=50)))
+    assert text_logprobs_of(events) == text_logprobs_of(plain)
     assert end == len(text_of(events))
     after_the_text = [each for each in logprobs_of(events) if each.position >= end]
     assert text_logprobs_of(events) + after_the_text == logprobs_of(events)
@@ -310,14 +300,9 @@ BEYOND: Sequence[tuple[Mapping[str, Any], str, str]] = [
 async def test_invalid_sampling_fails_its_request_alone(
     engine: VllmEngine, sampling: Mapping[str, Any], reason: str, message: str
 ) -> None:
-    other = task(LONG, max_tokens=30, ignore_eos=True, request_id="other")
-    alone = await sampled_tokens(engine, other)
-    async with aclosing(engine.submit(other)) as events:
-        first = await anext(events)
-        with pytest.raises(InvalidRequestError, match=re.escape(message)) as caught:
+    async with undisturbed(engine, task(LONG, max_tokens=30, ignore_eos=True, request_id="other")):
+        with raises(InvalidRequestError, reason=reason, match=re.escape(message)):
             await sampled_tokens(engine, task(**sampling))
-        assert caught.value.reason == reason
-        assert tokens_of([first, *await collect(events)]) == alone
 
 
 async def test_text_with_a_token_beyond_the_vocabulary_is_rejected(engine: VllmEngine) -> None:

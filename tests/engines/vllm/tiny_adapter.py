@@ -36,6 +36,12 @@ def write_adapter(folder: Path, *, seed: int = 0, rank: int = 4, layers: int = 2
     return folder
 
 
+def set_config(folder: Path, **changes: object) -> None:
+    """Changes fields of an adapter's config."""
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 def merge(model: Any, adapter: Path) -> Any:
     """Merges an adapter into the weights of a transformers model. Returns the model."""
     tensors = load_file(adapter / "adapter_model.safetensors")

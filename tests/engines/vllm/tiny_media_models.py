@@ -29,17 +29,10 @@ _TEMPLATE = (
 def write_idefics3(folder: Path) -> Path:
     """Writes an Idefics3 with 4 tokens for an image and a few around them, for both vLLM and transformers."""
     import torch
-    from transformers import (
-        Idefics3Config,
-        Idefics3ForConditionalGeneration,
-        Idefics3ImageProcessorPil,
-        Idefics3Processor,
-        Idefics3VisionConfig,
-        LlamaConfig,
-    )
+    import transformers
 
     tokenizer = _tokenizer()
-    vision = Idefics3VisionConfig(
+    vision = transformers.Idefics3VisionConfig(
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -47,18 +40,19 @@ def write_idefics3(folder: Path) -> Path:
         image_size=IMAGE_SIDE,
         patch_size=PATCH_SIDE,
     )
-    config = Idefics3Config(
+    config = transformers.Idefics3Config(
         vision_config=vision,
-        text_config=LlamaConfig(**_text_config(len(tokenizer))),
+        text_config=transformers.LlamaConfig(**_text_config(len(tokenizer))),
         image_token_id=_SPECIAL.index(IMAGE_TOKEN),
         pad_token_id=0,
         dtype="float32",
     )
     torch.manual_seed(0)
-    _save(Idefics3ForConditionalGeneration(config), folder)  # type: ignore[no-untyped-call]
+    _save(transformers.Idefics3ForConditionalGeneration(config), folder)  # type: ignore[no-untyped-call]
     side = {"longest_edge": IMAGE_SIDE}
-    Idefics3Processor(
-        image_processor=Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False),
+    images = transformers.Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
+    transformers.Idefics3Processor(
+        image_processor=images,
         tokenizer=tokenizer,
         image_seq_len=(IMAGE_SIDE // PATCH_SIDE // config.scale_factor) ** 2,
         chat_template=_TEMPLATE,
@@ -69,30 +63,23 @@ def write_idefics3(folder: Path) -> Path:
 def write_qwen2_audio(folder: Path) -> Path:
     """Writes a Qwen2-Audio with 25 tokens for a second of audio, for both vLLM and transformers."""
     import torch
-    from transformers import (
-        Qwen2AudioConfig,
-        Qwen2AudioEncoderConfig,
-        Qwen2AudioForConditionalGeneration,
-        Qwen2AudioProcessor,
-        Qwen2Config,
-        WhisperFeatureExtractor,
-    )
+    import transformers
 
     tokenizer = _tokenizer()
-    audio = Qwen2AudioEncoderConfig(
+    audio = transformers.Qwen2AudioEncoderConfig(
         num_mel_bins=16, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=64, d_model=32
     )
-    config = Qwen2AudioConfig(
+    config = transformers.Qwen2AudioConfig(
         audio_config=audio,
-        text_config=Qwen2Config(**_text_config(len(tokenizer))),
+        text_config=transformers.Qwen2Config(**_text_config(len(tokenizer))),
         audio_token_index=_SPECIAL.index(AUDIO_TOKEN),
         dtype="float32",
     )
     torch.manual_seed(0)
-    _save(Qwen2AudioForConditionalGeneration(config), folder)
+    _save(transformers.Qwen2AudioForConditionalGeneration(config), folder)
     _rename(folder / "model.safetensors", "language_model.model.model.", "language_model.model.")
-    Qwen2AudioProcessor(  # type: ignore[no-untyped-call]
-        feature_extractor=WhisperFeatureExtractor(feature_size=16, sampling_rate=SAMPLE_RATE_HZ),  # type: ignore[no-untyped-call]
+    transformers.Qwen2AudioProcessor(  # type: ignore[no-untyped-call]
+        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=16, sampling_rate=SAMPLE_RATE_HZ),  # type: ignore[no-untyped-call]
         tokenizer=tokenizer,
         chat_template=_TEMPLATE,
     ).save_pretrained(folder)
@@ -115,13 +102,11 @@ def _rename(path: Path, name: str, other: str) -> None:
     from safetensors import torch as files
 
     weights: dict[str, torch.Tensor] = files.load_file(path)
-    files.save_file(
-        {key.replace(name, other): weight for key, weight in weights.items()}, path, metadata={"format": "pt"}
-    )
+    renamed = {key.replace(name, other): weight for key, weight in weights.items()}
+    files.save_file(renamed, path, metadata={"format": "pt"})
 
 
 def _save(model: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))

@@ -13,6 +13,8 @@ MODEL_LAYERS = 4
 """The number of layers of the model whose hidden states are compared."""
 OPTIONS: Mapping[str, JsonValue] = {"load_format": "dummy", "kv_cache_memory_bytes": 8 << 20}
 """The stage options to load it."""
+FLOAT32: Mapping[str, JsonValue] = {"dtype": "float32", "kv_cache_memory_bytes": 8 << 20}
+"""The stage options to compute in float32 with weights from files."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -30,7 +32,7 @@ SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 """The tokens of chat templates. The first one ends a text."""
 
 
-def write_tiny_model(folder: Path, *, chat: bool = True, positions: int = MAX_MODEL_LEN) -> Path:
+def write_tiny_model(folder: Path, *, template: str = CHAT_TEMPLATE, positions: int = MAX_MODEL_LEN) -> Path:
     """Writes a model that vLLM loads with load_format="dummy"."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer(SPECIAL)
@@ -39,7 +41,7 @@ def write_tiny_model(folder: Path, *, chat: bool = True, positions: int = MAX_MO
     sizes = text_config(tokenizer.get_vocab_size(), positions)
     _write(folder / "config.json", {**kind, **sizes, "tie_word_embeddings": True})
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
-    _write(folder / "tokenizer_config.json", {**settings, **({"chat_template": CHAT_TEMPLATE} if chat else {})})
+    _write(folder / "tokenizer_config.json", {**settings, "chat_template": template})
     return folder
 
 
@@ -81,11 +83,8 @@ def write_real_model(folder: Path, *, layers: int = 2, positions: int = MAX_MODE
     from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
     write_tiny_model(folder, positions=positions)
-    config = {
-        **json.loads((folder / "config.json").read_text()),
-        "num_hidden_layers": layers,
-        "initializer_range": deviation,
-    }
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": layers, "initializer_range": deviation}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**config))  # type: ignore[no-untyped-call]

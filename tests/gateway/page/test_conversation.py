@@ -15,8 +15,9 @@ from stagemesh.v1.signature_pb2 import Signature
 from tests.client import scripted_sessions
 from tests.client.scripted import Pause, Script, Talk, admitted, ended, finished, served
 from tests.gateway.making import describe, known_callers, serving
-from tests.gateway.page.visiting import answer, samples, send, until, visiting
+from tests.gateway.page.visiting import answer, samples, send, visiting
 from tests.gateway.test_realtime import RATE_HZ, messages, said, spoken, wav_samples
+from tests.orchestrator.mesh import poll
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -44,7 +45,7 @@ async def test_an_answer_is_read_and_heard_without_gaps(page: Page) -> None:
         async def is_heard() -> bool:
             return bool(await page.evaluate("heardRun") == length)
 
-        await until(is_heard)
+        await poll(is_heard, until=bool, timeout_s=40)
         await expect(answer(page)).to_have_attribute("aria-busy", "false")
         await expect(page.get_by_role("button", name="Interrupt")).to_be_hidden()
         assert messages(orchestrator) == [("user", "How is the sea?")]
@@ -62,7 +63,7 @@ async def test_an_interrupted_answer_keeps_what_was_heard(page: Page, key: str |
         async def is_heard() -> bool:
             return await samples(page, "heard") > RATE_HZ // 2
 
-        await until(is_heard)
+        await poll(is_heard, until=bool, timeout_s=40)
         await (page.keyboard.press(key) if key else page.get_by_role("button", name="Interrupt").click())
         await expect(answer(page).locator(".heard")).to_have_attribute("data-state", "ended")
         await expect(answer(page).get_by_text("Interrupted")).to_be_visible()

@@ -7,8 +7,8 @@ import httpx
 import pytest
 from playwright.async_api import Locator, Page, expect
 
-from tests.deployment import Deployment, deployed
-from tests.gateway.making import gateway
+from tests.deployment import Deployment, deployed_for_module
+from tests.gateway.making import error_of, gateway
 from tests.gateway.page.visiting import answer, send, visiting
 from tests.system.pipelines import pipeline_file
 
@@ -25,10 +25,7 @@ outputs: {text: thinker, audio: vocoder}
 """
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(pipeline_file(tmp_path_factory.mktemp("rehearsal"), PIPELINE)) as up:
-        yield up
+up = deployed_for_module(lambda folder: pipeline_file(folder, PIPELINE))
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +52,11 @@ def test_the_endpoint_reports_stages_and_edges(url: str) -> None:
 
 def test_the_endpoint_rejects_an_unknown_pipeline(url: str) -> None:
     answer = httpx.get(f"{url}/v1/stagemesh/pipelines/other")
-    assert answer.status_code == 404
-    assert "use one of rehearsal" in answer.json()["error"]["message"]
+    assert "use one of rehearsal" in error_of(answer, 404)["message"]
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_the_graph_shows_the_load_of_each_stage(page: Page, url: str, up: Deployment) -> None:
+async def test_the_graph_shows_the_load_of_each_stage(page: Page, url: str) -> None:
     await page.goto(url)
     for name in ("thinker", "frames", "vocoder"):
         await expect(stage(page, name)).to_have_attribute("aria-label", f"{name}: 1 of 1 replicas ready, idle")
@@ -146,10 +142,9 @@ def test_a_gateway_without_the_page_serves_only_the_api(up: Deployment) -> None:
 
 def test_the_page_loads_nothing_from_other_hosts() -> None:
     folder = Path(__file__).parents[3] / "gateway" / "stagemesh" / "gateway" / "page"
-    names = [path.name for path in folder.rglob("*") if path.is_file()]
-    assert len(names) > 10
-    outside = [path.name for path in folder.rglob("*") if path.is_file() and "://" in _without_namespaces(path)]
-    assert outside == []
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path.name for path in files if "://" in _without_namespaces(path)] == []
 
 
 def _without_namespaces(path: Path) -> str:

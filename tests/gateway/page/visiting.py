@@ -1,7 +1,6 @@
 """The gateway's page in a browser, with an orchestrator that follows scripts."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -51,10 +50,3 @@ def answer(page: Page) -> Locator:
 async def samples(page: Page, name: str) -> int:
     """Returns a number of samples of the last answer: those that were `heard`, or those that were `received`."""
     return int(await answer(page).locator(".heard").get_attribute(f"data-{name}") or 0)
-
-
-async def until(condition: Callable[[], Awaitable[bool]], *, timeout_s: float = 40.0) -> None:
-    """Waits until a condition holds. Fails after `timeout_s`."""
-    async with asyncio.timeout(timeout_s):
-        while not await condition():
-            await asyncio.sleep(0.01)

@@ -96,9 +96,8 @@ def _check_autoscalers(render: Render) -> Iterator[str]:
             yield f"{reference(item)}: spec.scaleTargetRef: {ref} does not exist"
         if any("replicas" in other["spec"] for other in found):
             yield f"{ref}: spec.replicas belongs to {reference(item)}"
-        low, high = ("minReplicaCount", "maxReplicaCount")
-        if item["kind"] == "HorizontalPodAutoscaler":
-            low, high = ("minReplicas", "maxReplicas")
+        unit = "Replicas" if item["kind"] == "HorizontalPodAutoscaler" else "ReplicaCount"
+        low, high = f"min{unit}", f"max{unit}"
         if field(item, f"spec.{low}", 1) > field(item, f"spec.{high}", 100):
             yield f"{reference(item)}: spec.{low} is above spec.{high}"
     yield from (f"{ref}: has two autoscalers" for ref in set(targets) if targets.count(ref) > 1)
@@ -110,10 +109,8 @@ def _check_autoscalers(render: Render) -> Iterator[str]:
 def _check_monitor(item: Manifest, render: Render) -> Iterator[str]:
     selector = item["spec"]["selector"]
     if item["kind"] == "ServiceMonitor":
-        selected = [
-            other for other in render.of_kind("Service") if matches(selector, field(other, "metadata.labels", {}))
-        ]
-        ports = [{port.get("name") for port in field(other, "spec.ports", [])} for other in selected]
+        selected = [each for each in render.of_kind("Service") if matches(selector, field(each, "metadata.labels", {}))]
+        ports = [{port.get("name") for port in field(each, "spec.ports", [])} for each in selected]
         endpoints = field(item, "spec.endpoints", [])
     else:
         pods = [pod for pod in all_pods(render.objects) if matches(selector, pod.labels)]

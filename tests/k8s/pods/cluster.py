@@ -101,9 +101,8 @@ class Cluster:
         """Makes the Secret of a Certificate, as cert-manager does."""
         names = [uri.removeprefix(SCHEME) for uri in spec.get("uris", [])]
         secret = spec["secretName"]
-        self._secrets[secret] = self.authority.issue(
-            self._folder / "secrets" / secret, names, hosts=spec.get("dnsNames", [])
-        )
+        folder = self._folder / "secrets" / secret
+        self._secrets[secret] = self.authority.issue(folder, names, hosts=spec.get("dnsNames", []))
 
     def scale(self, deployment: str, replicas: int) -> None:
         """Sets the number of replicas of a Deployment, as an autoscaler does."""
@@ -123,8 +122,7 @@ class Cluster:
 
     async def run_hook(self, name: str) -> Mapping[str, int]:
         """Runs the pod of a Helm hook. Returns the exit statuses of its containers."""
-        pod = self._create(name, self._hooks[name])
-        return await pod.complete()
+        return await self._create(name, self._hooks[name]).complete()
 
     async def outside(self, service: str, port: str) -> str:
         """Returns an address at which clients outside the cluster reach a port of a Service."""

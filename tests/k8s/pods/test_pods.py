@@ -147,9 +147,8 @@ async def test_all_pods_use_the_certificates_of_the_issuer(secured: _Secured) ->
     assert await secured.cluster.run_hook(f"{RELEASE}-test") == {"generate": 0}
     endpoint, request = await secured.endpoint(ORCHESTRATOR, "grpc"), requests(3, count=1, steps=(8, 8))[0]
     async with AsyncClient(endpoint, tls=secured.user) as client:
-        result = await client.generate(
-            request.prompt, outputs=["text"], seed=request.seed, max_tokens=request.steps
-        ).result()
+        call = client.generate(request.prompt, outputs=["text"], seed=request.seed, max_tokens=request.steps)
+        result = await call.result()
     assert result.text.encode() == SPEAKING.outputs(request)["text"]
     async with AsyncClient(endpoint, retry_policy=RetryPolicy(attempts=1)) as client:
         with pytest.raises(UnavailableError, match="uses TLS"):

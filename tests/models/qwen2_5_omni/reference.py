@@ -59,12 +59,8 @@ class Reference:
         text = self.tokenizer.apply_chat_template(
             list(conversation.messages), add_generation_prompt=True, tokenize=False
         )
-        media: dict[str, Any] = {
-            "images": list(conversation.images),
-            "audio": list(conversation.audio),
-            "videos": list(conversation.videos),
-        }
-        media = {kind: items for kind, items in media.items() if items}
+        kinds = {"images": conversation.images, "audio": conversation.audio, "videos": conversation.videos}
+        media: dict[str, Any] = {kind: list(items) for kind, items in kinds.items() if items}
         if not media:
             return dict(self.tokenizer(text, return_tensors="pt"))
         import transformers

@@ -58,8 +58,7 @@ def test_one_window_gives_the_samples_of_transformers(
     tiny_qwen2_5_omni: Path, reference: DecodeReference, length: int, speaker: str
 ) -> None:
     samples = decode(load(tiny_qwen2_5_omni, look_ahead_blocks=WHOLE), CODES[:length], speaker=speaker)
-    expected = reference.decode(CODES[:length], speaker)
-    np.testing.assert_allclose(samples, expected, atol=ROUNDING, rtol=0)
+    np.testing.assert_allclose(samples, reference.decode(CODES[:length], speaker), atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize("blocks", LARGEST_ERRORS)
@@ -76,8 +75,7 @@ def test_a_block_leaves_as_soon_as_its_look_ahead_has_arrived(tiny_qwen2_5_omni:
     vocoder = load(tiny_qwen2_5_omni, look_ahead_blocks=1)
     stream, hop = vocoder.open(seed=SEED, options={}), len(whole) // len(CODES)
     lengths = [len(push(vocoder, stream, CODES[number : number + 1])) for number in range(13)]
-    in_block = BLOCK // REPEATS
-    assert lengths == [in_block * hop if number in {7, 11} else 0 for number in range(13)]
+    assert lengths == [BLOCK // REPEATS * hop if number in {7, 11} else 0 for number in range(13)]
     assert len(push(vocoder, stream, None)) == 5 * hop
 
 

@@ -62,8 +62,7 @@ def rows_of(model: Path, packets: Sequence[Packet]) -> dict[str, Array]:
     made = [each for packet in packets for each in transform.push(packet)] + list(transform.finish())
     starts = np.cumsum([0, *(len(each.tensors["text_ids"]) for each in made)])
     assert [each.metadata["token_start"] for each in made] == starts[:-1].tolist()
-    blank = {"states": np.zeros((1, WIDTH), np.float32)}
-    parts = [{"states": np.repeat(blank["states"], len(each.tensors["text_ids"]), 0), **each.tensors} for each in made]
+    parts = [{"states": np.zeros((len(each.tensors["text_ids"]), WIDTH), np.float32), **each.tensors} for each in made]
     rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     rows["states"] = np.where(rows["text_ids"][:, None] == -1, rows["states"], 0)
     return rows
@@ -122,10 +121,8 @@ def test_the_first_token_is_written_at_once_unless_it_ends_the_answer(tiny_qwen3
     for token, spoken in ((ANSWER[0], [ANSWER[0], tokens.eos]), (min(tokens.answer_ends), [tokens.eos])):
         transform = Thinker2Talker(tiny_qwen3_omni)
         transform.push(prompt)
-        made = [transform.push(Packet({"token_ids": np.array([token], np.int32)})), transform.finish()]
-        assert [each.tensors["text_ids"].tolist() for packets in made for each in packets] == [
-            [each] for each in spoken
-        ]
+        made = [*transform.push(Packet({"token_ids": np.array([token], np.int32)})), *transform.finish()]
+        assert [each.tensors["text_ids"].tolist() for each in made] == [[each] for each in spoken]
 
 
 @pytest.mark.parametrize("ending", ["none", "turn of the user", "incomplete header", "message start"])

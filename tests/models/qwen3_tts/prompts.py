@@ -60,8 +60,7 @@ def requests() -> list[Request]:
 
 def write_prompt(writer: PromptWriter, request: Request) -> Sequence[Packet]:
     """Returns the packets that the stage of the prompt emits for a request."""
-    options = request_options(request.options, PROMPT.signature.options, stage="prompt")
-    choice = writer.open(seed=0, options=options)
+    choice = writer.open(seed=0, options=request_options(request.options, PROMPT.signature.options, stage="prompt"))
     text = Packet({"text": np.frombuffer(request.text.encode(), np.uint8)})
     (packets,) = writer([Call(choice, text, request.media)])
     return packets

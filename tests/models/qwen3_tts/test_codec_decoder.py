@@ -78,8 +78,7 @@ def reference(end: int) -> Packet:
 
 def speak(clone: CloneVocoder, packets: Sequence[Packet | None], state: CloneState | None = None) -> Samples:
     state = state or clone.open(seed=0, options={})
-    made = [packet for given in packets for packet in clone([Call(state, given)])[0]]
-    return joined(made)
+    return joined([packet for given in packets for packet in clone([Call(state, given)])[0]])
 
 
 @pytest.mark.parametrize("early", [0, 1, 2, 3])

@@ -1,6 +1,5 @@
 """The analysis of a reference voice, compared with the values of the reference implementation."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,6 @@ def load(folder: Path) -> ReferenceEncoders:
 
 def golden(seconds: float, name: str) -> npt.NDArray[Any]:
     return arrays()[f"{seconds}/{name}"]
-
-
-def copied(folder: Path, to: Path) -> Path:
-    return Path(shutil.copytree(folder, to / "model"))
 
 
 @pytest.mark.parametrize("seconds", SECONDS)

@@ -5,23 +5,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.common.plugins.descriptors import OptionSpec
 from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.diffusion import signature_of
 from stagemesh.services.engines.diffusion.options import stage_options
-from stagemesh.verification import references
 from stagemesh.verification.base import Outputs
 from stagemesh.verification.diffusion import DiffusionReference
 from stagemesh.verification.job import DeployedStage, ReferenceDescriptor, VerificationRequest, reference_descriptors
 from stagemesh.verification.language_model import LanguageModel, tokenize
-from stagemesh.verification.references import QWEN3_OMNI
+from stagemesh.verification.references import DIFFUSION, LANGUAGE_MODEL, QWEN3_OMNI
 from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.pipelines import write_qwen_image
 from tests.engines.vllm.media_files import encoded
 from tests.engines.vllm.tiny_model import write_real_model
+from tests.models.checkpoints import change_weights, changed
 
 TOKENS = 8
 REQUEST = VerificationRequest("Hello", max_tokens=TOKENS)
@@ -44,8 +43,8 @@ def roles(reference: ReferenceDescriptor, *stages: DeployedStage) -> list[Mappin
 
 def test_the_references_are_registered() -> None:
     assert reference_descriptors() == {
-        "diffusion": references.DIFFUSION,
-        "language_model": references.LANGUAGE_MODEL,
+        "diffusion": DIFFUSION,
+        "language_model": LANGUAGE_MODEL,
         "qwen3_omni": QWEN3_OMNI,
     }
 
@@ -58,8 +57,8 @@ def test_each_kind_of_model_has_one_reference(tiny_qwen3_omni: Path, tmp_path: P
     other = stage("other", model, engine="function", function="qwen3_omni.code2wav")
     stages = (thinker, talker, vocoder, other, text)
     assert roles(QWEN3_OMNI, *stages) == [{"thinker": "thinker", "talker": "talker", "code2wav": "vocoder"}]
-    assert roles(references.LANGUAGE_MODEL, *stages) == [{"text": "text"}]
-    assert roles(references.DIFFUSION, *stages) == []
+    assert roles(LANGUAGE_MODEL, *stages) == [{"text": "text"}]
+    assert roles(DIFFUSION, *stages) == []
 
 
 def test_the_parts_of_a_diffusion_model_are_verified_together(tmp_path: Path) -> None:
@@ -68,7 +67,7 @@ def test_the_parts_of_a_diffusion_model_are_verified_together(tmp_path: Path) ->
         stage(part, tmp_path, engine="diffusion", options={"part": part}, emits=frozenset({emitted}))
         for part, emitted in {"encode": "conditioning", "denoise": "latents", "decode": "image"}.items()
     ]
-    found = roles(references.DIFFUSION, whole, *parts)
+    found = roles(DIFFUSION, whole, *parts)
     assert found == [{"all": "whole"}, {"encode": "encode", "denoise": "denoise", "decode": "decode"}]
 
 
@@ -79,7 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reference_of(model: Path, *emits: str) -> LanguageModel:
     served = stage("text", model, emits=frozenset({"prompt_ids", "token_ids", *emits}))
-    ((verified,),) = references.LANGUAGE_MODEL.find([served])
+    ((verified,),) = LANGUAGE_MODEL.find([served])
     return LanguageModel({"text": verified}, "cpu")
 
 
@@ -112,13 +111,9 @@ def test_an_output_that_the_pipeline_lacks_is_skipped_with_the_remedy(model: Pat
 
 
 def test_a_checkpoint_without_a_weight_is_refused(model: Path, tmp_path: Path) -> None:
-    for file in model.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    lacking = changed(model, tmp_path, change_weights(lambda weights: weights.pop("model.norm.weight")))
     with pytest.raises(NotReadyError, match=r"missing: model\.norm\.weight"):
-        reference_of(tmp_path)
+        reference_of(lacking)
 
 
 def test_an_image_equals_that_of_the_call_and_differs_by_one_pixel(tmp_path: Path) -> None:
@@ -129,7 +124,7 @@ def test_an_image_equals_that_of_the_call_and_differs_by_one_pixel(tmp_path: Pat
     defaults = {name: option.default for name, option in signature.options.items() if isinstance(option, OptionSpec)}
     facts = {"options": options, "request_options": defaults, "emits": frozenset(signature.emits)}
     served = stage("image", folder, engine="diffusion", **facts)
-    ((verified,),) = references.DIFFUSION.find([served])
+    ((verified,),) = DIFFUSION.find([served])
     reference = DiffusionReference({verified.role: verified}, "cpu")
     pixels = classic_image("qwen-image", load(folder), spec)[0].permute(1, 2, 0).mul(255).round().byte().numpy()
     assert verdict(reference, pixels) == "equal"

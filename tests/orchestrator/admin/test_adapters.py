@@ -1,6 +1,5 @@
 """The adapters of whole stages: loaded by one call, part of placement, and restored after restarts."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReady
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, orchestrator_pb2
 from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
 from tests.cli.commands import stagemesh
-from tests.orchestrator.mesh import Mesh, mesh
+from tests.orchestrator.mesh import Mesh, mesh, poll
 from tests.rpc.call_errors import error_of
 
 _PIPELINE = """
@@ -67,23 +66,19 @@ async def _generate(mesh: Mesh, adapter: str = "x") -> str:
 
 
 async def _replica(mesh: Mesh, name: str) -> orchestrator_pb2.ReplicaStatus:
-    request = admin_pb2.ListReplicasRequest(stage="a")
-    answer = await admin_pb2_grpc.AdminServiceStub(mesh.admin).ListReplicas(request, timeout=10)
-    return next(replica for replica in answer.replicas if replica.name == name)
+    return next(replica for replica in await mesh.list_replicas(stage="a") if replica.name == name)
 
 
 async def _until_reported(mesh: Mesh, replica: str, *adapters: str) -> None:
     """Waits until the orchestrator knows these adapters of a replica."""
-    async with asyncio.timeout(20):
-        while list((await _replica(mesh, replica)).load.adapters) != list(adapters):
-            await asyncio.sleep(0.05)
+    await poll(lambda: _replica(mesh, replica), until=lambda seen: list(seen.load.adapters) == list(adapters))
 
 
 async def _until_remembered(mesh: Mesh, *adapters: str) -> None:
     """Waits until the orchestrator remembers these adapters alone."""
-    async with asyncio.timeout(20):
-        while [name for name, (remembered, _) in (await _list(mesh)).items() if remembered] != list(adapters):
-            await asyncio.sleep(0.05)
+    await poll(
+        lambda: _list(mesh), until=lambda seen: [name for name, (kept, _) in seen.items() if kept] == [*adapters]
+    )
 
 
 async def _restart(mesh: Mesh, name: str) -> None:
@@ -94,9 +89,7 @@ async def _restart(mesh: Mesh, name: str) -> None:
     stage.description.incarnation = "second"
     stage.controls.adapters.clear()
     server.set_health("", serving=False)
-    async with asyncio.timeout(20):
-        while (await _replica(mesh, f"{name}-0")).incarnation != "second":
-            await asyncio.sleep(0.05)
+    await poll(lambda: _replica(mesh, f"{name}-0"), until=lambda seen: seen.incarnation == "second")
     stage.tells_load = True
     server.set_health("", serving=True)
 

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.errors import CancelledRequestError, StagemeshError, UnsupportedError
+from stagemesh.common.errors import CancelledRequestError, StagemeshError
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.orchestrator import descriptions
 from stagemesh.orchestrator.admin.servicer import SERVICE_NAME
-from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, stage_pb2
-from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, stage_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
-from tests.orchestrator.mesh import Mesh, ask, mesh, until_health
+from tests.orchestrator.mesh import Mesh, ask, mesh, poll, until_health
 from tests.orchestrator.scripted_stage import Response, ScriptedStage, hang
 from tests.rpc.call_errors import error_of
 from tests.rpc.health_calls import Request as HealthRequest
@@ -28,6 +27,10 @@ TO_B = (("stagemesh-replica", "b-0"),)
 
 def _admin(mesh: Mesh) -> "admin_pb2_grpc.AdminServiceAsyncStub":
     return admin_pb2_grpc.AdminServiceStub(mesh.admin)
+
+
+def _controls(mesh: Mesh) -> "control_pb2_grpc.StageControlServiceAsyncStub":
+    return control_pb2_grpc.StageControlServiceStub(mesh.admin)
 
 
 async def _begin(mesh: Mesh, *names: str) -> list[asyncio.Task[StagemeshError]]:
@@ -53,11 +56,6 @@ async def _drain(mesh: Mesh, target: str, *, force: bool = False, wait: bool = F
     return await _admin(mesh).DrainReplicas(request, timeout=within_s)
 
 
-async def test_the_clients_port_does_not_serve_operators(chain: Mesh) -> None:
-    stub = admin_pb2_grpc.AdminServiceStub(chain.channel)
-    assert isinstance(await error_of(stub.ListStages(admin_pb2.ListStagesRequest(), timeout=10)), UnsupportedError)
-
-
 @pytest.mark.parametrize("facet", ["", "liveness", SERVICE_NAME, "stagemesh.v1.StageControlService"])
 async def test_the_operators_port_has_its_own_health(chain: Mesh, facet: str) -> None:
     answer = await check(chain.admin)(HealthRequest(service=facet), timeout=10)
@@ -66,15 +64,13 @@ async def test_the_operators_port_has_its_own_health(chain: Mesh, facet: str) ->
 
 async def test_stages_and_replicas_are_listed_in_the_order_of_the_pipeline(chain: Mesh) -> None:
     stages = await _admin(chain).ListStages(admin_pb2.ListStagesRequest(), timeout=10)
-    replicas = await _admin(chain).ListReplicas(admin_pb2.ListReplicasRequest(), timeout=10)
     assert [(stage.name, stage.ready, stage.replicas) for stage in stages.stages] == [(name, 1, 1) for name in "abc"]
-    assert [replica.name for replica in replicas.replicas] == ["a-0", "b-0", "c-0"]
+    assert [replica.name for replica in await chain.list_replicas()] == ["a-0", "b-0", "c-0"]
 
 
 async def test_a_replicas_status_has_its_identity_and_its_location(chain: Mesh) -> None:
     told = chain.stages["b"].description
-    answer = await _admin(chain).ListReplicas(admin_pb2.ListReplicasRequest(stage="b"), timeout=10)
-    (replica,) = answer.replicas
+    (replica,) = await chain.list_replicas(stage="b")
     assert (replica.generation, replica.incarnation) == (chain.pipeline.generation, told.incarnation)
     assert (replica.host, replica.zone, replica.server_name) == (told.host, told.zone, "b.example")
     assert "" not in (told.incarnation, told.host, told.zone)
@@ -82,9 +78,9 @@ async def test_a_replicas_status_has_its_identity_and_its_location(chain: Mesh) 
 
 async def test_clients_and_operators_see_the_same_status_of_a_replica(chain: Mesh) -> None:
     await _until_all_loads_are_known(chain)
-    listed = await _admin(chain).ListReplicas(admin_pb2.ListReplicasRequest(stage="b"), timeout=10)
+    listed = await chain.list_replicas(stage="b")
     described = await chain.describe()
-    assert [list(stage.replicas) for stage in described.stages if stage.name == "b"] == [list(listed.replicas)]
+    assert [list(stage.replicas) for stage in described.stages if stage.name == "b"] == [list(listed)]
 
 
 async def test_peers_receive_the_name_in_a_replicas_certificate(chain: Mesh) -> None:
@@ -95,10 +91,9 @@ async def test_peers_receive_the_name_in_a_replicas_certificate(chain: Mesh) -> 
 
 async def test_the_server_and_its_replicas_say_what_they_speak(chain: Mesh) -> None:
     server = await _admin(chain).DescribeServer(admin_pb2.DescribeServerRequest(protocol=own_protocol()), timeout=10)
-    replicas = await _admin(chain).ListReplicas(admin_pb2.ListReplicasRequest(), timeout=10)
     assert server.protocol == own_protocol()
     assert server.protocol.software == f"stagemesh {version('stagemesh')}"
-    assert [replica.protocol for replica in replicas.replicas] == [own_protocol()] * 3
+    assert [replica.protocol for replica in await chain.list_replicas()] == [own_protocol()] * 3
 
 
 async def test_the_server_refuses_an_operator_without_a_common_version(chain: Mesh) -> None:
@@ -113,15 +108,13 @@ async def test_an_invalid_page_token_is_rejected(chain: Mesh, token: str) -> Non
 
 
 async def test_replicas_are_filtered_by_stage_and_state(chain: Mesh) -> None:
-    ready = admin_pb2.ListReplicasRequest(stage="b", state=stage_pb2.REPLICA_STATE_READY)
-    asleep = admin_pb2.ListReplicasRequest(stage="b", state=stage_pb2.REPLICA_STATE_ASLEEP)
-    answers = [await _admin(chain).ListReplicas(request, timeout=10) for request in (ready, asleep)]
-    assert [[replica.name for replica in answer.replicas] for answer in answers] == [["b-0"], []]
+    ready = await chain.list_replicas(stage="b", state=stage_pb2.REPLICA_STATE_READY)
+    assert [replica.name for replica in ready] == ["b-0"]
+    assert not await chain.list_replicas(stage="b", state=stage_pb2.REPLICA_STATE_ASLEEP)
 
 
 async def test_an_unknown_replica_state_is_rejected(chain: Mesh) -> None:
-    request = admin_pb2.ListReplicasRequest(state=99)  # type: ignore[arg-type]
-    error = await error_of(_admin(chain).ListReplicas(request, timeout=10))
+    error = await error_of(chain.list_replicas(state=99))
     assert error.message == "unknown replica state 99; states: 1, 2, 3, 4, 5, 6"
 
 
@@ -129,8 +122,8 @@ async def test_loads_are_served_as_last_reported_without_asking_the_replicas(cha
     await _until_all_loads_are_known(chain)
     for stage in chain.stages.values():
         stage.tells_load = False
-    answer = await _admin(chain).ListReplicas(admin_pb2.ListReplicasRequest(), timeout=10)
-    assert {each.name: each.HasField("load") for each in answer.replicas} == {"a-0": True, "b-0": True, "c-0": True}
+    listed = await chain.list_replicas()
+    assert {each.name: each.HasField("load") for each in listed} == {"a-0": True, "b-0": True, "c-0": True}
 
 
 async def test_a_load_report_that_is_overdue_is_listed_with_its_age(
@@ -139,23 +132,16 @@ async def test_a_load_report_that_is_overdue_is_listed_with_its_age(
     await _until_all_loads_are_known(chain)
     monkeypatch.setattr(descriptions, "_OVERDUE_S", 3.0)
     chain.stages["b"].tells_load = False
-    async with asyncio.timeout(20):
-        while True:
-            answer = await _admin(chain).ListReplicas(admin_pb2.ListReplicasRequest(), timeout=10)
-            details = {each.name: each.detail for each in answer.replicas}
-            if details["b-0"]:
-                break
-            await asyncio.sleep(0.2)
+
+    async def read_details() -> dict[str, str]:
+        return {each.name: each.detail for each in await chain.list_replicas()}
+
+    details = await poll(read_details, until=lambda details: details["b-0"] != "")
     assert details == {"a-0": "", "b-0": "last load report 3 s ago", "c-0": ""}
 
 
 async def _until_all_loads_are_known(mesh: Mesh) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            answer = await _admin(mesh).ListReplicas(admin_pb2.ListReplicasRequest(), timeout=10)
-            if all(each.HasField("load") for each in answer.replicas):
-                return
-            await asyncio.sleep(0.05)
+    await poll(mesh.list_replicas, until=lambda listed: all(each.HasField("load") for each in listed))
 
 
 async def test_a_pipelines_status_lists_the_load_of_each_caller(busy: Mesh) -> None:
@@ -310,8 +296,7 @@ async def test_the_error_of_an_unknown_target_lists_the_known_targets(chain: Mes
 
 
 async def test_control_calls_are_forwarded_to_the_named_replica(chain: Mesh) -> None:
-    controls = StageControlServiceStub(chain.admin)
-    answer = await controls.Sleep(control_pb2.SleepRequest(level=2), timeout=10, metadata=TO_B)
+    answer = await _controls(chain).Sleep(control_pb2.SleepRequest(level=2), timeout=10, metadata=TO_B)
     assert list(answer.asleep) == ["weights"]
     assert [request.level for request in chain.stages["b"].controls.slept] == [2]
 
@@ -322,20 +307,17 @@ async def test_control_calls_are_forwarded_to_the_named_replica(chain: Mesh) -> 
 async def test_a_control_call_without_a_known_replica_is_rejected(
     chain: Mesh, metadata: tuple[tuple[str, str], ...], reason: str
 ) -> None:
-    controls = StageControlServiceStub(chain.admin)
-    error = await error_of(controls.Sleep(control_pb2.SleepRequest(level=1), timeout=10, metadata=metadata))
-    assert error.reason == reason
+    call = _controls(chain).Sleep(control_pb2.SleepRequest(level=1), timeout=10, metadata=metadata)
+    assert (await error_of(call)).reason == reason
 
 
 async def test_a_replica_itself_rejects_unsupported_control_calls(chain: Mesh) -> None:
-    controls = StageControlServiceStub(chain.admin)
-    error = await error_of(controls.Wake(control_pb2.WakeRequest(), timeout=10, metadata=TO_B))
+    error = await error_of(_controls(chain).Wake(control_pb2.WakeRequest(), timeout=10, metadata=TO_B))
     assert error.code.name == "UNIMPLEMENTED"
 
 
 async def test_a_forwarded_drain_cannot_bypass_the_check_of_the_last_replica(chain: Mesh) -> None:
-    controls = StageControlServiceStub(chain.admin)
-    error = await error_of(controls.Drain(control_pb2.DrainRequest(), timeout=10, metadata=TO_B))
+    error = await error_of(_controls(chain).Drain(control_pb2.DrainRequest(), timeout=10, metadata=TO_B))
     assert "call AdminService.DrainReplicas" in error.message
     assert chain.stages["b"].description.state == stage_pb2.REPLICA_STATE_READY
 

@@ -40,25 +40,20 @@ class SimulatedClients:
     @property
     def refused(self) -> list[SimulatedRequest]:
         """The requests that were rejected first and accepted later."""
-        return [
-            simulated for simulated in self.requests if simulated.delay_s is not None and simulated.in_s is not None
-        ]
+        return [each for each in self.requests if each.delay_s is not None and each.in_s is not None]
 
     @property
     def queued(self) -> list[SimulatedRequest]:
         """The requests that waited in the queue and then ran."""
-        return [
-            simulated for simulated in self.requests if simulated.recorded.waits_s and simulated.began_s is not None
-        ]
+        return [each for each in self.requests if each.recorded.waits_s and each.began_s is not None]
 
     def run(self, *, for_s: float) -> None:
         """Sends requests for `for_s` seconds, and then waits until all are served."""
         at_s = 0.0
         while (at_s := at_s + self._random.expovariate(self.arrivals_a_second)) < for_s:
-            simulated = SimulatedRequest(
-                RecordedRequest(AdmissionRequest(f"v{len(self.requests)}")), self._duration_s(), at_s
-            )
-            simulated.recorded.on_admitted = partial(self._begin, simulated)
+            recorded = RecordedRequest(AdmissionRequest(f"v{len(self.requests)}"))
+            simulated = SimulatedRequest(recorded, self._duration_s(), at_s)
+            recorded.on_admitted = partial(self._begin, simulated)
             self.requests.append(simulated)
             self._agenda.add(at_s, partial(self._arrive, simulated))
         self._agenda.run(until_s=for_s * 100)
@@ -67,7 +62,6 @@ class SimulatedClients:
         return self._random.expovariate(1 / (0.5 if self._random.random() < 0.8 else 8.0))
 
     def _arrive(self, simulated: SimulatedRequest) -> None:
-        now_s = self.driver.clock.now_s
         try:
             simulated.recorded.entry = self.driver.admission.enter(simulated.recorded.request, simulated.recorded)
         except OverloadedError as exc:
@@ -78,11 +72,8 @@ class SimulatedClients:
                     return
             self._agenda.add(again_s, partial(self._arrive, simulated))
         else:
-            simulated.in_s = now_s
+            simulated.in_s = self.driver.clock.now_s
 
     def _begin(self, simulated: SimulatedRequest) -> None:
         simulated.began_s = self.driver.clock.now_s
-        self._agenda.add(simulated.took_s, partial(self._end, simulated))
-
-    def _end(self, simulated: SimulatedRequest) -> None:
-        self.driver.end(simulated.recorded)
+        self._agenda.add(simulated.took_s, partial(self.driver.end, simulated.recorded))

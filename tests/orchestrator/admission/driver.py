@@ -5,11 +5,12 @@ import itertools
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.admission.admission import Admission
 from stagemesh.orchestrator.admission.queue import AdmissionEntry, AdmissionRequest
-from stagemesh.pipeline import Bounds, Limits
+from stagemesh.pipeline import Limits
 from tests.orchestrator.replicas import Clock
 
 
@@ -24,7 +25,8 @@ class RecordedRequest:
     waits_s: list[float] = field(default_factory=list[float])
     error: StagemeshError | None = None
     on_admitted: Callable[[], None] = lambda: None
-    entry: AdmissionEntry | None = None
+    entry: AdmissionEntry = field(init=False)
+    """The request's entry, once the request has been entered."""
 
     @property
     def name(self) -> str:
@@ -55,48 +57,18 @@ class RecordedRequest:
 class AdmissionDriver:
     """An admission with a clock. `order` contains the names of admitted requests."""
 
-    def __init__(
-        self,
-        max_in_flight: int = 1,
-        *,
-        max_queued: int = 1000,
-        max_in_flight_bytes: int = 1 << 40,
-        max_queued_bytes: int = 1 << 40,
-        per_caller: Bounds | None = None,
-    ) -> None:
-        limits = Limits(
-            max_in_flight=max_in_flight,
-            max_in_flight_bytes=max_in_flight_bytes,
-            max_queued=max_queued,
-            max_queued_bytes=max_queued_bytes,
-            per_caller=per_caller or Bounds(),
-        )
+    def __init__(self, max_in_flight: int = 1, **limits: Any) -> None:
+        """`limits` are further fields of `Limits`. They are high by default."""
+        high: dict[str, Any] = {"max_queued": 1000, "max_in_flight_bytes": 1 << 40, "max_queued_bytes": 1 << 40}
         self.clock = Clock()
-        self.admission = Admission(limits, clock=self.clock)
+        self.admission = Admission(Limits(max_in_flight=max_in_flight, **(high | limits)), clock=self.clock)
         self.order: list[str] = []
         self._numbers = itertools.count()
 
-    def ask(
-        self,
-        name: str = "",
-        *,
-        caller: str = "",
-        priority: int = 0,
-        within_s: float = math.inf,
-        choices: int = 1,
-        input_bytes: int = 0,
-        kind: Hashable = None,
-    ) -> RecordedRequest:
-        """Enters a request. Raises the error if it is rejected."""
-        request = AdmissionRequest(
-            name or f"r{next(self._numbers)}",
-            caller=caller,
-            priority=priority,
-            deadline_s=self.clock.now_s + within_s,
-            choices=choices,
-            input_bytes=input_bytes,
-            kind=kind,
-        )
+    def ask(self, name: str = "", *, within_s: float = math.inf, **fields: Any) -> RecordedRequest:
+        """Enters a request with these fields of `AdmissionRequest`. Raises the error if it is rejected."""
+        name = name or f"r{next(self._numbers)}"
+        request = AdmissionRequest(name, deadline_s=self.clock.now_s + within_s, **fields)
         recorded = RecordedRequest(request)
         recorded.on_admitted = lambda: self.order.append(recorded.name)
         recorded.entry = self.admission.enter(request, recorded)
@@ -105,7 +77,6 @@ class AdmissionDriver:
     def end(self, recorded: RecordedRequest, *, after_s: float = 0.0, made_bytes: int | None = 0) -> None:
         """Ends a running request."""
         self.clock.now_s += after_s
-        assert recorded.entry is not None
         self.admission.release(recorded.entry, made_bytes=made_bytes)
 
     def run_before(self, *, took_s: float, times: int = 60, kind: Hashable = None, made_bytes: int = 0) -> None:

@@ -111,8 +111,7 @@ def test_a_higher_priority_displaces_from_a_full_queue() -> None:
         driver.ask(priority=-1)
 
 
-def test_the_load_of_the_pipeline_and_of_each_caller_is_known() -> None:
-    driver = AdmissionDriver(1)
+def test_the_load_of_the_pipeline_and_of_each_caller_is_known(driver: AdmissionDriver) -> None:
     driver.ask(caller="a", input_bytes=5)
     driver.ask(caller="b", input_bytes=7)
     loads = driver.admission.loads
@@ -121,10 +120,8 @@ def test_the_load_of_the_pipeline_and_of_each_caller_is_known() -> None:
     assert by_caller == [("a", Load(1, 1, 5), Load()), ("b", Load(), Load(1, 1, 7))]
 
 
-def test_callers_without_requests_are_dropped() -> None:
-    driver = AdmissionDriver(1)
+def test_callers_without_requests_are_dropped(driver: AdmissionDriver) -> None:
     running, waiting = driver.ask(caller="a"), driver.ask(caller="b")
-    assert waiting.entry is not None
     driver.admission.withdraw(waiting.entry)
     driver.end(running)
     assert driver.admission.callers == ()
@@ -138,12 +135,9 @@ def test_entries_that_left_the_queue_are_freed(urgent_first: bool) -> None:
     waiting = [driver.ask(within_s=99.0) for _ in range(500)]
     driver.admission.tick()
     driver.admission.tick()
-    gone = [weakref.ref(recorded.entry) for recorded in waiting if recorded.entry is not None]
+    gone = [weakref.ref(recorded.entry) for recorded in waiting]
     while waiting:
-        entry = waiting.pop().entry
-        assert entry is not None
-        driver.admission.withdraw(entry)
-    entry = None
+        driver.admission.withdraw(waiting.pop().entry)
     for _ in range(3 if here else 1):
         driver.admission.tick()
     gc.collect()
@@ -151,8 +145,7 @@ def test_entries_that_left_the_queue_are_freed(urgent_first: bool) -> None:
     assert all(recorded.waits for recorded in here)
 
 
-def test_closing_rejects_waiting_requests_only() -> None:
-    driver = AdmissionDriver(1)
+def test_closing_rejects_waiting_requests_only(driver: AdmissionDriver) -> None:
     running, waiting = driver.ask(), [driver.ask(caller=caller) for caller in "ab"]
     driver.admission.close(UnavailableError("it stops"))
     assert (running.runs, [str(recorded.error) for recorded in waiting]) == (True, ["it stops"] * 2)
@@ -201,9 +194,8 @@ _ASKS = st.fixed_dictionaries(
 @settings(deadline=None)
 @given(st.lists(st.one_of(_ASKS, st.sampled_from(["end", "leave", "tick"])), max_size=120))
 def test_limits_hold_for_any_sequence_of_arrivals_and_ends(steps: list[dict[str, Any] | str]) -> None:
-    driver = AdmissionDriver(
-        4, max_queued=6, max_in_flight_bytes=100, max_queued_bytes=90, per_caller=Bounds(max_in_flight=3)
-    )
+    per_caller = Bounds(max_in_flight=3)
+    driver = AdmissionDriver(4, max_queued=6, max_in_flight_bytes=100, max_queued_bytes=90, per_caller=per_caller)
     here: list[RecordedRequest] = []
     for number, step in enumerate(steps):
         driver.clock.now_s += 0.5
@@ -225,7 +217,6 @@ def _take_away(driver: AdmissionDriver, recorded: RecordedRequest, here: list[Re
     if recorded.runs:
         driver.end(recorded)
     else:
-        assert recorded.entry is not None
         driver.admission.withdraw(recorded.entry)
 
 

@@ -1,7 +1,6 @@
 """Tests of admission through the whole orchestrator."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,9 +9,9 @@ import pytest
 
 from stagemesh.common.errors import CancelledRequestError, DeadlineError, OverloadedError, UnavailableError
 from stagemesh.orchestrator.request import lifecycle
-from stagemesh.v1 import orchestrator_pb2, stage_pb2
-from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh, texts
-from tests.orchestrator.scripted_stage import Response, Script, ScriptedStage, hang, say_hello
+from stagemesh.v1 import orchestrator_pb2
+from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh, poll, texts
+from tests.orchestrator.scripted_stage import after, hang
 from tests.rpc.call_errors import error_of
 
 if TYPE_CHECKING:
@@ -22,24 +21,10 @@ ONE = CHAIN + "limits: {max_in_flight: 1}\n"
 ONE_WITHOUT_QUEUE = CHAIN + "limits: {max_in_flight: 1, max_queued: 0}\n"
 
 
-def _once(gate: asyncio.Event) -> Script:
-    """Returns a script that answers when the gate is open."""
-
-    async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-        stage.started.set()
-        await gate.wait()
-        async for response in say_hello(stage, request):
-            yield response
-
-    return script
-
-
 async def _queued(chain: Mesh, **fields: str) -> "Call":
     """Returns a call that waits for a running one."""
     call = chain.stub.Generate(ask(**fields), timeout=20)
-    async for event in call:
-        assert event.HasField("queued")
-        break
+    assert (await anext(aiter(call))).HasField("queued")
     return call
 
 
@@ -50,9 +35,7 @@ async def _running(chain: Mesh) -> "Call":
 
 
 async def _until_queued(chain: Mesh, count: int) -> None:
-    async with asyncio.timeout(2):
-        while (await chain.describe()).queued != count:
-            await asyncio.sleep(0.01)
+    await poll(chain.describe, until=lambda description: description.queued == count, timeout_s=2)
 
 
 async def test_a_request_beyond_the_limits_receives_a_retry_delay(tmp_path: Path) -> None:
@@ -78,7 +61,7 @@ async def test_a_request_that_cannot_be_planned_holds_nothing(tmp_path: Path, mo
 
 async def test_a_waiting_request_receives_its_position_and_runs_in_its_turn(tmp_path: Path) -> None:
     gate = asyncio.Event()
-    async with mesh(tmp_path, ONE, scripts={"c": _once(gate)}) as chain:
+    async with mesh(tmp_path, ONE, scripts={"c": after(gate)}) as chain:
         first = await _running(chain)
         second = chain.stub.Generate(ask(request_id="r1"), timeout=20)
         await _until_queued(chain, 1)
@@ -112,7 +95,7 @@ async def test_a_waiting_request_can_be_cancelled(tmp_path: Path) -> None:
 
 async def test_a_second_call_attaches_to_a_waiting_request(tmp_path: Path) -> None:
     gate = asyncio.Event()
-    async with mesh(tmp_path, ONE, scripts={"c": _once(gate)}) as chain:
+    async with mesh(tmp_path, ONE, scripts={"c": after(gate)}) as chain:
         running = await _running(chain)
         first, second = await _queued(chain, request_id="r1"), await _queued(chain, request_id="r1")
         assert (await chain.describe()).queued == 1
@@ -138,7 +121,7 @@ async def test_stopping_rejects_waiting_requests_with_a_retryable_error(tmp_path
 async def test_a_request_rejected_from_the_queue_may_use_its_id_again(tmp_path: Path) -> None:
     gate = asyncio.Event()
     limited = CHAIN + "limits: {max_in_flight: 1, max_queued: 1}\n"
-    async with mesh(tmp_path, limited, scripts={"c": _once(gate)}) as chain:
+    async with mesh(tmp_path, limited, scripts={"c": after(gate)}) as chain:
         running, pushed_out = await _running(chain), await _queued(chain, request_id="r1")
         other = chain.stub.Generate(ask(priority=1), timeout=20)
         assert isinstance(await error_of(pushed_out), OverloadedError)
@@ -165,9 +148,7 @@ async def test_limits_per_caller_apply_to_each_caller_separately(tmp_path: Path)
         await chain.stages["c"].started.wait()
         error = await chain.failure(caller="a")
         calls.append(chain.stub.Generate(ask(caller="b"), timeout=20))
-        async for event in calls[1]:
-            assert event.HasField("admitted")
-            break
+        assert (await anext(aiter(calls[1]))).HasField("admitted")
         for call in calls:
             call.cancel()
     assert (type(error), error.reason) == (OverloadedError, "CALLER_LIMIT")

@@ -13,8 +13,7 @@ from tests.orchestrator.admission.driver import AdmissionDriver
 from tests.rpc.call_errors import raises
 
 
-def test_a_request_with_less_time_than_the_fastest_is_rejected_on_arrival() -> None:
-    driver = AdmissionDriver()
+def test_a_request_with_less_time_than_the_fastest_is_rejected_on_arrival(driver: AdmissionDriver) -> None:
     driver.run_before(took_s=8.0)
     with raises(DeadlineError, reason="DEADLINE_UNREACHABLE", match=r"fastest recent request of its kind took 8\.0 s"):
         driver.ask(within_s=3.0)
@@ -27,29 +26,25 @@ def test_durations_of_another_kind_are_ignored() -> None:
     assert driver.ask(within_s=0.1, kind="short").runs
 
 
-def test_few_samples_reject_no_request() -> None:
-    driver = AdmissionDriver()
+def test_few_samples_reject_no_request(driver: AdmissionDriver) -> None:
     driver.run_before(took_s=8.0, times=7)
     assert driver.ask(within_s=0.1).runs
 
 
-def test_the_fastest_of_different_durations_counts() -> None:
-    driver = AdmissionDriver()
+def test_the_fastest_of_different_durations_counts(driver: AdmissionDriver) -> None:
     for _ in range(8):
         driver.run_before(took_s=60.0, times=3)
         driver.run_before(took_s=0.2, times=1)
     assert driver.ask(within_s=1.0).runs
 
 
-def test_old_samples_reject_no_request() -> None:
-    driver = AdmissionDriver()
+def test_old_samples_reject_no_request(driver: AdmissionDriver) -> None:
     driver.run_before(took_s=8.0)
     driver.clock.now_s += 61.0
     assert driver.ask(within_s=0.1).runs
 
 
-def test_a_request_with_less_time_than_its_wait_is_rejected_on_arrival() -> None:
-    driver = AdmissionDriver()
+def test_a_request_with_less_time_than_its_wait_is_rejected_on_arrival(driver: AdmissionDriver) -> None:
     driver.run_before(took_s=1.0)
     for _ in range(50):
         driver.ask()
@@ -58,15 +53,13 @@ def test_a_request_with_less_time_than_its_wait_is_rejected_on_arrival() -> None
     assert driver.ask(within_s=30.0, priority=-1).waits
 
 
-def test_a_guessed_wait_rejects_no_request() -> None:
-    driver = AdmissionDriver()
+def test_a_guessed_wait_rejects_no_request(driver: AdmissionDriver) -> None:
     for _ in range(50):
         driver.ask()
     assert driver.ask(within_s=1.0, priority=-1).waits
 
 
-def test_the_expected_wait_depends_on_the_position_in_the_queue() -> None:
-    driver = AdmissionDriver()
+def test_the_expected_wait_depends_on_the_position_in_the_queue(driver: AdmissionDriver) -> None:
     driver.run_before(took_s=1.0)
     for _ in range(50):
         driver.ask()
@@ -74,8 +67,7 @@ def test_the_expected_wait_depends_on_the_position_in_the_queue() -> None:
     assert (urgent.waits, urgent.positions) == (True, [1])
 
 
-def test_a_waiting_request_that_becomes_late_is_rejected() -> None:
-    driver = AdmissionDriver()
+def test_a_waiting_request_that_becomes_late_is_rejected(driver: AdmissionDriver) -> None:
     driver.run_before(took_s=4.0)
     driver.ask()
     waiting = driver.ask(within_s=10.0)
@@ -88,8 +80,7 @@ def test_a_waiting_request_that_becomes_late_is_rejected() -> None:
     assert (waiting.error.reason, driver.admission.loads.waiting.requests) == ("DEADLINE_UNREACHABLE", 0)
 
 
-def test_a_late_request_is_rejected_in_its_turn() -> None:
-    driver = AdmissionDriver()
+def test_a_late_request_is_rejected_in_its_turn(driver: AdmissionDriver) -> None:
     driver.run_before(took_s=4.0)
     running, hopeless, other = driver.ask(), driver.ask(within_s=10.0), driver.ask()
     driver.end(running, after_s=9.0)
@@ -109,8 +100,7 @@ def test_a_waiting_request_receives_its_position_and_expected_wait() -> None:
     assert (first.runs, second.positions) == (True, [2, 1])
 
 
-def test_an_unchanged_position_is_reported_once() -> None:
-    driver = AdmissionDriver()
+def test_an_unchanged_position_is_reported_once(driver: AdmissionDriver) -> None:
     driver.ask()
     waiting = driver.ask()
     for _ in range(5):

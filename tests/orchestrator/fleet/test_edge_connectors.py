@@ -21,7 +21,7 @@ from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.pipeline import Edge
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
-from tests.orchestrator.mesh import CHAIN, Mesh, mesh, texts, until_health
+from tests.orchestrator.mesh import CHAIN, Mesh, mesh, poll, texts, until_health
 
 FIXED = CHAIN.replace("{from: a, to: b}", "{from: a, to: b, connector: nixl}")
 BROKEN = NotReadyError(
@@ -29,6 +29,7 @@ BROKEN = NotReadyError(
     reason="CONNECTOR_UNAVAILABLE",
 )
 _EDGE = Edge(name="a->b", producer="a", consumer="b", connector="nixl")
+_SHM_EDGE = Edge(name="a->b", producer="a", consumer="b", connector="shm")
 GONE = UnavailableError("b-0 is out of reach")
 
 
@@ -37,12 +38,10 @@ async def _link(chain: Mesh) -> orchestrator_pb2.EdgeLink:
 
 
 async def _until_rejected(chain: Mesh) -> orchestrator_pb2.EdgeLink:
-    async with asyncio.timeout(10):
-        while True:
-            links = (await chain.describe()).edges[0].links
-            if links and links[0].HasField("error"):
-                return links[0]
-            await asyncio.sleep(0.01)
+    described = await poll(
+        chain.describe, until=lambda seen: any(link.HasField("error") for link in seen.edges[0].links), timeout_s=10
+    )
+    return described.edges[0].links[0]
 
 
 class _Answering:
@@ -69,9 +68,11 @@ def _replica(name: str, client: _Answering | None = None, *, host: str = "") -> 
 
 
 @asynccontextmanager
-async def _probing(edge: Edge = _EDGE) -> AsyncGenerator[tuple[EdgeConnectors, Notifier]]:
-    """Runs the task that probes the links of an edge. The notifier fires when a link was probed."""
+async def _probing(*replicas: Replica, edge: Edge = _EDGE) -> AsyncGenerator[tuple[EdgeConnectors, Notifier]]:
+    """Runs the task that probes the links of an edge between replicas. The notifier fires when a link was probed."""
     links, changed = EdgeConnectors((edge,)), Notifier()
+    for replica in replicas:
+        links.join(replica)
     task = asyncio.create_task(links.probe_links(on_change=changed.fire))
     try:
         async with asyncio.timeout(5):
@@ -79,11 +80,6 @@ async def _probing(edge: Edge = _EDGE) -> AsyncGenerator[tuple[EdgeConnectors, N
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def _join(links: EdgeConnectors, *replicas: Replica) -> None:
-    for replica in replicas:
-        links.join(replica)
 
 
 async def _until(changed: Notifier, condition: Callable[[], bool]) -> None:
@@ -167,8 +163,7 @@ async def test_replica_that_was_unreachable_is_probed_again(chain: Mesh) -> None
 
 
 async def test_a_replica_that_joins_does_not_stop_the_others() -> None:
-    async with _probing() as (links, changed):
-        _join(links, _replica("a-0"), _replica("b-0"))
+    async with _probing(_replica("a-0"), _replica("b-0")) as (links, changed):
         assert not links.are_ready([_EDGE])
         await changed.wait()
         assert links.are_ready([_EDGE])
@@ -182,8 +177,7 @@ async def test_a_replica_that_joins_does_not_stop_the_others() -> None:
 
 async def test_a_replica_that_left_has_no_links() -> None:
     replicas = [_replica(name) for name in ("a-0", "a-1", "b-0", "b-1")]
-    async with _probing() as (links, changed):
-        _join(links, *replicas)
+    async with _probing(*replicas) as (links, changed):
         await changed.wait()
         for replica in replicas:
             links.leave(replica)
@@ -207,9 +201,8 @@ async def test_closing_the_client_fails_a_probe_that_runs() -> None:
 
 async def test_links_grow_with_the_replicas_and_not_with_their_pairs() -> None:
     before = len(asyncio.all_tasks())
-    async with _probing() as (links, _):
-        for number in range(100):
-            _join(links, _replica(f"a-{number}"), _replica(f"b-{number}"))
+    replicas = [_replica(f"{stage}-{number}") for number in range(100) for stage in "ab"]
+    async with _probing(*replicas) as (links, _):
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) - before < 20
     assert 100 <= len(links.links_of(_EDGE)) <= 200 * PARTNERS
@@ -218,7 +211,8 @@ async def test_links_grow_with_the_replicas_and_not_with_their_pairs() -> None:
 async def test_a_replica_whose_partners_all_left_gets_others() -> None:
     links = EdgeConnectors((_EDGE,), partners=1)
     one, *others = (_replica(name) for name in ("a-0", "b-0", "b-1"))
-    _join(links, *others, one)
+    for replica in (*others, one):
+        links.join(replica)
     links.leave(links.links_of(_EDGE)[0].consumer)
     assert [link.producer for link in links.links_of(_EDGE)] == [one]
 
@@ -226,10 +220,8 @@ async def test_a_replica_whose_partners_all_left_gets_others() -> None:
 async def test_a_joining_replica_whose_fixed_connector_cannot_work_gets_no_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    producer = _Answering("b-1")
     good, broken = _replica("b-0"), _replica("b-1")
-    async with _probing() as (links, changed):
-        _join(links, _replica("a-0", producer), good)
+    async with _probing(_replica("a-0", _Answering("b-1")), good) as (links, changed):
         await changed.wait()
         links.join(broken)
         assert broken.state is ReplicaState.LOADING
@@ -242,10 +234,8 @@ async def test_a_joining_replica_whose_fixed_connector_cannot_work_gets_no_reque
 
 
 async def test_a_joining_replica_gets_requests_once_its_fixed_connector_is_known_to_work() -> None:
-    producer = _Answering()
-    late = _replica("b-1")
-    async with _probing() as (links, changed):
-        _join(links, _replica("a-0", producer), _replica("b-0"))
+    producer, late = _Answering(), _replica("b-1")
+    async with _probing(_replica("a-0", producer), _replica("b-0")) as (links, changed):
         await changed.wait()
         producer.gate.clear()
         links.join(late)
@@ -257,33 +247,28 @@ async def test_a_joining_replica_gets_requests_once_its_fixed_connector_is_known
 
 
 async def test_a_fixed_shm_edge_links_only_replicas_of_one_host() -> None:
-    edge = Edge(name="a->b", producer="a", consumer="b", connector="shm")
     pods = [[_replica(f"{stage}-{number}", host=f"pod-{number}") for stage in "ab"] for number in range(2)]
-    async with _probing(edge) as (links, changed):
-        _join(links, *pods[0], *pods[1])
-        await _until(changed, lambda: all(link.is_answered for link in links.links_of(edge)))
-        assert [[link.producer, link.consumer] for link in links.links_of(edge)] == pods
+    async with _probing(*pods[0], *pods[1], edge=_SHM_EDGE) as (links, changed):
+        await _until(changed, lambda: all(link.is_answered for link in links.links_of(_SHM_EDGE)))
+        assert [[link.producer, link.consumer] for link in links.links_of(_SHM_EDGE)] == pods
         assert {replica.state for pod in pods for replica in pod} == {ReplicaState.READY}
 
 
 async def test_a_replica_whose_shm_partner_left_gets_no_requests_until_another_is_on_its_host() -> None:
-    edge = Edge(name="a->b", producer="a", consumer="b", connector="shm")
     here, left, there, stays = (_replica(name, host=name[-1]) for name in ("a-0", "b-0", "a-1", "b-1"))
-    async with _probing(edge) as (links, changed):
-        _join(links, here, left, there, stays)
-        await _until(changed, lambda: all(link.is_answered for link in links.links_of(edge)))
+    async with _probing(here, left, there, stays, edge=_SHM_EDGE) as (links, changed):
+        await _until(changed, lambda: all(link.is_answered for link in links.links_of(_SHM_EDGE)))
         links.leave(left)
         assert (here.state, there.state) == (ReplicaState.LOADING, ReplicaState.READY)
         assert here.detail == "edge a->b uses shm, and no replica of stage 'b' is ready on its host"
-        assert links.are_ready([edge])
+        assert links.are_ready([_SHM_EDGE])
         links.join(_replica("b-2", host="0"))
         await _until(changed, lambda: here.state is ReplicaState.READY)
 
 
 async def test_the_working_replica_serves_even_if_the_broken_one_came_first() -> None:
     broken, working = _replica("a-0", _Answering("b-0")), _replica("a-1")
-    async with _probing() as (links, changed):
-        _join(links, broken, _replica("b-0"))
+    async with _probing(broken, _replica("b-0")) as (links, changed):
         await changed.wait()
         assert not links.are_ready([_EDGE])
         with pytest.raises(NotReadyError, match="cannot be used"):
@@ -295,11 +280,8 @@ async def test_the_working_replica_serves_even_if_the_broken_one_came_first() ->
 
 
 async def test_a_broken_replica_blames_no_replica_that_joins_later() -> None:
-    first = _replica("a-0")
-    broken = _replica("a-1", _Answering("b-0", "b-1"))
-    late = _replica("b-1")
-    async with _probing() as (links, changed):
-        _join(links, first, _replica("b-0"))
+    broken, late = _replica("a-1", _Answering("b-0", "b-1")), _replica("b-1")
+    async with _probing(_replica("a-0"), _replica("b-0")) as (links, changed):
         await _until(changed, lambda: links.are_ready([_EDGE]))
         links.join(broken)
         await _until(changed, lambda: broken.state is ReplicaState.FAILED)
@@ -310,10 +292,8 @@ async def test_a_broken_replica_blames_no_replica_that_joins_later() -> None:
 
 
 async def test_the_pipeline_stops_serving_if_only_a_broken_replica_remains() -> None:
-    good = _replica("b-0")
-    broken = _replica("b-1")
-    async with _probing() as (links, changed):
-        _join(links, _replica("a-0", _Answering("b-1")), good, broken)
+    good, broken = _replica("b-0"), _replica("b-1")
+    async with _probing(_replica("a-0", _Answering("b-1")), good, broken) as (links, changed):
         await _until(changed, lambda: broken.state is ReplicaState.FAILED)
         links.leave(good)
         assert not links.are_ready([_EDGE])

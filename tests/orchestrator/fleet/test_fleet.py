@@ -82,6 +82,12 @@ class _World(World):
         for member in self.members.values():
             listener.join(member)
 
+    async def start(self, endpoint: str, name: str = "", **description: Any) -> None:
+        """Starts a replica of stage b that describes itself so."""
+        self.fleet.join(Member("b", endpoint, name))
+        self.stages[endpoint].description.MergeFrom(stage_pb2.DescribeResponse(**description))
+        await asyncio.sleep(0.1)
+
     async def upgrade(self, stages: str, *, generation: str) -> None:
         """Starts a replica of another generation in each of these stages."""
         for stage in stages:
@@ -250,17 +256,13 @@ async def test_an_engine_that_failed_ends_its_replica(world: _World) -> None:
 @pytest.mark.parametrize("known_as", ["", "b-6"], ids=["by its address", "where another one was"])
 @_played
 async def test_a_replica_takes_the_name_that_it_reports(world: _World, known_as: str) -> None:
-    world.fleet.join(Member("b", "10.0.0.1:7", known_as))
-    world.stages["10.0.0.1:7"].description.replica = "b-7"
-    await asyncio.sleep(0.1)
+    await world.start("10.0.0.1:7", known_as, replica="b-7")
     assert [replica.name for replica in world.fleet.replicas["b"]] == ["b-0", "b-7"]
 
 
 @_played
 async def test_a_second_replica_of_a_name_is_rejected(world: _World, caplog: pytest.LogCaptureFixture) -> None:
-    world.fleet.join(Member("b", "10.0.0.1:7"))
-    world.stages["10.0.0.1:7"].description.replica = "b-0"
-    await asyncio.sleep(0.1)
+    await world.start("10.0.0.1:7", replica="b-0")
     second = world.fleet.replicas["b"][1]
     assert second.state is ReplicaState.FAILED
     assert second.detail == "refused: the replica at h:b is also named b-0; rename one of them"
@@ -274,8 +276,7 @@ async def test_a_joining_replica_whose_fixed_connector_cannot_work_is_never_plan
     world: _World, pipeline: Pipeline
 ) -> None:
     world.stages["h:a"].refused_consumers.add("b-1")
-    world.fleet.join(Member("b", "h:late", "b-1"))
-    await asyncio.sleep(0.1)
+    await world.start("h:late", "b-1")
     good, broken = world.fleet.replicas["b"]
     assert world.fleet.ready
     assert (broken.name, broken.state) == ("b-1", ReplicaState.FAILED)
@@ -333,8 +334,7 @@ async def test_a_new_generation_stays_withheld_while_the_former_one_recovers(wor
 @_played
 async def test_a_replica_that_answers_for_another_stage_is_not_used(world: _World, pipeline: Pipeline) -> None:
     """After an upgrade that moves ports, a stage may listen at the port at which another one listened before."""
-    world.fleet.join(Member("b", "h:moved", "c-1"))
-    world.stages["h:moved"].description.stage = "c"
+    await world.start("h:moved", "c-1", stage="c")
     await asyncio.sleep(1)
     moved = world.fleet.replicas["b"][1]
     assert (moved.state, moved.detail) == (ReplicaState.FAILED, "refused: its stage is c, expected b")
@@ -345,8 +345,6 @@ async def test_a_replica_that_answers_for_another_stage_is_not_used(world: _Worl
 
 @_played
 async def test_a_replica_of_another_pipeline_receives_no_verdict(world: _World) -> None:
-    world.fleet.join(Member("b", "h:other", "other"))
-    world.stages["h:other"].description.pipeline = "another"
-    await asyncio.sleep(0.1)
+    await world.start("h:other", "other", pipeline="another")
     assert world.fleet.replicas["b"][1].is_refused
     assert world.stages["h:other"].verdicts == []

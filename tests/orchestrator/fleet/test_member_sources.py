@@ -78,16 +78,9 @@ async def _registering(
 
 
 def _identity(chain: Pipeline, /, **fields: object) -> membership_pb2.ReplicaIdentity:
-    known: dict[str, object] = {
-        "protocol": own_protocol(),
-        "pipeline": chain.name,
-        "generation": chain.generation,
-        "stage": "b",
-        "replica": "b-0",
-        "incarnation": "one",
-        "endpoint": "h:1",
-    }
-    return membership_pb2.ReplicaIdentity(**{**known, **fields})  # type: ignore[arg-type]
+    fitting = {"protocol": own_protocol(), "pipeline": chain.name, "generation": chain.generation}
+    listed = {"stage": "b", "replica": "b-0", "incarnation": "one", "endpoint": "h:1"}
+    return membership_pb2.ReplicaIdentity(**{**fitting, **listed, **fields})  # type: ignore[arg-type]
 
 
 async def test_listed_members_are_reported() -> None:

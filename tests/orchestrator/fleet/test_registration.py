@@ -2,20 +2,20 @@
 
 import asyncio
 import signal
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.stage_process import OrchestratorAddress, StageConfig
 from stagemesh.common.wire.versions import own_protocol
+from stagemesh.conformance.replicas import until
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
 from stagemesh.orchestrator.service import serving
 from stagemesh.pipeline import Pipeline
@@ -24,7 +24,8 @@ from stagemesh.rpc.handlers import answering
 from stagemesh.rpc.server import Server
 from stagemesh.services.stage.registration import registered
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
-from tests.orchestrator.mesh import ask, serve, texts, until_health
+from tests.children import config_command
+from tests.orchestrator.mesh import ask, poll, serve, texts, until_health
 from tests.orchestrator.scripted_stage import ScriptedStage
 
 
@@ -45,9 +46,7 @@ class _Orchestrator:
 
     async def until(self, *names: str) -> None:
         """Waits until stage b has exactly these replicas."""
-        async with asyncio.timeout(20):
-            while [*await self.replicas()] != [*names]:
-                await asyncio.sleep(0.02)
+        await poll(self.replicas, until=lambda seen: [*seen] == [*names])
 
 
 @asynccontextmanager
@@ -98,9 +97,7 @@ def _config(pipeline: Pipeline, stage: str, *orchestrators: str) -> StageConfig:
 
 
 async def _until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
-    async with asyncio.timeout(20):
-        while not any(text in record.getMessage() for record in caplog.records):
-            await asyncio.sleep(0.02)
+    await until(lambda: any(text in message for message in caplog.messages), timeout_s=20)
 
 
 async def test_stages_that_register_serve(orchestrator: _Orchestrator, pipeline: Pipeline) -> None:
@@ -158,9 +155,7 @@ class _Silent(membership_pb2_grpc.MembershipServiceServicer):
         self.asked = asyncio.Event()
 
     async def Register(
-        self,
-        request_iterator: AsyncIterator[membership_pb2.RegisterRequest],
-        context: "grpc.aio.ServicerContext[membership_pb2.RegisterRequest, membership_pb2.RegisterResponse]",
+        self, request_iterator: AsyncIterator[membership_pb2.RegisterRequest], context: Any
     ) -> AsyncIterator[membership_pb2.RegisterResponse]:
         async with answering(context):
             await anext(request_iterator)
@@ -220,8 +215,8 @@ async def test_an_unreachable_address_is_not_advertised(pipeline: Pipeline) -> N
 async def test_a_stage_process_registers_and_leaves_at_sigterm(
     orchestrator: _Orchestrator, pipeline: Pipeline, tmp_path: Path
 ) -> None:
-    (tmp_path / "stage.json").write_bytes(dump_config(_config(pipeline, "b", orchestrator.endpoint)))
-    command = (sys.executable, "-m", "stagemesh.services.stage", "--config", str(tmp_path / "stage.json"))
+    config = _config(pipeline, "b", orchestrator.endpoint)
+    command = config_command("stagemesh.services.stage", config, tmp_path / "stage.json")
     process = await asyncio.create_subprocess_exec(*command)
     try:
         await orchestrator.until("b-0")

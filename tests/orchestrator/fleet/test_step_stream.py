@@ -77,6 +77,18 @@ async def _calling(
         await server.stop(grace_s=0)
 
 
+def _until_set(end: asyncio.Event) -> Script:
+    """Returns a script that finishes when the event is set. A step of the request `short` finishes at once."""
+
+    async def wait(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        yield ACCEPTED
+        if request.request_id != "short":
+            await end.wait()
+        yield FINISHED
+
+    return wait
+
+
 async def _fail(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
     yield ACCEPTED
     if request.request_id == "bad":
@@ -143,11 +155,8 @@ async def test_cancelling_a_call_cancels_its_step_and_no_other(minimal: bool) ->
 
 
 async def test_an_error_of_take_ends_the_step() -> None:
-    def refuse(event: Response) -> None:
-        raise UnavailableError(f"{event.WhichOneof('event')} is not wanted", reason="NOT_WANTED")
-
     async with _calling(hang) as caller:
-        error = await caller.fails("r", take=refuse)
+        error = await caller.fails("r", take=_Held().take)
         await caller.until_running(0)
     assert (error.message, error.reason) == ("accepted is not wanted", "NOT_WANTED")
 
@@ -167,18 +176,12 @@ async def test_a_replica_that_terminates_loses_its_steps_and_is_called_over_a_ne
 async def test_a_stream_whose_end_is_announced_is_closed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     # The replica must not end the stream first.
     monkeypatch.setattr(servicer, "_READ_S", 60.0)
-    go_on = asyncio.Event()
-
-    async def wait(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-        yield ACCEPTED
-        await go_on.wait()
-        yield FINISHED
-
-    async with _calling(wait) as caller:
+    end = asyncio.Event()
+    async with _calling(_until_set(end)) as caller:
         running = [asyncio.create_task(caller.run(name)) for name in ("one", "two")]
         await caller.until_running(2)
         caller.stage.closing.set()
-        go_on.set()
+        end.set()
         await asyncio.gather(*running)
         steps = caller.client._steps
         await until(lambda: steps is not None and steps.is_closed and not caller.stage.open_streams, timeout_s=BOUND_S)
@@ -200,15 +203,8 @@ async def test_a_stream_without_steps_ends_and_is_replaced(monkeypatch: pytest.M
 
 async def test_a_stream_with_a_long_step_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_stream, "_IDLE_S", 0.0)
-    go_on = asyncio.Event()
-
-    async def wait(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-        yield ACCEPTED
-        if request.request_id == "long":
-            await go_on.wait()
-        yield FINISHED
-
-    async with _calling(wait) as caller:
+    end = asyncio.Event()
+    async with _calling(_until_set(end)) as caller:
         long = asyncio.create_task(caller.run("long"))
         await caller.until_running(1)
         await caller.run("short")
@@ -216,7 +212,7 @@ async def test_a_stream_with_a_long_step_stays_open(monkeypatch: pytest.MonkeyPa
         assert steps is not None
         steps._end_if_idle()
         assert not steps.is_closed
-        go_on.set()
+        end.set()
         await long
         await until(lambda: steps.is_closed and not caller.stage.open_streams, timeout_s=BOUND_S)
     assert caller.stage.streams == 1
@@ -258,10 +254,10 @@ async def test_a_step_cancelled_before_it_was_sent_never_starts() -> None:
 
 
 class _Held:
-    """An object that a step refers to while it runs."""
+    """An object that a step refers to while it runs. It refuses each event."""
 
     def take(self, event: Response) -> None:
-        raise UnavailableError(f"{event.WhichOneof('event')} is not wanted")
+        raise UnavailableError(f"{event.WhichOneof('event')} is not wanted", reason="NOT_WANTED")
 
 
 @pytest.mark.usefixtures("no_collector")

@@ -47,12 +47,6 @@ def _policy(plan: Plan, **given: object) -> ChunkPolicy:
     return plan.route.edges[1].policy
 
 
-def _pace(plan: Plan) -> PlayoutPace | None:
-    policy = _policy(plan)
-    assert isinstance(policy, FramesPolicy)
-    return policy.pace
-
-
 @pytest.mark.parametrize(
     ("chunk", "given", "policy"),
     [
@@ -86,12 +80,14 @@ def test_the_policy_contains_the_measured_pace_of_both_replicas(tmp_path: Path) 
 def test_a_replica_with_other_requests_may_let_a_chunk_wait_for_two_calls(tmp_path: Path) -> None:
     plan = _plan(tmp_path, "{frames: 25, initial_frames: 2, ramp: auto}", costs_s=CPU_S, delay_s=0.02)
     plan.steps["vocoder"].replica.load.place()
-    assert _pace(plan) == PlayoutPace(0.01, 0.08, CPU_S, reserve_s=0.005 + 0.02 + 2 * CPU_S[32])
+    pace = PlayoutPace(0.01, 0.08, CPU_S, reserve_s=0.005 + 0.02 + 2 * CPU_S[32])
+    assert _policy(plan) == FramesPolicy(25, (2, 4, 8, 16), pace=pace)
 
 
 def test_a_chunk_is_ready_earlier_by_the_audio_that_the_consumer_retains(tmp_path: Path) -> None:
-    chunk = "{frames: 25, initial_frames: 2, ramp: auto}"
-    assert _pace(_plan(tmp_path, chunk, costs_s=GPU_S, delay_s=0.025)) == PlayoutPace(0.01, 0.08, GPU_S, 0.005 + 0.025)
+    plan = _plan(tmp_path, "{frames: 25, initial_frames: 2, ramp: auto}", costs_s=GPU_S, delay_s=0.025)
+    pace = PlayoutPace(0.01, 0.08, GPU_S, reserve_s=0.005 + 0.025)
+    assert _policy(plan) == FramesPolicy(25, (2, 4, 8, 16), pace=pace)
 
 
 @pytest.mark.parametrize("delay_s", [float("nan"), float("inf"), -0.1])

@@ -110,19 +110,19 @@ def test_work_decreases_with_time(load: LoadEstimate, clock: Clock) -> None:
     assert load.work_s == 0
 
 
-@pytest.mark.parametrize(
-    ("placed", "reports", "placed_later", "work_s"),
-    [
-        pytest.param(0, [(3.0, 2)], 1, 4.5, id="a request placed since the report counts as one step"),
-        pytest.param(3, [(3.0, 3)], 0, 3.0, id="requests in the report count once"),
-        pytest.param(3, [(1.0, 1)], 0, 3.0, id="requests that the report cannot contain still count"),
-        pytest.param(0, [(0.0, 4)], 0, 4.0, id="steps are counted if the engine does not estimate"),
-        pytest.param(0, [(0.0, 4), (0.0, 0)], 0, 0.0, id="an engine that does not estimate may have no steps"),
-        pytest.param(0, [(2.0, 1), (0.0, 4)], 0, 0.0, id="an engine that estimates may report no work"),
-        pytest.param(0, [(3.0, 2), (math.nan, 2)], 1, 1.5, id="an estimate that is not a number is ignored"),
-        pytest.param(0, [(3.0, 2), (math.inf, 2)], 1, 1.5, id="an infinite estimate is ignored"),
-    ],
-)
+_WORK = {
+    "a request placed since the report counts as one step": (0, [(3.0, 2)], 1, 4.5),
+    "requests in the report count once": (3, [(3.0, 3)], 0, 3.0),
+    "requests that the report cannot contain still count": (3, [(1.0, 1)], 0, 3.0),
+    "steps are counted if the engine does not estimate": (0, [(0.0, 4)], 0, 4.0),
+    "an engine that does not estimate may have no steps": (0, [(0.0, 4), (0.0, 0)], 0, 0.0),
+    "an engine that estimates may report no work": (0, [(2.0, 1), (0.0, 4)], 0, 0.0),
+    "an estimate that is not a number is ignored": (0, [(3.0, 2), (math.nan, 2)], 1, 1.5),
+    "an infinite estimate is ignored": (0, [(3.0, 2), (math.inf, 2)], 1, 1.5),
+}
+
+
+@pytest.mark.parametrize(("placed", "reports", "placed_later", "work_s"), _WORK.values(), ids=_WORK)
 def test_the_work_follows_from_reports_and_placed_requests(
     load: LoadEstimate, placed: int, reports: list[tuple[float, int]], placed_later: int, work_s: float
 ) -> None:

@@ -33,11 +33,8 @@ def test_time_jumps_to_the_next_timer() -> None:
 
 
 def test_waiting_without_a_timer_is_an_error() -> None:
-    async def wait() -> None:
-        await asyncio.Event().wait()
-
     with pytest.raises(RuntimeError, match="no timer is set"):
-        virtual_time.run(wait())
+        virtual_time.run(asyncio.Event().wait())
 
 
 def test_round_robin_returns_none_if_all_replicas_are_avoided(pipeline: Pipeline) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,12 @@ async def test_every_event_names_its_choice(tmp_path: Path) -> None:
     admitted, finished = events[0].admitted, events[-1].finished
     assert admitted.seed == 5
     assert [dict(each.replicas) for each in admitted.choices] == [{"a": "a-0", "b": "b-0", "c": "c-0"}] * 2
-    assert [{name: each.usage.steps for name, each in choice.stages.items()} for choice in finished.choices] == [
-        {"a": 3, "b": 3, "c": 3}
-    ] * 2
+    steps = [{name: each.usage.steps for name, each in choice.stages.items()} for choice in finished.choices]
+    assert steps == [{"a": 3, "b": 3, "c": 3}] * 2
     progress = [(event.progress.stage, event.progress.index) for event in events if event.HasField("progress")]
-    assert sorted(progress) == [(stage, index) for stage in "abc" for index in range(2)]
+    assert sorted(progress) == list(product("abc", range(2)))
     ends = [(event.output.name, event.output.index) for event in events if event.output.HasField("finish")]
-    assert sorted(ends) == [("first", 0), ("first", 1), ("last", 0), ("last", 1)]
+    assert sorted(ends) == list(product(("first", "last"), range(2)))
 
 
 async def test_a_returning_caller_gets_what_it_lacks_of_each_choice(tmp_path: Path) -> None:
@@ -104,14 +104,12 @@ async def test_the_error_of_one_choice_ends_the_request(tmp_path: Path) -> None:
 
 
 async def test_a_failed_choice_stops_the_others_before_it_is_released(tmp_path: Path) -> None:
-    released = asyncio.Event()
     async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": _fail_second}) as chain, asyncio.TaskGroup() as group:
-        chain.stages["b"].released["r/1"] = released
+        stage = chain.stages["b"]
+        stage.released["r/1"] = asyncio.Event()
         failure = group.create_task(chain.failure(request_id="r", parameters={"choices": 3}))
-        await until(
-            lambda: {each.request_id for each in chain.stages["b"].cancels} >= {"r", "r/1", "r/2"}, timeout_s=10
-        )
-        released.set()
+        await until(lambda: {each.request_id for each in stage.cancels} >= {"r", "r/1", "r/2"}, timeout_s=10)
+        stage.released["r/1"].set()
         assert "out of luck" in (await failure).message
 
 
@@ -167,16 +165,16 @@ async def test_a_caller_that_leaves_stops_every_choice(busy: Mesh) -> None:
     assert await busy.cancels(at_least=2) == [2, 2, 2]
 
 
-@pytest.mark.parametrize(
-    ("limits", "choices", "most"),
-    [
-        ("", 0, 16),
-        ("", 17, 16),
-        ("limits: {max_choices: 3}", 4, 3),
-        ("limits: {max_in_flight: 2}", 3, 2),
-        ("limits: {per_caller: {max_in_flight: 5}}", 6, 5),
-    ],
-)
+_TOO_MANY = {
+    "none": ("", 0, 16),
+    "default": ("", 17, 16),
+    "choices": ("limits: {max_choices: 3}", 4, 3),
+    "running requests": ("limits: {max_in_flight: 2}", 3, 2),
+    "requests of a caller": ("limits: {per_caller: {max_in_flight: 5}}", 6, 5),
+}
+
+
+@pytest.mark.parametrize(("limits", "choices", "most"), _TOO_MANY.values(), ids=_TOO_MANY)
 async def test_a_number_of_choices_that_can_never_run_is_rejected(
     tmp_path: Path, limits: str, choices: int, most: int
 ) -> None:
@@ -217,9 +215,7 @@ async def test_operators_see_the_choices_of_each_step_and_flow(busy: Mesh) -> No
     (listed,) = (await admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=10)).requests
     call.cancel()
     assert (answer.request.choices, listed.request_id, listed.choices) == (2, "r", 2)
-    assert sorted((step.index, step.stage) for step in answer.steps) == [
-        (i, stage) for i in range(2) for stage in "abc"
-    ]
+    assert sorted((step.index, step.stage) for step in answer.steps) == list(product(range(2), "abc"))
 
 
 async def _until_running(chain: Mesh, *ids: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from stagemesh.common.errors import UnavailableError
 from stagemesh.common.wire.tensors import to_messages
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, DIAMOND, Mesh, ask, mesh, texts
-from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, say_hello
+from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, ScriptedStage, after, say_hello
 
 
 @pytest.fixture
@@ -58,10 +59,8 @@ async def test_all_edges_of_a_diamond_are_bound(diamond: Mesh) -> None:
     await diamond.generate(outputs=["end"])
     top, join = (diamond.stages[name].requests[0] for name in ("top", "join"))
     assert [binding.connector for binding in top.outputs] == [chunk_pb2.CONNECTOR_AUTO, chunk_pb2.CONNECTOR_GRPC]
-    assert [(binding.edge, binding.producer) for binding in join.inputs] == [
-        ("left->join", "left-0"),
-        ("right->join", "right-0"),
-    ]
+    inputs = [(binding.edge, binding.producer) for binding in join.inputs]
+    assert inputs == [("left->join", "left-0"), ("right->join", "right-0")]
 
 
 CONDITIONAL = """
@@ -102,20 +101,19 @@ async def test_an_option_of_the_pipeline_reaches_no_stage(tmp_path: Path) -> Non
     assert "option 'side' is 2; it must be a number from 0 to 1" in error.message
 
 
-async def test_chunk_policies_reach_the_producers(diamond: Mesh) -> None:
-    await diamond.generate()
-    left, right = (diamond.stages[name].requests[0].outputs[0].policy for name in ("left", "right"))
-    assert left.WhichOneof("cut") == "whole"
-    assert (right.frames.frames, right.frames.initial_frames) == (5, 2)
+_SETS_CHUNK = {"join": request_pb2.StageParameters(chunk=request_pb2.ChunkParameters(initial_frames=4))}
+_FIRST_CHUNKS: dict[str, tuple[dict[str, Any], int]] = {
+    "of the pipeline": ({}, 2),
+    "of the request": ({"parameters": {"stages": _SETS_CHUNK}}, 4),
+}
 
 
-async def test_a_request_sets_the_first_chunk_of_a_stage(diamond: Mesh) -> None:
-    chunk = request_pb2.ChunkParameters(initial_frames=4)
-    parameters = request_pb2.Parameters(stages={"join": request_pb2.StageParameters(chunk=chunk)})
-    await diamond.generate(parameters=parameters)
+@pytest.mark.parametrize(("fields", "initial"), _FIRST_CHUNKS.values(), ids=_FIRST_CHUNKS)
+async def test_chunk_policies_reach_the_producers(diamond: Mesh, fields: dict[str, Any], initial: int) -> None:
+    await diamond.generate(**fields)
     left, right = (diamond.stages[name].requests[0].outputs[0].policy for name in ("left", "right"))
     assert left.WhichOneof("cut") == "whole"
-    assert (right.frames.frames, right.frames.initial_frames, *right.frames.ramp) == (5, 4, 4)
+    assert (right.frames.frames, right.frames.initial_frames, *right.frames.ramp) == (5, initial, initial)
 
 
 async def test_only_the_first_stages_get_the_prompt(diamond: Mesh) -> None:
@@ -135,14 +133,9 @@ async def test_every_stage_gets_the_clients_deadline(chain: Mesh) -> None:
     assert [round(stage.time_left_s) for stage in chain.stages.values()] == [7, 7, 7]
 
 
-def _accepting_when(gate: asyncio.Event) -> Script:
-    async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-        stage.started.set()
-        await gate.wait()
-        yield ACCEPTED
-        yield FINISHED
-
-    return script
+async def _accept(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    yield ACCEPTED
+    yield FINISHED
 
 
 def _asked(diamond: Mesh) -> set[str]:
@@ -151,7 +144,7 @@ def _asked(diamond: Mesh) -> set[str]:
 
 async def test_producers_start_only_when_all_their_consumers_have_accepted(tmp_path: Path) -> None:
     gates = {name: asyncio.Event() for name in ("join", "left", "right")}
-    scripts = {name: _accepting_when(gate) for name, gate in gates.items()}
+    scripts = {name: after(gate, _accept) for name, gate in gates.items()}
     async with mesh(tmp_path, DIAMOND, scripts=scripts) as diamond, asyncio.TaskGroup() as group:
         group.create_task(diamond.generate())
         await diamond.stages["join"].started.wait()

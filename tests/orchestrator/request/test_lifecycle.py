@@ -125,14 +125,8 @@ class _FailingClient:
 
 async def test_a_failed_run_without_references_is_freed_at_once(tmp_path: Path, no_collector: None) -> None:
     stage = load(tmp_path).stages["a"]
-    replica = SimpleNamespace(
-        name="a-0",
-        stage="a",
-        endpoint="nowhere",
-        end_cause=None,
-        on_end=lambda _: lambda: None,
-        client=_FailingClient(),
-    )
+    replica = SimpleNamespace(name="a-0", stage="a", endpoint="nowhere", end_cause=None, client=_FailingClient())
+    replica.on_end = lambda _: lambda: None
     step = PlannedStep(stage, cast("Replica", replica), lambda: None)
     plan, errors = Plan({"a": step}, Route((stage,), (), {})), list[StagemeshError]()
     planes, record = InputPlanes("p"), RequestRecord()
@@ -224,8 +218,7 @@ async def test_other_content_under_one_id_is_rejected() -> None:
 class Owner:
     """Has a state until the budget drops it."""
 
-    def __init__(self) -> None:
-        self.has_state = False
+    has_state = False
 
     def keep(self, budget: CheckpointBudget, size_bytes: int) -> None:
         self.has_state = budget.keep(self, size_bytes, drop=self._drop)

@@ -97,16 +97,14 @@ async def test_a_gap_in_an_output_is_a_defect() -> None:
         add_texts(record, "o", begin=3)
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (CancelledRequestError("stop"), request_pb2.FINISH_REASON_CANCELLED),
-        (InternalError("broken"), request_pb2.FINISH_REASON_FAILED),
-    ],
-)
-async def test_outputs_of_a_failed_request_end_with_its_usage(
-    error: StagemeshError, reason: "request_pb2.FinishReason.ValueType"
-) -> None:
+_ENDS = {
+    "cancelled": (CancelledRequestError("stop"), request_pb2.FINISH_REASON_CANCELLED),
+    "failed": (InternalError("broken"), request_pb2.FINISH_REASON_FAILED),
+}
+
+
+@pytest.mark.parametrize(("error", "reason"), _ENDS.values(), ids=_ENDS)
+async def test_outputs_of_a_failed_request_end_with_its_usage(error: StagemeshError, reason: int) -> None:
     record = _planned("text", "audio")
     record.timeline.begin("writer", replica="writer-0", attempt=1).usage = request_pb2.Usage(output_tokens=3)
     add_texts(record, "Hel")
@@ -188,8 +186,7 @@ async def test_the_fastest_of_several_callers_counts(record: RequestRecord, stop
         await anext(fast)
         add_texts(record, "x" * 300)
     assert stopped == []
-    for _ in range(3):
-        add_texts(record, "x" * 300)
+    add_texts(record, *["x" * 300] * 3)
     assert stopped[:1] == ["CLIENT_TOO_SLOW"]
     await fast.aclose()
     await slow.aclose()
@@ -198,8 +195,7 @@ async def test_the_fastest_of_several_callers_counts(record: RequestRecord, stop
 async def test_a_request_without_callers_or_with_a_late_caller_is_not_stopped_for_its_size(
     record: RequestRecord, stopped: list[str]
 ) -> None:
-    for _ in range(10):
-        add_texts(record, "x" * 300)
+    add_texts(record, *["x" * 300] * 10)
     late = record.follow(next_positions={})
     await anext(late)
     add_texts(record, "x" * 300)
@@ -216,15 +212,7 @@ def _running(clock: Clock) -> tuple[Timeline, StepNotes]:
     return timeline, notes
 
 
-def _finished(outputs: int = 2, steps: int = 3) -> stage_pb2.StepFinished:
-    return stage_pb2.StepFinished(
-        usage=request_pb2.Usage(steps=steps, output_tokens=outputs),
-        edges=[request_pb2.EdgeUsage(edge="a->b", connector=chunk_pb2.CONNECTOR_SHM, chunks=4, size_bytes=50)],
-    )
-
-
-def test_times_count_from_when_the_request_was_received() -> None:
-    clock = Clock()
+def test_times_count_from_when_the_request_was_received(clock: Clock) -> None:
     _, notes = _running(clock)
     clock.now_s = 3.0
     notes.note_output()
@@ -256,8 +244,7 @@ def test_the_final_state_follows_from_the_error() -> None:
     assert [timeline.state for timeline in ended] == [RequestState.FAILED, RequestState.CANCELLED]
 
 
-def test_the_end_of_a_request_ends_its_attempts() -> None:
-    clock = Clock()
+def test_the_end_of_a_request_ends_its_attempts(clock: Clock) -> None:
     timeline, notes = _running(clock)
     clock.now_s = 7.0
     error = InternalError("broken")
@@ -282,7 +269,9 @@ def test_totals_count_running_requests_as_they_are_and_ended_ones_once() -> None
     totals = Totals()
     done, notes = _running(Clock())
     notes.note_output()
-    notes.note_finished(_finished())
+    usage = request_pb2.Usage(steps=3, output_tokens=2)
+    edge_usage = request_pb2.EdgeUsage(edge="a->b", connector=chunk_pb2.CONNECTOR_SHM, chunks=4, size_bytes=50)
+    notes.note_finished(stage_pb2.StepFinished(usage=usage, edges=[edge_usage]))
     notes.end(None)
     done.end(None)
     totals.add(done)
@@ -307,11 +296,9 @@ def _flow(**fields: int | bool | str) -> control_pb2.FlowReport:
     return control_pb2.FlowReport(edge="a->b", peer="b-0", **{"connected": True, **fields})  # type: ignore[arg-type]
 
 
+_BLOCKED = _flow(wanted_bytes=2000, credit_bytes=10)
 _WAITS = {
-    "no credit": (
-        {"outlets": [_flow(wanted_bytes=2000, credit_bytes=10)]},
-        "credit from b-0 on edge a->b: it needs 2,000 bytes, and 10 remain",
-    ),
+    "no credit": ({"outlets": [_BLOCKED]}, "credit from b-0 on edge a->b: it needs 2,000 bytes, and 10 remain"),
     "nothing to read": ({"inlets": [_flow(chunks=7)]}, "chunk 7 of edge a->b from b-0"),
     "all its inputs": ({"inlets": [_flow(chunks=7, waiting_chunks=1)], "outlets": [_flow()]}, ""),
     "finished": ({"outlets": [_flow(ended=True, waiting_chunks=3)]}, "b-0 to receive the last 3 chunks of edge a->b"),
@@ -331,16 +318,16 @@ def test_a_step_waits_for_its_consumers_and_then_for_its_replica() -> None:
     assert describe_wait(notes, None, unready=[]) == "a-0 to accept the request"
 
 
-@pytest.mark.parametrize(
-    ("parts", "total_s", "longest_s"),
-    [
-        ([(1.0, 0.5)], 0.0, 0.0),
-        ([(1.0, 0.5), (1.2, 0.5), (1.9, 0.5)], 0.0, 0.0),
-        ([(1.0, 0.5), (1.75, 0.5), (2.25, 0.5), (2.8, 0.5)], 0.3, 0.25),
-        # After an underrun, the listener continues later.
-        ([(1.0, 0.5), (2.5, 0.5), (2.9, 0.5), (3.4, 0.5)], 1.0, 1.0),
-    ],
-)
+_PLAYOUTS = {
+    "one part": ([(1.0, 0.5)], 0.0, 0.0),
+    "all in time": ([(1.0, 0.5), (1.2, 0.5), (1.9, 0.5)], 0.0, 0.0),
+    "two late": ([(1.0, 0.5), (1.75, 0.5), (2.25, 0.5), (2.8, 0.5)], 0.3, 0.25),
+    # After an underrun, the listener continues later.
+    "in time after one late": ([(1.0, 0.5), (2.5, 0.5), (2.9, 0.5), (3.4, 0.5)], 1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize(("parts", "total_s", "longest_s"), _PLAYOUTS.values(), ids=_PLAYOUTS)
 def test_a_listener_waits_for_parts_that_come_late(
     parts: list[tuple[float, float]], total_s: float, longest_s: float
 ) -> None:

@@ -1,7 +1,7 @@
 """The consequences of a loss: single cases, and a model of flowing rows in which stages are lost at random."""
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import cast
@@ -33,9 +33,7 @@ def _edge(name: str, producer: str, consumer: str, chunk: Chunk = "step") -> Edg
 
 
 def _route(stages: Iterable[str], *edges: Edge, output_stages: Iterable[str] = ()) -> Route:
-    outputs = {
-        stage: PipelineOutput(source=stage, name=stage, kind="text", sample_rate_hz=0) for stage in output_stages
-    }
+    outputs = {name: PipelineOutput(source=name, name=name, kind="text", sample_rate_hz=0) for name in output_stages}
     return Route(tuple(cast("Stage", SimpleNamespace(name=name)) for name in stages), edges, outputs)
 
 
@@ -53,19 +51,15 @@ def _running(**changes: AttemptState) -> dict[str, AttemptState]:
     return {name: AttemptState(phase=Phase.RUNNING, bound=bound[name]) for name in _names(_CHAIN)} | changes
 
 
-def _apply(route: Route, states: dict[str, AttemptState], *, lost: set[str], fresh: set[str]) -> Mapping[str, Restart]:
+def _apply(route: Route, states: dict[str, AttemptState], *, lost: set[str], fresh: set[str]) -> None:
     found = plan_restarts(route, states, lost=lost, fresh=fresh)
     for stage in found.void:
         states[stage].checkpoint_rows = None
     for stage in found.unneeded:
         states[stage].phase = Phase.FINISHED
     for stage, restart in found.restarted.items():
-        state = states[stage]
-        rows = (state.checkpoint_rows or {}) if restart.resumes else {}
-        states[stage] = AttemptState(
-            restart.attempt, Phase.UNPLACED, {}, rows, state.checkpoint_rows if restart.resumes else None
-        )
-    return found.restarted
+        checkpoint_rows = states[stage].checkpoint_rows if restart.resumes else None
+        states[stage] = AttemptState(restart.attempt, Phase.UNPLACED, {}, checkpoint_rows or {}, checkpoint_rows)
 
 
 def test_only_the_lost_stage_restarts() -> None:

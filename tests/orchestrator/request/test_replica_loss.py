@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -26,6 +26,7 @@ from tests.rpc.call_errors import raises
 
 _SPOKEN = {"first": "a0é a1é a2é a3é a4é ", "last": "c0é c1é c2é c3é c4é "}
 _DIAMOND = DIAMOND.replace("chunk: {frames: 5, initial_frames: 2}", "chunk: {frames: 5}")
+_Blow: TypeAlias = Callable[[SimulatedReplica], object]
 
 
 @dataclass
@@ -52,17 +53,14 @@ class _Mesh:
         return self.spoken
 
     def _add_event(self, event: orchestrator_pb2.GenerateResponse) -> None:
-        match event.WhichOneof("event"):
-            case "admitted":
-                self.replicas = dict(event.admitted.choices[0].replicas)
-                self.generations.append(event.admitted.generation)
-                self.began.set()
-            case "output":
-                index, name = event.output.index, event.output.name
-                key = f"{index} {name}" if index else name
-                self.spoken[key] = self.spoken.get(key, "") + event.output.text
-            case _:
-                pass
+        if event.HasField("admitted"):
+            self.replicas = dict(event.admitted.choices[0].replicas)
+            self.generations.append(event.admitted.generation)
+            self.began.set()
+        elif event.HasField("output"):
+            index, name = event.output.index, event.output.name
+            key = f"{index} {name}" if index else name
+            self.spoken[key] = self.spoken.get(key, "") + event.output.text
 
     def of(self, stage: str) -> SimulatedReplica:
         """Returns the replica that was chosen first."""
@@ -116,21 +114,27 @@ async def test_without_a_loss_every_stage_runs_once(world: World) -> None:
     assert [mesh.attempts(stage) for stage in "abc"] == [[1], [1], [1]]
 
 
+async def _run_with_loss(
+    world: World, stage: str, *, after_s: float, blow: _Blow = SimulatedReplica.die, replicas: int = 2
+) -> _Mesh:
+    """Runs a request, and strikes the replica of a stage `after_s` seconds after its admission."""
+    async with _running(world, replicas=replicas) as mesh:
+        await asyncio.sleep(after_s)
+        blow(mesh.of(stage))
+    return mesh
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.15, 0.45, 0.62])
 @pytest.mark.parametrize("stage", ["a", "b", "c"])
 @in_virtual_time
 async def test_the_client_does_not_notice_that_a_stage_dies(world: World, stage: str, after_s: float) -> None:
-    async with _running(world) as mesh:
-        await asyncio.sleep(after_s)
-        mesh.of(stage).die()
+    mesh = await _run_with_loss(world, stage, after_s=after_s)
     assert {name: mesh.attempts(name) for name in "abc" if name != stage and len(mesh.attempts(name)) > 1} == {}
 
 
 @in_virtual_time
 async def test_a_request_continues_soon_after_a_kill(world: World) -> None:
-    async with _running(world) as mesh:
-        await asyncio.sleep(0.25)
-        mesh.of("b").die()
+    mesh = await _run_with_loss(world, "b", after_s=0.25)
     first, second = (notes for notes in mesh.timeline().steps if notes.stage == "b")
     assert first.ended_s is not None and second.accepted_s is not None  # noqa: PT018
     assert second.accepted_s - first.ended_s < 0.3
@@ -139,9 +143,7 @@ async def test_a_request_continues_soon_after_a_kill(world: World) -> None:
 @pytest.mark.parametrize("stage", ["a", "b", "c"])
 @in_virtual_time
 async def test_a_paused_stage_resumes_elsewhere(world: World, stage: str) -> None:
-    async with _running(world) as mesh:
-        await asyncio.sleep(0.45)
-        mesh.of(stage).pause_steps()
+    mesh = await _run_with_loss(world, stage, after_s=0.45, blow=SimulatedReplica.pause_steps)
     first, second = (notes for notes in mesh.timeline().steps if notes.stage == stage)
     assert first.replica != second.replica
     assert first.error is not None
@@ -158,24 +160,21 @@ async def test_a_paused_stage_resumes_elsewhere(world: World, stage: str) -> Non
 @in_virtual_time
 async def test_a_stage_resumes_from_its_last_checkpoint(world: World) -> None:
     world.checkpoints = True
-    async with _running(world) as mesh:
-        await asyncio.sleep(0.45)
-        mesh.of("b").die()
+    await _run_with_loss(world, "b", after_s=0.45)
     assert world.made["b"] < 2 * world.rows - 2
 
 
 @in_virtual_time
 async def test_a_producer_without_its_first_chunk_restarts_too(world: World) -> None:
     world.keeps = False
-    async with _running(world) as mesh:
-        await asyncio.sleep(0.45)
-        mesh.of("c").die()
+    mesh = await _run_with_loss(world, "c", after_s=0.45)
     assert [len(mesh.attempts(stage)) for stage in "abc"] == [2, 2, 2]
 
 
-@pytest.mark.parametrize(
-    ("stage", "for_s", "attempts"), [("b", 0.5, [1]), ("c", 30.0, [1, 2])], ids=["for a moment", "for long"]
-)
+_SEVERED = {"for a moment": ("b", 0.5, [1]), "for long": ("c", 30.0, [1, 2])}
+
+
+@pytest.mark.parametrize(("stage", "for_s", "attempts"), _SEVERED.values(), ids=_SEVERED)
 @in_virtual_time
 async def test_only_a_replica_that_remains_unreachable_is_replaced(
     world: World, stage: str, for_s: float, attempts: list[int]
@@ -188,16 +187,12 @@ async def test_only_a_replica_that_remains_unreachable_is_replaced(
 
 @in_virtual_time
 async def test_a_request_waits_for_the_only_replica(world: World) -> None:
-    async with _running(world, replicas=1) as mesh:
-        await asyncio.sleep(0.25)
-        mesh.of("b").die()
+    await _run_with_loss(world, "b", after_s=0.25, replicas=1)
 
 
 @pytest.mark.parametrize("blow", [SimulatedReplica.die, lambda replica: asyncio.ensure_future(replica.sever(3.0))])
 @in_virtual_time
-async def test_a_new_request_waits_for_the_only_replica(
-    world: World, blow: Callable[[SimulatedReplica], object]
-) -> None:
+async def test_a_new_request_waits_for_the_only_replica(world: World, blow: _Blow) -> None:
     async with _orchestrating(world, replicas=1) as mesh:
         blow(world.replicas["b-0"])
         await asyncio.sleep(0.5)
@@ -325,8 +320,7 @@ async def _upgrade(mesh: _Mesh, *, after_s: float) -> None:
 async def test_a_request_without_outputs_restarts_in_a_new_generation(world: World) -> None:
     async with _running(world, replicas=1) as mesh:
         await _upgrade(mesh, after_s=0.05)
-    assert len(mesh.generations) == 2
-    assert mesh.generations[1] == "new-1"
+    assert mesh.generations[1:] == ["new-1"]
     last = {notes.stage: notes.replica for notes in mesh.timeline().steps}
     assert last == {stage: f"{stage}-new" for stage in "abc"}
     (call,) = world.replicas["a-new"].calls

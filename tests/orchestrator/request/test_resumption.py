@@ -1,5 +1,6 @@
 """Positions in outputs: what a caller has received does not arrive again, and nothing is missing."""
 
+from collections.abc import Iterable
 from itertools import accumulate
 
 import numpy as np
@@ -50,6 +51,12 @@ def _audio(samples: int, *, channels: int = 0) -> Output:
     return Output(name="audio", position=4, audio=Audio(samples=tensor, sample_rate_hz=24000))
 
 
+def _text(text: str, logprobs_at: Iterable[int], *, position: int) -> Output:
+    """Returns a part of the output "text", with the logprobs of tokens that begin at the given positions."""
+    logprobs = [TokenLogprobs(position=each) for each in logprobs_at]
+    return Output(name="text", position=position, text=text, logprobs=logprobs)
+
+
 @given(text=st.text(max_size=20), position=st.integers(0, 25))
 def test_text_is_cut_between_code_points(text: str, position: int) -> None:
     rest = after(Output(name="text", position=7, text=text), position)
@@ -66,29 +73,19 @@ def test_tokens_keep_their_logprobs() -> None:
 
 
 def test_text_keeps_the_logprobs_of_the_tokens_that_begin_in_it() -> None:
-    logprobs = [TokenLogprobs(position=position) for position in (10, 12, 12, 13)]
-    fragment = Output(name="text", position=10, text="abcd", logprobs=logprobs)
+    fragment = _text("abcd", (10, 12, 12, 13), position=10)
     kept = [after(fragment, count) for count in (1, 2, 3)]
     assert [[each.position for each in rest.logprobs] for rest in kept if rest] == [[12, 12, 13], [12, 12, 13], [13]]
 
 
 def test_a_replay_with_other_fragments_gives_each_logprob_once() -> None:
     received = Position()
-    first = Output(name="text", text="abc", logprobs=[TokenLogprobs(position=each) for each in (0, 1, 1)])
+    first = _text("abc", (0, 1, 1), position=0)
     assert received.remainder(first) == first
     cuts = [(0, "a", [0]), (1, "bcd", [1, 1, 3]), (4, "e", [4])]
-    rest = [
-        received.remainder(
-            Output(
-                name="text", position=begin, text=text, logprobs=[TokenLogprobs(position=each) for each in positions]
-            )
-        )
-        for begin, text, positions in cuts
-    ]
-    assert [(each.text, [token.position for token in each.logprobs]) for each in rest if each] == [
-        ("d", [3]),
-        ("e", [4]),
-    ]
+    rest = [received.remainder(_text(text, positions, position=begin)) for begin, text, positions in cuts]
+    found = [(each.text, [token.position for token in each.logprobs]) for each in rest if each]
+    assert found == [("d", [3]), ("e", [4])]
 
 
 @pytest.mark.parametrize("channels", [0, 2])
@@ -100,11 +97,13 @@ def test_audio_is_cut_between_samples(channels: int) -> None:
     assert (rest.audio.sample_rate_hz, rest.position, length_of(rest), length_of(whole)) == (24000, 6, 3, 5)
 
 
-@pytest.mark.parametrize(
-    "whole",
-    [Output(image=Media(data=b"png", last=True)), Output(tensor=inline_tensor("loss", np.ones((), np.float32)))],
-    ids=["end of an image", "tensor without axes"],
-)
+_UNITS = {
+    "end of an image": Output(image=Media(data=b"png", last=True)),
+    "tensor without axes": Output(tensor=inline_tensor("loss", np.ones((), np.float32))),
+}
+
+
+@pytest.mark.parametrize("whole", _UNITS.values(), ids=_UNITS)
 def test_an_image_or_scalar_is_one_unit(whole: Output) -> None:
     assert (length_of(whole), after(whole, 0), after(whole, 1)) == (1, whole, None)
 
@@ -152,27 +151,25 @@ def _parts(draw: st.DrawFn, length: int) -> list[slice]:
 def lives(draw: st.DrawFn) -> list[Output]:
     """All outputs of a request, cut and interleaved at random as each orchestrator may do."""
     pieces = {
-        "text": [Output(name="text", text=TEXT[piece]) for piece in _cut(draw, len(TEXT))],
-        "codes": [Output(name="codes", token_ids=TokenIds(ids=TOKENS[piece])) for piece in _cut(draw, len(TOKENS))],
+        "text": [Output(text=TEXT[piece]) for piece in _cut(draw, len(TEXT))],
+        "codes": [Output(token_ids=TokenIds(ids=TOKENS[piece])) for piece in _cut(draw, len(TOKENS))],
         "sound": [
-            Output(name="sound", audio=Audio(samples=inline_tensor("s", SAMPLES[piece]), sample_rate_hz=8000))
+            Output(audio=Audio(samples=inline_tensor("s", SAMPLES[piece]), sample_rate_hz=8000))
             for piece in _cut(draw, len(SAMPLES))
         ],
-        "rows": [Output(name="rows", tensor=inline_tensor("r", ROWS[piece])) for piece in _cut(draw, len(ROWS))],
+        "rows": [Output(tensor=inline_tensor("r", ROWS[piece])) for piece in _cut(draw, len(ROWS))],
         "picture": [
-            Output(name="picture", image=Media(data=data[piece], offset=piece.start, last=piece.stop == len(data)))
+            Output(image=Media(data=data[piece], offset=piece.start, last=piece.stop == len(data)))
             for data in PICTURES
             for piece in _parts(draw, len(data))
         ],
-        "film": [
-            Output(name="film", media=Media(data=FILM[piece], offset=piece.start)) for piece in _cut(draw, len(FILM))
-        ],
+        "film": [Output(media=Media(data=FILM[piece], offset=piece.start)) for piece in _cut(draw, len(FILM))],
     }
-    for made in pieces.values():
+    for name, made in pieces.items():
         begins = accumulate(map(length_of, made), initial=0)
         for output, begin in zip(made, begins, strict=False):
-            output.position = begin
-        made.append(Output(name=made[0].name, position=sum(map(length_of, made)), finish=Finish(reason=END)))
+            output.name, output.position = name, begin
+        made.append(Output(name=name, position=sum(map(length_of, made)), finish=Finish(reason=END)))
     names = draw(st.permutations([name for name, made in pieces.items() for _ in made]))
     return [pieces[name].pop(0) for name in names]
 

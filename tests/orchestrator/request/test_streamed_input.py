@@ -19,6 +19,7 @@ from stagemesh.orchestrator.request.streamed_input import InputPlanes, StreamedI
 from stagemesh.orchestrator.request.validation import ValidRequest, validate
 from stagemesh.pipeline import Edge, Pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
+from stagemesh.v1.request_pb2 import MediaFile, Part
 from tests.orchestrator.mesh import ask, load
 
 BOTH = """
@@ -36,9 +37,9 @@ outputs: {written: writer, said: echo, heard: ear}
 EDGE = Edge(name="in", producer="@input", consumer="b", tensors=("text",))
 
 
-def _audio(samples: object, *, rate_hz: int = 16_000) -> request_pb2.Part:
+def _audio(samples: object, *, rate_hz: int = 16_000) -> Part:
     tensor = inline_tensor("", np.asarray(samples))
-    return request_pb2.Part(audio=request_pb2.Audio(samples=tensor, sample_rate_hz=rate_hz))
+    return Part(audio=request_pb2.Audio(samples=tensor, sample_rate_hz=rate_hz))
 
 
 def _said(*texts: str) -> list[Packet]:
@@ -50,7 +51,7 @@ def _said(*texts: str) -> list[Packet]:
 
 def test_a_long_text_becomes_packets_of_whole_characters() -> None:
     text = "añ語🙂" * 100_000
-    packets = packets_of(request_pb2.Part(text=text), kinds={"text"})
+    packets = packets_of(Part(text=text), kinds={"text"})
     assert "".join(packet.tensors["text"].tobytes().decode() for packet in packets) == text
     assert max(packet.size_bytes for packet in packets) <= 256 << 10
 
@@ -63,30 +64,26 @@ def test_audio_becomes_packets_of_one_channel_with_its_rate() -> None:
     assert [packet.metadata for packet in packets] == [{"sample_rate_hz": 16_000}] * 2
 
 
-@pytest.mark.parametrize(
-    ("part", "problem"),
-    [
-        (_audio(np.zeros(4, np.int16)), "the samples are int16[4]; send float32[samples] or [samples, channels]"),
-        (_audio(np.zeros((2, 2, 2), np.float32)), "the samples are float32[2, 2, 2]"),
-        (_audio(np.array([np.nan], np.float32)), "a sample is not a finite number"),
-        (_audio(np.zeros(4, np.float32), rate_hz=0), "sample_rate_hz is 0; use 1000 to 384000"),
-    ],
-)
-def test_invalid_audio_is_rejected(part: request_pb2.Part, problem: str) -> None:
+_INVALID = {
+    "dtype": (_audio(np.zeros(4, np.int16)), "the samples are int16[4]; send float32[samples] or [samples, channels]"),
+    "axes": (_audio(np.zeros((2, 2, 2), np.float32)), "the samples are float32[2, 2, 2]"),
+    "sample": (_audio(np.array([np.nan], np.float32)), "a sample is not a finite number"),
+    "rate": (_audio(np.zeros(4, np.float32), rate_hz=0), "sample_rate_hz is 0; use 1000 to 384000"),
+}
+
+
+@pytest.mark.parametrize(("part", "problem"), _INVALID.values(), ids=_INVALID)
+def test_invalid_audio_is_rejected(part: Part, problem: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         packets_of(part, kinds={"audio"})
     assert (caught.value.reason, problem in caught.value.message) == ("INVALID_MEDIA", True)
 
 
-@pytest.mark.parametrize(
-    ("part", "kind"),
-    [
-        (request_pb2.Part(image=request_pb2.MediaFile(data=b"x")), "image"),
-        (request_pb2.Part(), "empty"),
-        (request_pb2.Part(text="hi"), "text"),
-    ],
-)
-def test_a_piece_that_no_stage_takes_is_rejected(part: request_pb2.Part, kind: str) -> None:
+_NOT_AUDIO = {"image": Part(image=MediaFile(data=b"x")), "empty": Part(), "text": Part(text="hi")}
+
+
+@pytest.mark.parametrize(("kind", "part"), _NOT_AUDIO.items())
+def test_a_piece_that_no_stage_takes_is_rejected(kind: str, part: Part) -> None:
     with pytest.raises(UnsupportedError, match=f"a piece of streamed input is {kind}, but the stages take audio"):
         packets_of(part, kinds={"audio"})
 
@@ -242,9 +239,8 @@ def test_an_output_that_needs_a_prompt_is_rejected_with_streamed_input(pipeline:
 
 
 def test_an_output_that_needs_streamed_input_is_rejected_with_a_prompt(pipeline: Pipeline) -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"'ear' needs streamed input; stream the input in a session \(Converse\)"
-    ):
+    problem = r"'ear' needs streamed input; stream the input in a session \(Converse\)"
+    with pytest.raises(UnsupportedError, match=problem):
         validate(ask(outputs=["heard"]), pipeline)
 
 

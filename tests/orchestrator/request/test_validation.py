@@ -38,49 +38,34 @@ def _reject(given: orchestrator_pb2.GenerateRequest | Input, pipeline: Pipeline,
         validate(request, pipeline)
 
 
-def _conversation(*messages: Message, **fields: Any) -> Input:
-    return Input(conversation=request_pb2.Conversation(messages=messages, **fields))
+def _conversation(*messages: Message) -> Input:
+    return Input(conversation=request_pb2.Conversation(messages=messages))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        Input(),
-        Input(text=" \n"),
-        Input(token_ids=request_pb2.TokenIds()),
-        _conversation(),
-        _conversation(Message(role=ROLE_USER, content="")),
-    ],
-)
+_EMPTY_INPUTS = [Input(), Input(text=" \n"), Input(token_ids=request_pb2.TokenIds())]
+_EMPTY_CONVERSATIONS = [_conversation(), _conversation(Message(role=ROLE_USER, content=""))]
+
+
+@pytest.mark.parametrize("given", [*_EMPTY_INPUTS, *_EMPTY_CONVERSATIONS])
 def test_an_empty_prompt_is_rejected(given: Input, pipeline: Pipeline) -> None:
     with raises(StagemeshError, reason="EMPTY_PROMPT", match=r"^the prompt is empty; provide some text$"):
         validate(ask(input=given), pipeline)
 
 
 _POSITION = {"name": "first", "index": 2, "position": 1}
-_SPEED = to_messages({"speed": 1.5})
+_SPEED = {"options": to_messages({"speed": 1.5})}
 _CALLS, _TWO = {"admitted_call": 3, "earlier_calls": 3}, {"parameters": {"choices": 2}}
+_NOT_SERVED = "pipeline 'other' is not served here; this orchestrator serves 'chain'"
+_TOO_FEW = "next_positions names choice 2, but the request has 2 choices"
 _REJECTED: dict[str, tuple[dict[str, Any], str, str]] = {
     "output": ({"outputs": ["video"]}, "UNKNOWN_OUTPUT", "unknown output 'video'; pipeline 'chain' has first, last"),
-    "pipeline": (
-        {"pipeline": "other"},
-        "UNKNOWN_PIPELINE",
-        "pipeline 'other' is not served here; this orchestrator serves 'chain'",
-    ),
-    "option": (
-        {"parameters": {"options": _SPEED}},
-        "UNKNOWN_OPTION",
-        "unknown option 'speed'; pipeline 'chain' has none",
-    ),
+    "pipeline": ({"pipeline": "other"}, "UNKNOWN_PIPELINE", _NOT_SERVED),
+    "option": ({"parameters": _SPEED}, "UNKNOWN_OPTION", "unknown option 'speed'; pipeline 'chain' has none"),
     "request id": ({"request_id": "r/1"}, "INVALID_ID", "request_id is 'r/1'"),
     "earlier calls": ({"earlier_calls": 1_000_001}, "INVALID_EARLIER_CALLS", "earlier_calls is 1000001"),
     "admitted call": (_CALLS, "INVALID_EARLIER_CALLS", "admitted_call is 3; it must be lower than earlier_calls"),
     "admitted call of two choices": (_CALLS | _TWO, "INVALID_EARLIER_CALLS", "admitted_call is 3"),
-    "choice": (
-        {**_TWO, "next_positions": [_POSITION]},
-        "INVALID_CHOICES",
-        "next_positions names choice 2, but the request has 2 choices",
-    ),
+    "choice": ({**_TWO, "next_positions": [_POSITION]}, "INVALID_CHOICES", _TOO_FEW),
 }
 
 
@@ -112,8 +97,8 @@ def _answered(call: str) -> Message:
     return Message(role=request_pb2.ROLE_TOOL, content="12", tool_call_id=call)
 
 
-def _call(**fields: str) -> request_pb2.ToolCall:
-    return request_pb2.ToolCall(**{"id": "c1", "name": "weather", **fields})
+def _calling(**fields: str) -> Message:
+    return _called(request_pb2.ToolCall(**{"id": "c1", "name": "weather", **fields}))
 
 
 @pytest.mark.parametrize(
@@ -127,13 +112,10 @@ def _call(**fields: str) -> request_pb2.ToolCall:
         ({"messages": [_called(CALL), _answered("c2")]}, "tool_call_id is 'c2', which no earlier message"),
         ({"messages": [_answered("c1"), _called(CALL)]}, "tool_call_id is 'c1', which no earlier message"),
         ({"messages": [_called(CALL, CALL)]}, "two tool_calls of a message have the same id"),
-        ({"messages": [_called(_call(name=""))]}, "has no id or no name"),
-        (
-            {"messages": [_called(_call(arguments="[1]"))]},
-            "arguments of tool call 'c1' must be a JSON object: Expected",
-        ),
-        ({"messages": [_called(_call(arguments="{'a'}"))]}, "must be a JSON object: JSON is malformed"),
-        ({"messages": [_called(_call(arguments='{"a":' * 99_999))]}, "must be a JSON object"),
+        ({"messages": [_calling(name="")]}, "has no id or no name"),
+        ({"messages": [_calling(arguments="[1]")]}, "arguments of tool call 'c1' must be a JSON object: Expected"),
+        ({"messages": [_calling(arguments="{'a'}")]}, "must be a JSON object: JSON is malformed"),
+        ({"messages": [_calling(arguments='{"a":' * 99_999)]}, "must be a JSON object"),
         ({"tools": [request_pb2.Tool(name="a")] * 2}, "no name, or the name of another tool"),
         ({"tools": [request_pb2.Tool()]}, "no name, or the name of another tool"),
         ({"tools": [request_pb2.Tool(name="a", parameters="true")]}, "parameters of tool 'a' must be a JSON object"),
@@ -146,16 +128,16 @@ def test_an_invalid_conversation_is_rejected(conversation: dict[str, Any], probl
     _reject(given, pipeline, "INVALID_PROMPT", problem)
 
 
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        (Input(text="a", media=[TEXT]), "media are given without token_ids or raw_text"),
-        (Input(raw_text="a", media=[TEXT]), "media have a part of text"),
-        (Input(raw_text="a", media=[Part()]), "a part without content"),
-        (Input(raw_text="a", media=[Part(image=MediaFile(), use_audio_in_video=True)]), "a part that is not a video"),
-    ],
-    ids=["text", "part of text", "empty part", "image with sound"],
-)
+_IMAGE = Part(image=MediaFile(), use_audio_in_video=True)
+_MEDIA = {
+    "text": (Input(text="a", media=[TEXT]), "media are given without token_ids or raw_text"),
+    "part of text": (Input(raw_text="a", media=[TEXT]), "media have a part of text"),
+    "empty part": (Input(raw_text="a", media=[Part()]), "a part without content"),
+    "image with sound": (Input(raw_text="a", media=[_IMAGE]), "a part that is not a video"),
+}
+
+
+@pytest.mark.parametrize(("given", "problem"), _MEDIA.values(), ids=_MEDIA)
 def test_media_of_a_raw_prompt_are_checked(given: Input, problem: str, pipeline: Pipeline) -> None:
     _reject(given, pipeline, "INVALID_PROMPT", problem)
 
@@ -165,16 +147,17 @@ def test_a_result_may_follow_its_call_later(pipeline: Pipeline) -> None:
     assert validate(orchestrator_pb2.GenerateRequest(input=given), pipeline).input == given
 
 
-@pytest.mark.parametrize(
-    ("content", "parts", "reason", "problem"),
-    [
-        ("a", [TEXT], "INVALID_PROMPT", "content and parts"),
-        ("", [TEXT, Part()], "INVALID_PROMPT", "without content"),
-        ("", [Part(text=" ")], "EMPTY_PROMPT", "is empty"),
-        ("", [Part(image=MediaFile())], "UNSUPPORTED", "no stage of pipeline"),
-        ("", [Part(audio=Audio(samples=tensor_pb2.Tensor(shape=[4], inline=b"1")))], "INVALID_CHUNK", "dtype"),
-    ],
-)
+_UNTYPED = Audio(samples=tensor_pb2.Tensor(shape=[4], inline=b"1"))
+_PARTS = {
+    "also content": ("a", [TEXT], "INVALID_PROMPT", "content and parts"),
+    "empty part": ("", [TEXT, Part()], "INVALID_PROMPT", "without content"),
+    "blank text": ("", [Part(text=" ")], "EMPTY_PROMPT", "is empty"),
+    "image": ("", [Part(image=MediaFile())], "UNSUPPORTED", "no stage of pipeline"),
+    "untyped audio": ("", [Part(audio=_UNTYPED)], "INVALID_CHUNK", "dtype"),
+}
+
+
+@pytest.mark.parametrize(("content", "parts", "reason", "problem"), _PARTS.values(), ids=_PARTS)
 def test_parts_without_usable_content_are_rejected(
     content: str, parts: list[Part], reason: str, problem: str, pipeline: Pipeline
 ) -> None:
@@ -246,9 +229,8 @@ def test_parameters_of_a_stage_precede_plain_ones_field_by_field(omni: Pipeline)
     own = StageParameters(sampling=Sampling(max_tokens=7, stop=["!"], json_schema="{}"))
     parameters = Parameters(sampling=plain, stages={"thinker": own})
     check_parameters(parameters, omni)
-    assert parameters_of(omni.stages["thinker"], parameters).sampling == Sampling(
-        max_tokens=7, stop=["!"], temperature=0.5, json_schema="{}"
-    )
+    sampling = parameters_of(omni.stages["thinker"], parameters).sampling
+    assert sampling == Sampling(max_tokens=7, stop=["!"], temperature=0.5, json_schema="{}")
 
 
 def test_options_apply_to_every_stage_that_declares_them(omni: Pipeline) -> None:
@@ -270,49 +252,43 @@ def test_an_empty_adapter_of_a_stage_overrides_the_plain_one(omni: Pipeline) -> 
 @pytest.mark.parametrize(
     ("stage", "own", "reason", "text"),
     [
-        ("singer", StageParameters(), "UNKNOWN_STAGE", "has the stages thinker, talker, sound"),
-        ("sound", StageParameters(sampling=Sampling(max_tokens=3)), "UNSUPPORTED", "'sound' does not choose"),
-        ("talker", StageParameters(sampling=Sampling(max_tokens=0)), "INVALID_SAMPLING", "max_tokens is 0"),
-        ("talker", StageParameters(adapter="warm"), "UNSUPPORTED", "'talker' accepts no adapters"),
-        (
-            "talker",
-            StageParameters(options=_SPEED),
-            "UNKNOWN_OPTION",
-            "unknown option 'speed'; stage 'talker' has none",
-        ),
+        ("singer", {}, "UNKNOWN_STAGE", "has the stages thinker, talker, sound"),
+        ("sound", {"sampling": {"max_tokens": 3}}, "UNSUPPORTED", "'sound' does not choose"),
+        ("talker", {"sampling": {"max_tokens": 0}}, "INVALID_SAMPLING", "max_tokens is 0"),
+        ("talker", {"adapter": "warm"}, "UNSUPPORTED", "'talker' accepts no adapters"),
+        ("talker", _SPEED, "UNKNOWN_OPTION", "unknown option 'speed'; stage 'talker' has none"),
     ],
 )
 def test_parameters_that_a_stage_does_not_take_are_rejected(
-    omni: Pipeline, stage: str, own: StageParameters, reason: str, text: str
+    omni: Pipeline, stage: str, own: dict[str, Any], reason: str, text: str
 ) -> None:
-    _refuse(Parameters(stages={stage: own}), omni, reason, text)
+    _refuse(Parameters(stages={stage: StageParameters(**own)}), omni, reason, text)
 
 
-@pytest.mark.parametrize(
-    ("stage", "chunk", "reason", "text"),
-    [
-        (
-            "talker",
-            {"whole": True},
-            "UNSUPPORTED",
-            "no edge to stage 'talker' is cut by frames; omit its parameter chunk",
-        ),
-        ("thinker", {"initial_frames": 1}, "UNSUPPORTED", "no edge to stage 'thinker' is cut by frames"),
-        ("sound", {"initial_frames": 3}, "INVALID_INITIAL_FRAMES", "would have 3 frames; use 4 to 25, the bounds"),
-        ("sound", {"initial_frames": 26}, "INVALID_INITIAL_FRAMES", "edge talker->sound would have 26 frames"),
-        ("sound", {"initial_frames": 0}, "INVALID_INITIAL_FRAMES", "would have 0 frames"),
-    ],
-)
+@pytest.fixture
+def cut(tmp_path: Path) -> Pipeline:
+    """The pipeline `OMNI` with an edge that is cut by frames."""
+    return load(tmp_path, OMNI.replace("to: sound}", "to: sound, chunk: {frames: 25, ramp: [4, 9]}}"))
+
+
+_CHUNKS = [
+    ("talker", {"whole": True}, "UNSUPPORTED", "no edge to stage 'talker' is cut by frames; omit its parameter chunk"),
+    ("thinker", {"initial_frames": 1}, "UNSUPPORTED", "no edge to stage 'thinker' is cut by frames"),
+    ("sound", {"initial_frames": 3}, "INVALID_INITIAL_FRAMES", "would have 3 frames; use 4 to 25, the bounds"),
+    ("sound", {"initial_frames": 26}, "INVALID_INITIAL_FRAMES", "edge talker->sound would have 26 frames"),
+    ("sound", {"initial_frames": 0}, "INVALID_INITIAL_FRAMES", "would have 0 frames"),
+]
+
+
+@pytest.mark.parametrize(("stage", "chunk", "reason", "text"), _CHUNKS)
 def test_a_first_chunk_outside_the_bounds_is_rejected(
-    tmp_path: Path, stage: str, chunk: dict[str, Any], reason: str, text: str
+    cut: Pipeline, stage: str, chunk: dict[str, Any], reason: str, text: str
 ) -> None:
-    cut = load(tmp_path, OMNI.replace("to: sound}", "to: sound, chunk: {frames: 25, ramp: [4, 9]}}"))
     own = StageParameters(chunk=request_pb2.ChunkParameters(**chunk))
     _refuse(Parameters(stages={stage: own}), cut, reason, text)
 
 
-def test_chunk_parameters_reach_no_stage(omni: Pipeline, tmp_path: Path) -> None:
-    cut = load(tmp_path, OMNI.replace("to: sound}", "to: sound, chunk: {frames: 25, ramp: [4, 9]}}"))
+def test_chunk_parameters_reach_no_stage(cut: Pipeline) -> None:
     own = StageParameters(chunk=request_pb2.ChunkParameters(initial_frames=4))
     parameters = Parameters(stages={"sound": own, "talker": StageParameters()})
     check_parameters(parameters, cut)
@@ -328,9 +304,8 @@ def test_plain_parameters_that_no_stage_takes_are_rejected(omni: Pipeline, tmp_p
         for name, stage in frames.stages.items()
     }
     silent = replace(frames, stages=stages)
-    with pytest.raises(
-        StagemeshError, match=r"^every stage of pipeline 'omni' works without sampling parameters; omit them$"
-    ):
+    problem = r"^every stage of pipeline 'omni' works without sampling parameters; omit them$"
+    with pytest.raises(StagemeshError, match=problem):
         check_parameters(Parameters(sampling=Sampling(max_tokens=3)), silent)
 
 

@@ -45,14 +45,13 @@ async def test_a_client_ignores_added_fields_and_ignorable_events(orchestrator: 
     assert (result.text, result.seed) == ("hello", 7)
 
 
-@pytest.mark.parametrize(
-    ("event", "name"),
-    [
-        (later_class("GenerateResponse")(later="news"), "GenerateResponse"),
-        (later_class("GenerateResponse")(output=later_class("Output")(name="text", later="news")), "Output"),
-    ],
-    ids=["event", "output"],
-)
+_LATER_EVENTS: dict[str, tuple[Any, str]] = {
+    "event": (later_class("GenerateResponse")(later="news"), "GenerateResponse"),
+    "output": (later_class("GenerateResponse")(output=later_class("Output")(name="text", later="news")), "Output"),
+}
+
+
+@pytest.mark.parametrize(("event", "name"), _LATER_EVENTS.values(), ids=_LATER_EVENTS)
 async def test_a_client_refuses_an_unknown_kind_and_stops_the_request(
     orchestrator: ScriptedOrchestrator, event: Any, name: str
 ) -> None:
@@ -103,10 +102,7 @@ async def test_an_orchestrator_refuses_a_client_without_a_common_version(tmp_pat
 
 def _asking(**fields: Any) -> Any:
     """Returns a later client's request."""
-    request = later_class("GenerateRequest")(request_id="r", **fields)
-    if "input" not in fields:
-        request.input.text = "hello"
-    return request
+    return later_class("GenerateRequest")(**{"request_id": "r", "input": {"text": "hello"}, **fields})
 
 
 def _saying_part(**content: Any) -> Any:
@@ -115,20 +111,19 @@ def _saying_part(**content: Any) -> Any:
     return later_class("Input")(conversation=later_class("Conversation")(messages=[message]))
 
 
-@pytest.mark.parametrize(
-    ("request_", "name"),
-    [
-        (_asking(input=later_class("Input")(later="song")), "Input"),
-        (_asking(input=_saying_part(later="song")), "Part"),
-        (_asking(input=_saying_part(image=later_class("MediaFile")(later="song"))), "MediaFile"),
-        (_asking(parameters=later_class("Parameters")(later_note="x")), "Parameters"),
-        (_asking(parameters=later_class("Parameters")(sampling={"later": "x"})), "Sampling"),
-        (_asking(parameters=later_class("Parameters")(sampling={"later_note": "x"})), "Sampling"),
-        (_asking(parameters=later_class("Parameters")(options={"speed": {"later": "x"}})), "TypedValue"),
-        (_asking(parameters=later_class("Parameters")(stages={"a": {"later_note": "x"}})), "StageParameters"),
-    ],
-    ids=["prompt", "part", "file", "parameter", "structure", "sampling", "option", "stage"],
-)
+_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
+    "prompt": (_asking(input=later_class("Input")(later="song")), "Input"),
+    "part": (_asking(input=_saying_part(later="song")), "Part"),
+    "file": (_asking(input=_saying_part(image=later_class("MediaFile")(later="song"))), "MediaFile"),
+    "parameter": (_asking(parameters=later_class("Parameters")(later_note="x")), "Parameters"),
+    "structure": (_asking(parameters=later_class("Parameters")(sampling={"later": "x"})), "Sampling"),
+    "sampling": (_asking(parameters=later_class("Parameters")(sampling={"later_note": "x"})), "Sampling"),
+    "option": (_asking(parameters=later_class("Parameters")(options={"speed": {"later": "x"}})), "TypedValue"),
+    "stage": (_asking(parameters=later_class("Parameters")(stages={"a": {"later_note": "x"}})), "StageParameters"),
+}
+
+
+@pytest.mark.parametrize(("request_", "name"), _WITHOUT_EFFECT.values(), ids=_WITHOUT_EFFECT)
 def test_an_orchestrator_refuses_what_would_have_no_effect(pipeline: Pipeline, request_: Any, name: str) -> None:
     with raises(UnsupportedError, reason="UNKNOWN_KIND") as caught:
         validate(today(request_, orchestrator_pb2.GenerateRequest), pipeline)

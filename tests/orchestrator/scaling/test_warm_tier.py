@@ -2,12 +2,15 @@
 
 import asyncio
 import signal
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stagemesh.rpc.channels import open_channel
-from tests.orchestrator.running_pipeline import running_pipeline
+from tests.orchestrator.mesh import until_health
+from tests.orchestrator.running_pipeline import Orchestrator, running_pipeline
 from tests.rpc.health_calls import Request, Response, check
 
 pytestmark = pytest.mark.timeout(240)  # on a busy machine, processes take long to start
@@ -30,9 +33,17 @@ outputs: {text: speak}
 """
 
 
+def running_say(
+    folder: Path, text: str = SLOW, *, replicas: int = 2, warm_s: float | None = 5, **settings: Any
+) -> AbstractAsyncContextManager[list[Orchestrator]]:
+    """Runs a pipeline with the stage `say`, whose replicas sleep when they are idle, except the first one."""
+    warm = {} if warm_s is None else {"say": warm_s}
+    sleepers = {"say": replicas - 1}
+    return running_pipeline(folder, text, replicas={"say": replicas}, sleepers=sleepers, warm=warm, **settings)
+
+
 async def test_a_request_that_finds_all_replicas_busy_wakes_a_replica(tmp_path: Path) -> None:
-    running = running_pipeline(tmp_path, SLOW, replicas={"say": 2}, sleepers={"say": 1}, warm={"say": 5})
-    async with running as (orchestrator,):
+    async with running_say(tmp_path) as (orchestrator,):
         await orchestrator.until_states(say_0="READY", say_1="ASLEEP")
         async with orchestrator.requests(1):
             await orchestrator.until_stage("say", lambda stage: stage.running == 1)
@@ -64,10 +75,7 @@ async def test_a_replica_that_woke_sleeps_again_when_it_is_idle_and_no_request_f
 
 
 async def test_several_orchestrators_wake_the_same_replica(tmp_path: Path) -> None:
-    running = running_pipeline(
-        tmp_path, SLOW, replicas={"say": 3}, sleepers={"say": 2}, warm={"say": 5}, orchestrators=2
-    )
-    async with running as (one, other):
+    async with running_say(tmp_path, replicas=3, orchestrators=2) as (one, other):
         for each in (one, other):
             await each.until_states(say_0="READY", say_1="ASLEEP", say_2="ASLEEP")
         async with one.requests(1), other.requests(1):
@@ -81,10 +89,7 @@ async def test_several_orchestrators_wake_the_same_replica(tmp_path: Path) -> No
 
 
 async def test_a_replica_that_hangs_when_it_is_woken_is_passed_over(tmp_path: Path) -> None:
-    running = running_pipeline(
-        tmp_path, SLOW, replicas={"say": 3}, sleepers={"say": 2}, warm={"say": 5}, processes={"say-1"}
-    )
-    async with running as (orchestrator,):
+    async with running_say(tmp_path, replicas=3, processes={"say-1"}) as (orchestrator,):
         await orchestrator.until_states(say_0="READY", say_1="ASLEEP", say_2="ASLEEP")
         orchestrator.replicas["say-1"].send_signal(signal.SIGSTOP)
         async with orchestrator.requests(2):
@@ -92,22 +97,15 @@ async def test_a_replica_that_hangs_when_it_is_woken_is_passed_over(tmp_path: Pa
 
 
 async def test_a_sleeping_replica_is_ready_for_rolling_updates_but_not_for_steps(tmp_path: Path) -> None:
-    running = running_pipeline(
-        tmp_path, SLOW, replicas={"say": 2}, sleepers={"say": 1}, warm={"say": 5}, processes={"say-1"}
-    )
-    async with running as (orchestrator,):
+    async with running_say(tmp_path, processes={"say-1"}) as (orchestrator,):
         await orchestrator.until_states(say_0="READY", say_1="ASLEEP")
         async with open_channel(orchestrator.endpoints["say-1"]) as channel:
-            async with asyncio.timeout(10):
-                while (await check(channel)(Request(service="say"))).status != Response.SERVING:
-                    await asyncio.sleep(0.05)
+            await until_health(channel, serving=True, service="say")
             assert (await check(channel)(Request(service=""))).status == Response.NOT_SERVING
 
 
 async def test_a_replica_that_is_lost_is_replaced_by_a_sleeping_one(tmp_path: Path) -> None:
-    running = running_pipeline(
-        tmp_path, SHORT, replicas={"say": 2}, sleepers={"say": 1}, warm={"say": 1000}, processes={"say-0"}
-    )
+    running = running_say(tmp_path, SHORT, warm_s=1000, processes={"say-0"})
     async with running as (orchestrator,), asyncio.TaskGroup() as group:
         await orchestrator.until_states(say_0="READY", say_1="ASLEEP")
         result = group.create_task(orchestrator.client.generate("hello").result())
@@ -118,8 +116,7 @@ async def test_a_replica_that_is_lost_is_replaced_by_a_sleeping_one(tmp_path: Pa
 
 
 async def test_a_sleeping_replica_of_a_stage_that_is_not_warm_is_left_alone(tmp_path: Path) -> None:
-    running = running_pipeline(tmp_path, SLOW, replicas={"say": 2}, sleepers={"say": 1})
-    async with running as (orchestrator,), orchestrator.requests(2):
+    async with running_say(tmp_path, warm_s=None) as (orchestrator,), orchestrator.requests(2):
         await orchestrator.until_states(say_0="READY", say_1="ASLEEP")
         await orchestrator.until_stage("say", lambda stage: stage.queued_s > 0)
         await asyncio.sleep(1.0)

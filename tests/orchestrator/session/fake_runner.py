@@ -20,9 +20,7 @@ from stagemesh.orchestrator.session.turn_requests import TurnRequest, TurnReques
 from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 from tests.orchestrator.mesh import load
-
-Request = orchestrator_pb2.ConverseRequest
-Response = orchestrator_pb2.ConverseResponse
+from tests.orchestrator.session.talk import ReceivedEvents, Request, Response
 
 
 class SteeredRequest:
@@ -35,7 +33,6 @@ class SteeredRequest:
         self.record.timeline.note_planned()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.record.stop_by(self.stop)
-        self._count = 0
 
     def emit(self, text: str, *, name: str = "text") -> None:
         """Emits a part of a text output."""
@@ -97,13 +94,13 @@ class FakeRunner(TurnRequests):
         return request
 
 
-class Chat:
+class Chat(ReceivedEvents):
     """A session and its client, in one process."""
 
     def __init__(self, session: Session, runner: FakeRunner) -> None:
         self.session, self.runner = session, runner
         self.seq = 0
-        self.received: list[Response] = []
+        self.received = []
         self.error: StagemeshError | None = None
         self.has_ended = False
         self._reading: asyncio.Task[None] | None = None
@@ -141,10 +138,10 @@ class Chat:
         if self._reading is not None:
             self._reading.cancel()
 
-    def send(self, **event: Any) -> int:
+    def send(self, *, seq: int | None = None, **event: Any) -> int:
         """Sends an event with the next number. Returns the number."""
         assert self.call is not None, "attach first"
-        self.seq += 1
+        self.seq = self.seq + 1 if seq is None else seq
         self.session.handle(self.call, Request(seq=self.seq, **event))
         return self.seq
 
@@ -165,6 +162,11 @@ class Chat:
         self.request(turn).end(error)
         await settle()
 
+    async def turn(self, number: int, text: str, answer: str) -> None:
+        """Commits a text, and answers its turn."""
+        self.commit(text)
+        await self.answer(number, answer)
+
     def hear(self, samples: Array, *, rate_hz: int = 16_000) -> int:
         """Appends audio."""
         audio = request_pb2.Audio(samples=inline_tensor("", samples), sample_rate_hz=rate_hz)
@@ -173,16 +175,6 @@ class Chat:
     def request(self, turn: int, name: str = "") -> SteeredRequest:
         """Returns the request of a turn."""
         return self.runner.requests[f"{self.session.settings.session_id}.{turn}{name}"]
-
-    def kinds(self, turn: int) -> list[str]:
-        """Returns the kinds of the events of a turn, apart from those of its request."""
-        kinds = (event.WhichOneof("event") or "" for event in self.received if event.turn == turn)
-        return [kind for kind in kinds if kind != "generated"]
-
-    def text(self, turn: int, *, name: str = "text") -> str:
-        """Returns the text of a turn that has arrived."""
-        outputs = (event.generated.output for event in self.received if event.turn == turn)
-        return "".join(output.text for output in outputs if output.name == name)
 
     def last(self, kind: str) -> Response:
         """Returns the last event of a kind."""

@@ -9,20 +9,36 @@ import grpc
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.rpc.error_mapping import from_rpc_error
-from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc, request_pb2
+from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 Request = orchestrator_pb2.ConverseRequest
 Response = orchestrator_pb2.ConverseResponse
 
 
-class Talk:
+class ReceivedEvents:
+    """The events that a client has received."""
+
+    received: list[Response]
+
+    def text(self, turn: int, name: str = "text") -> str:
+        """Returns the text of an output of a turn that has arrived."""
+        outputs = (event.generated.output for event in self.received if event.turn == turn)
+        return "".join(output.text for output in outputs if output.name == name)
+
+    def kinds(self, turn: int) -> list[str]:
+        """Returns the kinds of the events of a turn that have arrived, apart from the events of its request."""
+        kinds = (event.WhichOneof("event") or "" for event in self.received if event.turn == turn)
+        return [kind for kind in kinds if kind != "generated"]
+
+
+class Talk(ReceivedEvents):
     """One call of Converse."""
 
     def __init__(self, stub: "orchestrator_pb2_grpc.OrchestratorServiceAsyncStub", *, seq: int = 0) -> None:
         self.call: Any = stub.Converse(timeout=60)
         self.seq = seq
         """The number of the last event."""
-        self.received: list[Response] = []
+        self.received = []
 
     async def open(self, **fields: Any) -> orchestrator_pb2.SessionOpened:
         """Opens the session."""
@@ -37,7 +53,7 @@ class Talk:
 
     async def say(self, text: str) -> int:
         """Appends a text."""
-        return await self.send(append=text_piece(text))
+        return await self.send(append={"part": {"text": text}})
 
     async def commit(self, text: str = "") -> int:
         """Appends a text, if one is given, and commits the open turn."""
@@ -96,21 +112,6 @@ class Talk:
             code, await self.call.initial_metadata(), await self.call.trailing_metadata(), await self.call.details()
         )
         return from_rpc_error(error, peer="the orchestrator")
-
-    def texts(self, turn: int, name: str) -> str:
-        """Returns the text of an output of a turn that has arrived."""
-        outputs = (event.generated.output for event in self.received if event.turn == turn)
-        return "".join(output.text for output in outputs if output.name == name)
-
-    def kinds(self, turn: int) -> list[str]:
-        """Returns the kinds of the events of a turn that have arrived, apart from those of its request."""
-        kinds = (event.WhichOneof("event") or "" for event in self.received if event.turn == turn)
-        return [kind for kind in kinds if kind != "generated"]
-
-
-def text_piece(text: str) -> orchestrator_pb2.InputAppend:
-    """Returns a piece of text."""
-    return orchestrator_pb2.InputAppend(part=request_pb2.Part(text=text))
 
 
 @asynccontextmanager

@@ -13,9 +13,9 @@ from stagemesh.orchestrator.session.turn_input import PROMPT_WINDOW_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 from tests.later_contract import later_class, today
 from tests.orchestrator.mesh import Mesh, mesh
-from tests.orchestrator.session.fake_runner import Chat, Request, chatting, settle
+from tests.orchestrator.session.fake_runner import Chat, chatting, settle
 from tests.orchestrator.session.scripts import ECHO, LISTEN, SPEAK, STREAM
-from tests.orchestrator.session.talk import Talk, talking
+from tests.orchestrator.session.talk import Request, Talk, talking
 from tests.rpc.call_errors import raises
 
 SMALL = ECHO + "limits: {max_session_bytes: 65536}\n"
@@ -83,8 +83,7 @@ async def test_blank_input_cannot_be_committed(chat: Chat) -> None:
 
 @pytest.mark.parametrize(("turn", "reason"), [(0, "TURN_ENDED"), (1, "TURN_ENDED"), (2, "TURN_NOT_STARTED")])
 async def test_only_a_turn_that_is_being_answered_can_be_interrupted(chat: Chat, turn: int, reason: str) -> None:
-    chat.commit("hello")
-    await chat.answer(1, "answer")
+    await chat.turn(1, "hello", "answer")
     chat.send(interrupt={"turn": turn})
     assert await chat.rejection() == reason
 
@@ -102,10 +101,8 @@ async def test_only_a_turn_that_is_being_answered_can_be_interrupted(chat: Chat,
 async def test_a_truncation_must_fit_to_the_newest_answer(
     chat: Chat, truncation: Mapping[str, Any], reason: str
 ) -> None:
-    chat.commit("hello")
-    await chat.answer(1, "one")
-    chat.commit("hello")
-    await chat.answer(2, "answer")
+    await chat.turn(1, "hello", "one")
+    await chat.turn(2, "hello", "answer")
     chat.send(truncate=truncation)
     assert await chat.rejection() == reason
     chat.commit("three")
@@ -132,15 +129,13 @@ async def test_a_turn_beyond_the_limit_is_rejected(tmp_path: Path) -> None:
         chat.say("x" * 10_000)
         assert await chat.rejection() == "SESSION_TOO_LARGE"
         chat.send(clear={})
-        chat.commit("hello")
-        await chat.answer(1, "answer")
+        await chat.turn(1, "hello", "answer")
     assert chat.last("ended").ended.answer == "answer"
 
 
 async def test_the_transcript_counts_against_the_limit(tmp_path: Path) -> None:
     async with chatting(tmp_path, SMALL) as chat:
-        chat.commit("hello")
-        await chat.answer(1, "x" * 60_000)
+        await chat.turn(1, "hello", "x" * 60_000)
         chat.say("x" * 10_000)
         assert await chat.rejection() == "SESSION_TOO_LARGE"
 
@@ -157,7 +152,7 @@ async def test_more_sessions_than_allowed_are_rejected(tmp_path: Path, limits: s
     limited = f"{ECHO}limits: {{{limits}}}\n"
     async with mesh(tmp_path, limited) as echo, talking(echo.stub), talking(echo.stub) as second:
         third = Talk(echo.stub)
-        await third.call.write(Request(open=orchestrator_pb2.SessionOpen()))
+        await third.send(seq=0, open={})
         error = await third.failure()
         await second.close()
         await second.rest()
@@ -184,16 +179,15 @@ async def test_a_gap_in_the_numbers_of_events_ends_the_call(echo: Mesh) -> None:
 
 @pytest.mark.parametrize("seq", [0, 2])
 async def test_the_first_event_of_a_new_session_has_the_number_one(chat: Chat, seq: int) -> None:
-    assert chat.call is not None
     with raises(InvalidRequestError, reason="EVENT_GAP"):
-        chat.session.handle(chat.call, Request(seq=seq, commit=orchestrator_pb2.TurnCommit()))
+        chat.send(seq=seq, commit={})
 
 
 async def test_an_event_of_an_unknown_kind_is_rejected(chat: Chat) -> None:
     assert chat.call is not None
     chat.session.handle(chat.call, today(later_class("ConverseRequest")(seq=1, later="news"), Request))
     assert await chat.rejection() == "UNKNOWN_KIND"
-    chat.session.handle(chat.call, Request(seq=2))
+    chat.send(seq=2)
     assert await chat.rejection() == "INVALID_REQUEST"
 
 
@@ -236,22 +230,17 @@ async def test_an_invalid_first_event_is_rejected(tmp_path: Path, name: str) -> 
 
 
 async def test_turns_are_restored_in_order(chat: Chat) -> None:
-    chat.seq = -1
-    chat.send(restore={"turn": 2})
+    chat.send(seq=0, restore={"turn": 2})
     assert await chat.rejection() == "INVALID_RESTORE"
-    chat.seq = 0
     chat.say("one")
-    chat.seq = -1
-    chat.send(restore={"turn": 1})
+    chat.send(seq=0, restore={"turn": 1})
     assert await chat.rejection() == "SESSION_NOT_OPEN"
 
 
 async def test_turns_cannot_be_restored_to_a_known_session(chat: Chat) -> None:
-    chat.commit("hello")
-    await chat.answer(1, "answer")
+    await chat.turn(1, "hello", "answer")
     await chat.reattach()
-    chat.seq = -1
-    chat.send(restore={"turn": 1})
+    chat.send(seq=0, restore={"turn": 1})
     assert await chat.rejection() == "INVALID_RESTORE"
 
 

@@ -19,7 +19,7 @@ async def test_turns_are_requests_whose_prompts_contain_the_transcript(chain: Me
     opening = request_pb2.Conversation(messages=[request_pb2.Message(role=request_pb2.ROLE_SYSTEM, content="be brief")])
     async with talking(chain.stub, session_id="s", conversation=opening) as talk:
         assert [await talk.turn(text) for text in ("one", "two")] == ["a done", "a done"]
-    assert (talk.kinds(1), talk.texts(1, "last")) == (["committed", "ended"], "c done")
+    assert (talk.kinds(1), talk.text(1, "last")) == (["committed", "ended"], "c done")
     seed, steps = talk.received[0].opened.seed, chain.stages["a"].requests
     assert [(step.request_id, step.seed) for step in steps] == [("s.1", seed), ("s.2", seed + 1)]
     prompt = [message.content for message in steps[1].input.conversation.messages]
@@ -46,7 +46,7 @@ async def test_nothing_of_an_interrupted_turn_follows_its_interruption(steered: 
         await talk.rest()
     assert [(each.name, each.position) for each in interrupted.positions] == [("text", 10)]
     assert (ended.answer, ended.HasField("error")) == ("some words", False)
-    assert talk.texts(1, "text") == "some words"
+    assert talk.text(1) == "some words"
 
 
 async def test_an_interrupted_request_is_stopped_on_its_stages(hanging: Mesh) -> None:
@@ -110,9 +110,7 @@ async def test_idle_sessions_park(tmp_path: Path) -> None:
 async def test_a_stopping_orchestrator_ends_idle_calls(echo: Mesh) -> None:
     async with talking(echo.stub) as talk:
         await talk.turn("one")
-        stopping = asyncio.ensure_future(echo.stop())
-        error = await talk.failure()
-        await stopping
+        error, _ = await asyncio.gather(talk.failure(), echo.stop())
     assert error.reason == "NOT_RUNNING"
 
 
@@ -124,7 +122,7 @@ async def test_a_stopping_orchestrator_lets_a_turn_finish(steered: Mesh, script:
         script.emit("answer", last=True)
         error = await talk.failure()
         await stopping
-    assert (talk.texts(1, "text"), error.reason) == ("answer", "NOT_RUNNING")
+    assert (talk.text(1), error.reason) == ("answer", "NOT_RUNNING")
     assert talk.kinds(1) == ["committed", "ended"]
 
 
@@ -132,9 +130,7 @@ async def test_a_stopping_orchestrator_leaves_a_long_turn_to_others(hanging: Mes
     async with talking(hanging.stub) as talk:
         await talk.commit("one")
         await talk.output("a ")
-        stopping = asyncio.ensure_future(hanging.stop())
-        error = await talk.failure()
-        await stopping
+        error, _ = await asyncio.gather(talk.failure(), hanging.stop())
     assert (talk.kinds(1), error.reason) == (["committed"], "NOT_RUNNING")
 
 
@@ -158,7 +154,7 @@ async def test_an_answer_continues_after_the_clients_position(steered: Mesh, scr
     assert len(steered.stages["a"].requests) == 1
     opened = again.received[0].opened
     assert (opened.is_known, opened.accepted_seq, opened.turn, opened.running_turn) == (True, 2, 2, 1)
-    assert (again.texts(1, "text"), ended.answer) == ("me words", "some words")
+    assert (again.text(1), ended.answer) == ("me words", "some words")
 
 
 async def test_events_that_were_handled_are_ignored_when_they_are_repeated(chat: Chat) -> None:
@@ -183,15 +179,13 @@ async def test_a_turn_that_ended_meanwhile_is_sent_from_the_clients_position(cha
 
 
 async def test_the_end_of_a_turn_is_repeated_if_it_was_lost(chat: Chat) -> None:
-    chat.commit("one")
-    await chat.answer(1, "answer")
+    await chat.turn(1, "one", "answer")
     await chat.reattach(turn=1, next_positions=positions(6))
     assert (chat.text(1), chat.kinds(1)) == ("", ["committed", "ended"])
 
 
 async def test_a_client_that_returns_too_late_for_the_outputs_receives_an_error(chat: Chat) -> None:
-    chat.commit("one")
-    await chat.answer(1, "answer")
+    await chat.turn(1, "one", "answer")
     await chat.leave()
     chat.runner.requests.clear()
     chat.attach(is_known=True, turn=1)
@@ -247,7 +241,7 @@ async def test_a_session_continues_at_another_orchestrator(tmp_path: Path) -> No
             script.emit("an", "swer", last=True)
             ended = (await again.next("ended")).ended
         step = second.stages["a"].requests[0]
-    assert (again.texts(2, "text"), ended.answer) == ("swer", "answer")
+    assert (again.text(2), ended.answer) == ("swer", "answer")
     assert [message.content for message in step.input.conversation.messages] == ["one", "a done", "two"]
     assert (step.request_id, step.seed, step.attempt) == ("s.2", seed + 1, 1001)
 
@@ -263,7 +257,6 @@ async def test_a_later_call_replaces_the_attached_one(echo: Mesh) -> None:
 async def test_a_session_with_other_content_is_rejected(echo: Mesh, fields: dict[str, Any]) -> None:
     async with talking(echo.stub, session_id="s", parameters={"seed": 7}):
         other = Talk(echo.stub)
-        opening = orchestrator_pb2.SessionOpen(**{"session_id": "s", "parameters": {"seed": 7}, **fields})
-        await other.call.write(orchestrator_pb2.ConverseRequest(open=opening))
+        await other.send(seq=0, open={"session_id": "s", "parameters": {"seed": 7}, **fields})
         error = await other.failure()
     assert (type(error), error.reason) == (ExistsError, "SESSION_EXISTS")

@@ -23,8 +23,10 @@ async def chat(tmp_path: Path) -> AsyncGenerator[Chat]:
 
 @pytest.fixture
 async def patient(tmp_path: Path) -> AsyncGenerator[Chat]:
-    """A session in which speech waits for the end of an answer."""
+    """A session in which speech waits for the end of an answer. The first turn has been spoken."""
     async with chatting(tmp_path, LISTEN, turn_detection={"interrupts": False}) as chat:
+        hear(chat, 1)
+        await speak_and_pause(chat, 1, begin_s=0.0, end_s=1.0)
         yield chat
 
 
@@ -45,10 +47,10 @@ def heard(chat: Chat, turn: int) -> list[float]:
     return [float(value) for value in read_samples(messages[-1].parts[0].audio)[::RATE_HZ]]
 
 
-async def speak_and_pause(chat: Chat, turn: int, *, begin_s: float, end_s: float) -> None:
-    """Makes the listener of a turn report speech."""
-    detect(chat.request(turn, ".listen"), begins=True, at_s=begin_s)
-    detect(chat.request(turn, ".listen"), begins=False, at_s=end_s)
+async def speak_and_pause(chat: Chat, turn: int, *, begin_s: float, end_s: float, listener: str = ".listen") -> None:
+    """Makes a listener of a turn report speech."""
+    detect(chat.request(turn, listener), begins=True, at_s=begin_s)
+    detect(chat.request(turn, listener), begins=False, at_s=end_s)
     await settle()
 
 
@@ -98,8 +100,6 @@ async def test_speech_interrupts_the_answer_to_the_former_turn(chat: Chat) -> No
 
 
 async def test_a_turn_that_ends_during_an_answer_waits_for_it(patient: Chat) -> None:
-    hear(patient, 1)
-    await speak_and_pause(patient, 1, begin_s=0.0, end_s=1.0)
     hear(patient, 2, 3)
     await speak_and_pause(patient, 2, begin_s=0.0, end_s=1.0)
     assert "s.2" not in patient.runner.requests
@@ -108,8 +108,6 @@ async def test_a_turn_that_ends_during_an_answer_waits_for_it(patient: Chat) -> 
 
 
 async def test_speech_that_resumes_during_an_answer_extends_the_turn(patient: Chat) -> None:
-    hear(patient, 1)
-    await speak_and_pause(patient, 1, begin_s=0.0, end_s=1.0)
     hear(patient, 2, 3)
     await speak_and_pause(patient, 2, begin_s=0.0, end_s=1.0)
     await speak_and_pause(patient, 2, begin_s=1.5, end_s=2.0)
@@ -136,8 +134,6 @@ async def test_a_failed_listener_ends_the_turn_with_its_error(chat: Chat) -> Non
 
 
 async def test_a_listener_that_fails_during_an_answer_waits_for_it(patient: Chat) -> None:
-    hear(patient, 1)
-    await speak_and_pause(patient, 1, begin_s=0.0, end_s=1.0)
     hear(patient, 2)
     patient.request(2, ".listen").end(InternalError("broken"))
     await settle()
@@ -155,9 +151,7 @@ async def test_a_client_that_returns_is_heard_from_the_begin_of_the_turn(chat: C
     chat.attach(is_known=True, linger_s=60)
     hear(chat, 2)
     assert [packet.tensors["audio"][0] for packet in chat.request(1, ".listen.2").packets] == [1.0, 2.0]
-    detect(chat.request(1, ".listen.2"), begins=True, at_s=0.0)
-    detect(chat.request(1, ".listen.2"), begins=False, at_s=2.0)
-    await settle()
+    await speak_and_pause(chat, 1, begin_s=0.0, end_s=2.0, listener=".listen.2")
     assert heard(chat, 1) == [1.0, 2.0]
 
 

@@ -17,9 +17,9 @@ from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2, request_pb2
 from tests.orchestrator.mesh import Mesh, mesh
 from tests.orchestrator.replicas import Clock
-from tests.orchestrator.session.fake_runner import FakeRunner, Request, settle
+from tests.orchestrator.session.fake_runner import FakeRunner, settle
 from tests.orchestrator.session.scripts import ECHO
-from tests.orchestrator.session.talk import talking
+from tests.orchestrator.session.talk import Request, talking
 from tests.rpc.call_errors import raises
 
 Open = orchestrator_pb2.SessionOpen

@@ -138,8 +138,7 @@ def test_an_answer_is_cut_at_the_end_of_a_word(length: int, heard: str) -> None:
 
 
 async def test_a_named_text_is_cut_at_its_position(chat: Chat) -> None:
-    chat.commit("hello")
-    await chat.answer(1, "one two")
+    await chat.turn(1, "hello", "one two")
     chat.send(truncate={"turn": 1, "positions": [{"name": "text", "position": 5}]})
     chat.commit("more")
     await settle()
@@ -160,8 +159,7 @@ async def test_the_text_is_cut_at_the_share_of_another_output(tmp_path: Path) ->
 
 
 async def test_a_truncation_never_lengthens_an_answer(chat: Chat) -> None:
-    chat.commit("hello")
-    await chat.answer(1, "one two")
+    await chat.turn(1, "hello", "one two")
     for position in (3, 7):
         chat.send(truncate={"turn": 1, "positions": [{"name": "text", "position": position}]})
     await settle()
@@ -169,8 +167,7 @@ async def test_a_truncation_never_lengthens_an_answer(chat: Chat) -> None:
 
 
 async def test_an_answer_can_be_truncated_while_the_next_turn_is_answered(chat: Chat) -> None:
-    chat.commit("one")
-    await chat.answer(1, "answer")
+    await chat.turn(1, "one", "answer")
     chat.commit("two")
     chat.send(truncate={"turn": 1, "positions": [{"name": "text", "position": 3}]})
     await chat.answer(2)

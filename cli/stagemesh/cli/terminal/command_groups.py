@@ -34,7 +34,9 @@ class CommandGroup(TyperGroup):
             return own
         loaded = _load(entry)
         if isinstance(loaded, typer.Typer):
-            return typer.main.get_command(loaded)
+            group = typer.main.get_group(loaded)
+            group.name = cmd_name
+            return group
         added = typer.Typer(add_completion=False)
         added.command(cmd_name)(loaded)
         return typer.main.get_command(added)
