@@ -61,7 +61,7 @@ class Decisions:
 
     median_us: float
     p99_us: float
-    failover_us: float
+    replacement_us: float
     """The median time to choose another replica for a stage of a running request."""
     replica_bytes: float
 
@@ -88,11 +88,11 @@ async def _decide(pipeline: Pipeline, replicas: int) -> Decisions:
         tracemalloc.stop()
         planner, route = Planner(pipeline, orchestrator.fleet.registry), pipeline.route(["text"])
         taken_s = sorted(_timed(planner, route) for _ in range(_DECISIONS))
-        failover_s = [_timed_failover(planner, planner.plan(route)) for _ in range(_DECISIONS)]
+        replacement_s = [_timed_replacement(planner, planner.plan(route)) for _ in range(_DECISIONS)]
     return Decisions(
         median_us=1e6 * statistics.median(taken_s),
         p99_us=1e6 * taken_s[int(0.99 * len(taken_s))],
-        failover_us=1e6 * statistics.median(failover_s),
+        replacement_us=1e6 * statistics.median(replacement_s),
         replica_bytes=size_bytes / replicas,
     )
 
@@ -109,7 +109,7 @@ def _timed(planner: Planner, route: Route) -> float:
     return taken_s
 
 
-def _timed_failover(planner: Planner, plan: Plan) -> float:
+def _timed_replacement(planner: Planner, plan: Plan) -> float:
     """Returns the processor time of replacing the first stage's replica."""
     lost = next(iter(plan.steps.values()))
     began_s = time.thread_time()
@@ -144,7 +144,7 @@ def _figures(
         subject = f"{size:,} replicas"
         yield Figure("a decision, median", found.median_us, "us", goal, subject)
         yield Figure("a decision, p99", found.p99_us, "us", "", subject)
-        yield Figure("a decision after a replica died, median", found.failover_us, "us", goal, subject)
+        yield Figure("a decision after a replica died, median", found.replacement_us, "us", goal, subject)
         yield Figure("memory per replica, with its simulation", found.replica_bytes / _KIB, "KiB", "", subject)
         for name, values, unit in (
             ("p99 of requests, planned", [tail.planned_s for tail in tails[size]], "s"),
