@@ -2,6 +2,7 @@ import hashlib
 import io
 import wave
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,9 @@ def test_jobs_are_listed_in_pages_the_newest_first(busy: JobServer) -> None:
     second = jobs_pb2.ListJobsRequest(caller="pages", page_size=2, page_token=first.next_page_token)
     rest = busy.stub.ListJobs(second, timeout=10)
     assert ([job.job_id for job in rest.jobs], rest.next_page_token) == (["a"], "")
-    wrong = jobs_pb2.ListJobsRequest(page_token="x")  # noqa: S106
-    assert error_of(lambda: busy.stub.ListJobs(wrong, timeout=10)).reason == "INVALID_PAGE_TOKEN"
+    for token in ("x", "-1", "9" * 19):
+        wrong = jobs_pb2.ListJobsRequest(page_token=token)
+        assert error_of(partial(busy.stub.ListJobs, wrong, timeout=10)).reason == "INVALID_PAGE_TOKEN"
 
 
 def test_a_queued_job_is_cancelled_at_once(busy: JobServer) -> None:
