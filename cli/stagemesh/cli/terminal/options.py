@@ -94,7 +94,6 @@ def option(kind: Any, text: str, *names: str, default: Any = None, **settings: A
     - `settings` are passed to `typer.Option`. With `show_default`, the help shows this text as the default.
     """
     value_type, settings = _type_of(kind, settings)
-    settings.setdefault("show_default", default not in {None, ""})
     info = typer.Option(*names, help=text, **settings)
     return Parameter(Annotated[value_type | None if default is None else value_type, info], default)
 
