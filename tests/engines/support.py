@@ -1,7 +1,7 @@
 """Helpers of the engines' tests."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple, Self, TypeVar
 
@@ -116,13 +116,6 @@ def text_stream(*texts: str) -> AsyncIterator[Packet]:
 def numbers_task(request_id: str, *values: Iterable[float], seed: int = 0, **options: float) -> Task:
     """Returns a task that receives numbers over the edge "in"."""
     return Task(request_id, seed, inlets={"in": stream(*values)}, options=options)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits until a condition holds, at most 10 seconds."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def collect(events: AsyncIterator[EngineEvent]) -> list[EngineEvent]:

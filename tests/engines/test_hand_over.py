@@ -9,13 +9,14 @@ import pytest
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.conformance.replicas import until
 from stagemesh.connectors.packets import OfferedTicket, Packet
 from stagemesh.fake_engine import KIND, STATE
 from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.fake_engine.outputs import decoded_text, state_content
 from stagemesh.fake_engine.state_store import StateCounts, StateStore, read_state
 from stagemesh.services.engines.base import SamplingOptions, Task
-from tests.engines.support import collect, flow, packets, stage_config, started, text_of, until
+from tests.engines.support import collect, flow, packets, stage_config, started, text_of
 from tests.rpc.call_errors import raises
 
 TASK = Task("r", seed=3, prompt="hello", sampling=SamplingOptions(max_tokens=5))
@@ -54,7 +55,7 @@ async def test_state_that_is_released_while_it_is_read_is_counted() -> None:
     await store.start()
     ticket = store.offer(b"x" * 1000, time_limit_s=30)
     reading = asyncio.create_task(read_state(ticket.descriptor, pause_s=0.2))
-    await until(lambda: store.counts.reads == 1)
+    await until(lambda: store.counts.reads == 1, timeout_s=10)
     ticket.release()
     with pytest.raises(UnavailableError):
         await reading
@@ -96,7 +97,7 @@ async def test_stopped_task_releases_its_ticket() -> None:
     async with running("prefill") as prefill, running("decode", state_s=30.0) as decode:
         ticket = await offered(prefill)
         stopped = asyncio.create_task(collect(decode.submit(decoding(ticket))))
-        await until(lambda: prefill.states.counts.reads == 1)
+        await until(lambda: prefill.states.counts.reads == 1, timeout_s=10)
         stopped.cancel()
         await asyncio.gather(stopped, return_exceptions=True)
         gc.collect()
@@ -106,7 +107,7 @@ async def test_stopped_task_releases_its_ticket() -> None:
 async def test_waiting_task_prefetches_if_the_queue_is_short() -> None:
     async with running("prefill") as prefill, running("decode", max_running=1, prefetch=1, step_s=0.2) as decode:
         tasks = [asyncio.create_task(collect(decode.submit(decoding(await offered(prefill))))) for _ in range(3)]
-        await until(lambda: prefill.states.counts.released == 2)
+        await until(lambda: prefill.states.counts.released == 2, timeout_s=10)
         # The first task runs, the second one waits, and the queue is too long for the third one.
         assert prefill.states.counts.reads == 2
         for task in tasks:

@@ -1,8 +1,8 @@
-"""Coverage-guided fuzzing of one reader of foreign data with atheris, for a number of seconds.
+"""Fuzzes one reader of foreign data with atheris, guided by coverage.
 
     python -m tests.fuzz.guided chunks 600
 
-Atheris is not installed with the other packages (`make fuzz` installs it). An input that fails is printed and stored.
+Atheris is not installed with the other packages (`make fuzz` installs it). It prints and stores each input that fails.
 """
 
 import importlib
@@ -19,7 +19,7 @@ with atheris.instrument_imports(include=["stagemesh"]):
 
 
 def main() -> None:
-    """Fuzzes the target that the command line names, for the number of seconds that it names."""
+    """Fuzzes the target, the first argument of the program, for the number of seconds in the second argument."""
     target, seconds = sys.argv[1], int(sys.argv[2])
     logging.disable(logging.CRITICAL)
     corpus = Path(tempfile.mkdtemp(prefix=f"stagemesh-fuzz-{target}-"))

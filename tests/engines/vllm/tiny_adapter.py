@@ -19,7 +19,7 @@ _SIZES = {
 
 
 def write_adapter(folder: Path, *, seed: int = 0, rank: int = 4, layers: int = 2, scale: float = 1.0) -> Path:
-    """Writes an adapter that changes the output. `scale` multiplies its sizes, for an adapter of another model."""
+    """Writes an adapter that changes the output of the tiny model. With `scale`, its layers have other sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}

@@ -73,7 +73,7 @@ class Cluster:
         await self._network.__aexit__()
 
     async def apply(self, manifests: Iterable[Manifest]) -> None:
-        """Replaces the desired state, as `helm upgrade` does: objects that are no longer among them are deleted.
+        """Makes `manifests` the desired state, as `helm upgrade` does. Deletes the objects that they do not contain.
 
         A Deployment without `replicas` keeps its present number, or starts with one.
         """

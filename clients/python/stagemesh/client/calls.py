@@ -30,8 +30,7 @@ Headers = tuple[tuple[str, str], ...]
 
 @contextmanager
 def request_span(name: str, attributes: Mapping[str, str]) -> Generator[Headers]:
-    """Yields the headers for the calls of a request. They name a span, which is a child of the current one and lasts as
-    long as the block.
+    """Opens a span for a request until the end of the block. Yields the headers that name the span in its calls.
 
     If the program has not imported OpenTelemetry, or does not record spans, there is no span and there are no headers.
     """
@@ -64,7 +63,7 @@ class ClientOptions(TypedDict, total=False):
     retry_policy: RetryPolicy
     """The policy by which the client repeats failed calls."""
     tls: Path | str
-    """A folder with the file `ca.crt`: the certificates of the authorities that sign those of servers.
+    """A folder with the file `ca.crt`: the certificates of the authorities that sign the certificates of servers.
 
     It also has `tls.crt` and `tls.key`, the client's own certificate and its key, unless the client has a token.
     """

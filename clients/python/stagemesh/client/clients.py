@@ -183,7 +183,7 @@ class AsyncClient(BaseClient):
         on_bytes: OnBytes | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Downloads a stored file to `path`. Compares its content with the size and the digest in `file`.
+        """Downloads a stored file to `path`, and checks its content by the size and the digest in `file`.
 
         - `on_bytes` is called during the transfer with the number of bytes received so far.
         - `timeout_s` is the time limit in seconds, or None for no limit.

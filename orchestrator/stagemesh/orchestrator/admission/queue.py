@@ -204,7 +204,7 @@ class _Ranking:
             self._queues.add(queue)
 
     def first(self) -> _CallerQueue | None:
-        """Returns the queue with the smallest key, or None if there are no queues."""
+        """Returns the queue with the smallest key, or None if the set is empty."""
         return self._queues[0] if self._queues else None
 
 

@@ -244,7 +244,7 @@ class FileOutputs:
     def __init__(
         self, wanted: Sequence[StreamedOutput], emits: Mapping[str, Emitted], *, store: MediaStore | None
     ) -> None:
-        """Raises UnsupportedError if an output has a URI but there is no store.
+        """Raises UnsupportedError if an output has a URI and `store` is None.
 
         - `wanted` contains the outputs that are files.
         - `emits` describes the stage's outputs by name.
