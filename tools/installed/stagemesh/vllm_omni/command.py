@@ -8,8 +8,6 @@ from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Kind, Parameters, argument, option, with_parameters
 from stagemesh.cli.terminal.output import print_json, writing
 from stagemesh.common.errors import ExitCode
-from stagemesh.vllm_omni.keys import Outcome
-from stagemesh.vllm_omni.pipeline_file import import_config
 
 _IMPORT: Parameters = {
     "file": argument(Kind.INPUT_FILE, "Read this stage config or deploy config of vLLM-Omni."),
@@ -32,6 +30,9 @@ def import_file(
     *, file: Path, output: Path | None, model: str | None, name: str | None, topology: str | None, as_json: bool
 ) -> None:
     """Convert a config of vLLM-Omni to a pipeline file, and list the keys that are not converted."""
+    from stagemesh.vllm_omni.keys import Outcome
+    from stagemesh.vllm_omni.pipeline_file import import_config
+
     imported = import_config(file, model=model, name=name, topology=topology)
     found = {outcome: imported.report.items(outcome) for outcome in Outcome}
     if output is not None and imported.pipeline is not None:
