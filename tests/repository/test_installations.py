@@ -115,6 +115,9 @@ COMMANDS = {
     "up speech": "orchestrator",
     "demo speech --prompt hello": "orchestrator",
     "pipeline validate speech": "orchestrator",
+    # It needs the name of a file that exists.
+    "pipeline import python": "orchestrator",
+    "verify speech": "orchestrator",
     "k8s render speech": "orchestrator",
     "models list": "orchestrator",
     "probe-transport": "stage",
