@@ -14,7 +14,7 @@ only if its consumers continue to run, because these consumers have already rece
 """
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
@@ -283,30 +283,32 @@ def _actions_of(route: Route, states: States, stage: str) -> list[Action]:
         case Phase.UNPLACED:
             return [Action(ActionKind.PLACE, stage)]
         case Phase.PLACED:
-            placed = all(states[edge.producer].phase is not Phase.UNPLACED for edge in route.incoming[stage])
-            expected = all(_is_expected(edge, states) for edge in route.outgoing[stage] if is_open(edge, states))
-            return [Action(ActionKind.START, stage)] if placed and expected else []
+            is_placed = all(states[edge.producer].phase is not Phase.UNPLACED for edge in route.incoming[stage])
+            is_expected = all(_is_expected(edge, states) for edge in route.outgoing[stage] if is_open(edge, states))
+            return [Action(ActionKind.START, stage)] if is_placed and is_expected else []
         case Phase.STARTING:
             return []
         case Phase.RUNNING | Phase.FINISHED:
             running = state.phase is Phase.RUNNING
-            incoming = route.incoming[stage] if running else ()
-            possible = {
-                ActionKind.SEND_INPUT: route.inputs[stage] if running else (),
-                ActionKind.REBIND_INPUTS: [
-                    edge for edge in incoming if states[edge.producer].phase is not Phase.UNPLACED
-                ],
-                ActionKind.REBIND_OUTPUTS: [edge for edge in route.outgoing[stage] if _is_expected(edge, states)],
-            }
-            stale = {
-                kind: tuple(edge.name for edge in edges if _is_stale(edge, states, stage))
-                for kind, edges in possible.items()
-            }
-            return [Action(kind, stage, edges) for kind, edges in stale.items() if edges]
+            inputs = _stale(route.inputs[stage], states, stage) if running else []
+            incoming = _stale(route.incoming[stage], states, stage) if running else []
+            outgoing = _stale(route.outgoing[stage], states, stage)
+            placed = [edge for edge in incoming if states[edge.producer].phase is not Phase.UNPLACED]
+            expected = [edge for edge in outgoing if _is_expected(edge, states)]
+            possible = (
+                (ActionKind.SEND_INPUT, inputs),
+                (ActionKind.REBIND_INPUTS, placed),
+                (ActionKind.REBIND_OUTPUTS, expected),
+            )
+            return [Action(kind, stage, tuple(edge.name for edge in edges)) for kind, edges in possible if edges]
 
 
 def _carries(edge: Edge, rows: Mapping[str, int]) -> bool:
     return any(carried_rows(edge, rows).values())
+
+
+def _stale(edges: Iterable[Edge], states: States, end: str) -> list[Edge]:
+    return [edge for edge in edges if _is_stale(edge, states, end)]
 
 
 def _is_stale(edge: Edge, states: States, end: str) -> bool:
