@@ -1,6 +1,7 @@
 """The arena: allocation, waiting order and fair shares, copies, holders."""
 
 import asyncio
+import fcntl
 import gc
 import mmap
 import os
@@ -431,6 +432,30 @@ async def test_handed_out_descriptor_allows_neither_resizing_nor_writing(arena: 
     assert arena.fd is not None
     with pytest.raises(PermissionError):
         mmap.mmap(arena.fd, arena.file_bytes)
+
+
+@pytest.mark.parametrize("flags", [os.O_RDWR, os.O_WRONLY, os.O_RDONLY])
+def test_shared_file_cannot_be_opened_again_for_writing(arena: Arena, flags: int) -> None:
+    own = arena.fd
+    before = os.pread(own or 0, arena.file_bytes, 0)
+    assert arena.share() == arena.share() == own
+    fd = os.open(f"/proc/self/fd/{own}", flags)
+    try:
+        os.fchmod(fd, 0o777)
+        for write in (
+            lambda: os.pwrite(fd, b"x", 0),
+            lambda: mmap.mmap(fd, PAGE_BYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_WRITE),
+            lambda: os.truncate(f"/proc/self/fd/{fd}", 0),
+            lambda: os.posix_fallocate(fd, 0, arena.file_bytes + 1),
+            lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0),
+        ):
+            with pytest.raises(OSError, match=r"not permitted|denied|Bad file|Invalid"):
+                write()
+    finally:
+        os.close(fd)
+    assert os.pread(own or 0, arena.file_bytes, 0) == before
+    arena.memory[-1] = 7
+    assert os.pread(own or 0, 1, arena.file_bytes - 1) == b"\x07", "the replica itself writes on"
 
 
 @pytest.mark.parametrize("pages", [1, 509, 510, 511, 512, 1021, 1022, 1023, 16384])

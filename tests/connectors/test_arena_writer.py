@@ -5,8 +5,8 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -26,7 +26,7 @@ from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.connectors.packets import Packet
 from tests.connectors import EACH_CONNECTOR
 from tests.connectors.contents import write_tensors
-from tests.connectors.hosts import flow_of_hosts
+from tests.rpc.call_errors import raises
 
 MIB = 1 << 20
 SPAWN = multiprocessing.get_context("spawn")
@@ -275,6 +275,16 @@ def test_address_of_a_closed_or_other_arena_is_rejected(arena: Arena) -> None:
         ArenaWriter(replace(address, file_descriptor=10_000))
 
 
+def test_a_worker_writes_on_after_the_arena_is_shared_but_no_other_starts(arena: Arena) -> None:
+    with closing(ArenaWriter(arena.open_partition(MIB))) as writer:
+        late = arena.open_partition(MIB)
+        arena.share()
+        adopted = arena.adopt(write_tensors(writer, {"x": np.arange(9)}, 1))
+        assert adopted.tensors["x"].tolist() == list(range(9))
+        with raises(NotReadyError, reason="ARENA_NOT_SHARED", match="cannot be opened"):
+            ArenaWriter(late)
+
+
 def test_release_during_a_write_is_safe(arena: Arena) -> None:
     """The replica clears pages while the worker searches for free ones: neither sees a partial change."""
     with closing(ArenaWriter(arena.open_partition(64 * PAGE_BYTES))) as writer:
@@ -306,21 +316,30 @@ def _write_flow(address: PartitionAddress, connection: Connection) -> None:
         connection.send(write_tensors(writer, packet(seq, 50_000).tensors, 30))
 
 
-async def _forward(plane: DataPlane, outlet: Outlet | FanOut) -> None:
-    """Sends the packets of a worker, which reuses its partition many times."""
+@asynccontextmanager
+async def _writing(plane: DataPlane) -> AsyncIterator[Connection]:
+    """Runs a worker that has opened its partition. From then on, consumers may receive the arena."""
     address = plane.arena.open_partition(SLAB_BYTES)
     with _worker(_write_flow, address) as (connection, _):
-        for seq in range(COUNT):
-            handle: Handle = await asyncio.to_thread(connection.recv)
-            await outlet.send(Packet(plane.arena.adopt(handle).held(), {"seq": seq}))
-    await outlet.finish()
+        assert await asyncio.to_thread(connection.poll, 30)
+        yield connection
     plane.arena.close_partition(address)
+
+
+async def _forward(plane: DataPlane, connection: Connection, outlet: Outlet | FanOut) -> None:
+    """Sends the packets of a worker, which reuses its partition many times."""
+    for seq in range(COUNT):
+        handle: Handle = await asyncio.to_thread(connection.recv)
+        await outlet.send(Packet(plane.arena.adopt(handle).held(), {"seq": seq}))
+    await outlet.finish()
 
 
 @EACH_CONNECTOR
 async def test_packets_of_a_worker_are_copied_once(connector: ConnectorName) -> None:
-    async with flow_of_hosts(connector=connector) as (a, _, outlet, inlet):
-        _, received = await asyncio.gather(_forward(a.plane, outlet), receive_all(inlet))
+    async with two_hosts() as (a, b):
+        async with _writing(a.plane) as worker:
+            outlet, inlet = open_flow(a, b, connector=connector)
+            _, received = await asyncio.gather(_forward(a.plane, worker, outlet), receive_all(inlet))
         assert_same(received, [packet(seq, 50_000) for seq in range(COUNT)])
         assert outlet.attempt.connector == connector
         assert a.plane.arena.copied_bytes == 0
@@ -329,11 +348,13 @@ async def test_packets_of_a_worker_are_copied_once(connector: ConnectorName) -> 
 
 async def test_two_consumers_of_a_worker_need_no_copy() -> None:
     async with two_hosts() as (_, c), two_hosts() as (a, b):
-        fan_out = a.plane.fan_out()
-        flows = [open_flow(a, consumer, request=f"r{n}") for n, consumer in enumerate((b, c))]
-        for outlet, _ in flows:
-            fan_out.add(outlet)
-        _, *received = await asyncio.gather(_forward(a.plane, fan_out), *(receive_all(inlet) for _, inlet in flows))
+        async with _writing(a.plane) as worker:
+            fan_out = a.plane.fan_out()
+            flows = [open_flow(a, consumer, request=f"r{n}") for n, consumer in enumerate((b, c))]
+            for outlet, _ in flows:
+                fan_out.add(outlet)
+            reading = [receive_all(inlet) for _, inlet in flows]
+            _, *received = await asyncio.gather(_forward(a.plane, worker, fan_out), *reading)
         for got in received:
             assert_same(got or [], [packet(seq, 50_000) for seq in range(COUNT)])
         assert a.plane.arena.copied_bytes == 0
@@ -341,11 +362,10 @@ async def test_two_consumers_of_a_worker_need_no_copy() -> None:
 
 
 async def test_packets_of_a_dead_worker_stay_intact() -> None:
-    async with flow_of_hosts(connector=SHM) as (a, _, outlet, inlet):
-        address = a.plane.arena.open_partition(SLAB_BYTES)
-        with _worker(_write_flow, address) as (connection, _):
-            tensors = a.plane.arena.adopt(await asyncio.to_thread(connection.recv)).held()
-        a.plane.arena.close_partition(address)
+    async with two_hosts() as (a, b):
+        async with _writing(a.plane) as worker:
+            outlet, inlet = open_flow(a, b, connector=SHM)
+            tensors = a.plane.arena.adopt(await asyncio.to_thread(worker.recv)).held()
         await outlet.send(Packet(tensors, {"seq": 0}))
         del tensors
         _, received = await asyncio.gather(outlet.finish(), receive_all(inlet))

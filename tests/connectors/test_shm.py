@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
+from stagemesh.common.plugins.connectors import SHM
+from stagemesh.conformance import exchange, open_flow, packet, two_hosts
 from stagemesh.connectors.arena.arena import Arena, Written
 from stagemesh.connectors.arena.memory import PAGE_BYTES, SEALS, when_gone
 from stagemesh.connectors.base import ArenaRange, MemoryAccount, Producer
@@ -139,3 +141,16 @@ async def test_lease_is_returned_once_from_many_threads() -> None:
         for thread in threads:
             await asyncio.to_thread(thread.join)
     assert len(released) == 50
+
+
+async def test_arena_of_a_flow_cannot_be_opened_for_writing() -> None:
+    async with two_hosts() as (a, b):
+        await exchange(*open_flow(a, b, connector=SHM), [packet(1)])
+        writable = os.open(f"/proc/self/fd/{a.plane.arena.fd}", os.O_RDWR)
+        try:
+            with pytest.raises(PermissionError):
+                mmap.mmap(writable, PAGE_BYTES)
+            with pytest.raises(PermissionError):
+                os.pwrite(writable, bytes(64), 0)
+        finally:
+            os.close(writable)

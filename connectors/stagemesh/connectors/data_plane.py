@@ -225,7 +225,7 @@ class DataPlane:
         link = self._links.get(consumer)
         if link is None:
             link = self._links[consumer] = ProducerLink(
-                Peer(consumer, self._identity, self.arena.fd),
+                Peer(consumer, self._identity, self.arena.share()),
                 connectors=self._connectors,
                 inline_limit_bytes=self._inline_limit_bytes,
                 on_idle=self._drop_link,

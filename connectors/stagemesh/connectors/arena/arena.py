@@ -132,8 +132,11 @@ class Arena:
         self.size_bytes = data_bytes
         """The arena's capacity for tensors in bytes, including the bytes in use."""
         self.fd, mapping = memory.create_memory(data_bytes, self.token, shared=shared)
-        """The read-only file descriptor of the memory file, or None if the arena is private or closed."""
-        self._is_closed = False
+        """The read-only file descriptor of the memory file, or None if the arena is private or closed.
+
+        `share` returns it for other processes.
+        """
+        self._is_closed = self._is_sealed = False
         self.memory = memoryview(mapping)
         """The arena's whole memory, including the page table.
 
@@ -281,8 +284,8 @@ class Arena:
         """Reserves a partition, in which one worker process can allocate memory by itself.
 
         `size_bytes` is the minimum size of the partition. Returns the address at which the worker opens the partition.
-        Raises NotReadyError: ARENA_NOT_SHARED if the arena is private, NO_MEMORY if there is not enough free memory for
-        the partition.
+        The worker must open the partition before `share` is called. Raises NotReadyError: ARENA_NOT_SHARED if the arena
+        is private, NO_MEMORY if there is not enough free memory for the partition.
         """
         if self.fd is None:
             raise NotReadyError(
@@ -342,6 +345,20 @@ class Arena:
             self._remove_if_unused(address.writer)
 
     # -- lifecycle
+
+    def share(self) -> int | None:
+        """Returns the file descriptor for a process that may only read the arena, or None if the arena is private.
+
+        The first call ends the time in which workers can open their partitions: it seals the file against new writers.
+        """
+        if self.fd is not None and not self._is_sealed:
+            try:
+                memory.seal_writes(self.fd)
+            except OSError:
+                # Some sandboxes, such as gVisor, do not have the seal.
+                return None
+            self._is_sealed = True
+        return self.fd
 
     def close(self) -> None:
         """Closes the memory file, and fails the waiting allocations with UnavailableError. Idempotent.

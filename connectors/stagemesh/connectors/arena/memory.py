@@ -5,8 +5,9 @@ generation for each page. The data pages follow the table. A page's generation i
 the page belongs. The generation is 0 if the page is free or contains no data. A reader compares generations to detect
 that a region was freed after the region was offered.
 
-A shared arena is a sealed memfd. No process can shrink the memfd while another process reads it. The kernel frees the
-memfd when no process has it open or mapped.
+A shared arena is a sealed memfd. No process can shrink the memfd while another process reads it. Before the memfd is
+passed to a consumer, it is also sealed against new writers. The kernel frees the memfd when no process has it open or
+mapped.
 
 The allocator takes constant time. Source: M. Masmano et al., "TLSF: a new dynamic memory allocator for real-time
 systems", ECRTS 2004 (two-level segregated fit). Free runs of pages are grouped into size classes by their number of
@@ -160,7 +161,9 @@ MEMFD_NAME = "stagemesh-arena"
 TOKEN_BYTES = 16
 LAYOUT_NAME = b"stagemesh-arena2"
 ALIGNMENT_BYTES = 64
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+"""The seals of every shared arena. A file that its producer has passed to a consumer is also sealed against writes."""
+_SEAL_FUTURE_WRITE = 0x10
 GENERATION_BYTES = 8
 
 
@@ -321,6 +324,19 @@ def _memory_file(size_bytes: int) -> tuple[int, mmap.mmap]:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC), mapping
     finally:
         os.close(fd)
+
+
+def seal_writes(fd: int) -> None:
+    """Prevents all processes from opening or mapping the memory file `fd` to write into it. Not reversible.
+
+    Mappings that exist remain writable. A read-only descriptor alone does not prevent writing: its owner can open the
+    file again in /proc/self/fd. Raises OSError if the kernel does not support the seal.
+    """
+    writable = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.fcntl(writable, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+    finally:
+        os.close(writable)
 
 
 def _private_memory(size_bytes: int) -> mmap.mmap:

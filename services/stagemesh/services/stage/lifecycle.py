@@ -108,6 +108,11 @@ class ReplicaLifecycle:
         if not self._accepts_planned:
             self.check_ready()
 
+    def check_loaded(self) -> None:
+        """Raises NotReadyError if the engine is not loaded. The error contains the replica's state."""
+        if self._is_closed or self.state in {ReplicaState.LOADING, ReplicaState.FAILED}:
+            self.check_ready()
+
     def require(self, ability: AbilityT | None, name: str, *, ready: bool = True) -> AbilityT:
         """Returns `ability`, an optional interface of the engine, if it can be used now.
 
@@ -115,8 +120,7 @@ class ReplicaLifecycle:
         the interface's name in the error. Raises NotReadyError if the engine is not loaded, or if `ready` is True and
         the replica does not accept steps.
         """
-        if self._is_closed or self.state in {ReplicaState.LOADING, ReplicaState.FAILED}:
-            self.check_ready()
+        self.check_loaded()
         if ability is None:
             raise UnsupportedError(
                 f"engine {self._config.engine} of stage {self._config.stage} does not have the ability {name}",

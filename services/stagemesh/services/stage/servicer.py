@@ -135,6 +135,8 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         )
 
     async def ProbeEdge(self, request: stage_pb2.ProbeEdgeRequest, context: Context) -> stage_pb2.ProbeEdgeResponse:
+        # After the arena was passed to a consumer, no worker of the engine can open it for writing.
+        self._runtime.lifecycle.check_loaded()
         consumer = ConsumerAddress(request.consumer, request.endpoint, request.server_name)
         return probe_to_wire(await self._runtime.data_plane.probe(consumer, name_of(request.connector)))
 
