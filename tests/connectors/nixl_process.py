@@ -13,6 +13,7 @@ from stagemesh.conformance.replicas import content
 from stagemesh.connectors.arena.arena import Arena, Written
 from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader, MemoryAccount, Producer
 from stagemesh.connectors.nixl.connector import NixlConnector
+from stagemesh.connectors.nixl.environment import bind_to
 from tests.connectors.replica_process import main
 from tests.connectors.replicas import Replica, replica
 
@@ -22,7 +23,9 @@ INCARNATION = "1"
 class NixlProgram:
     """Both sides of a connector. Every method is a command."""
 
-    def __init__(self, name: str, *, arena_bytes: int, landing_bytes: int) -> None:
+    def __init__(self, name: str, *, arena_bytes: int, landing_bytes: int, listen: str = "") -> None:
+        if listen:
+            bind_to(listen)
         self._arena = Arena(arena_bytes)
         landing = Arena(landing_bytes)
 
@@ -77,9 +80,13 @@ async def nixl_process(
     environment: Mapping[str, str] | None = None,
     arena_bytes: int = 64 << 20,
     landing_bytes: int = 64 << 20,
+    listen: str = "",
 ) -> AsyncIterator[Replica]:
-    """Runs a process, through the command `within` if it is given."""
-    limits = {"arena_bytes": arena_bytes, "landing_bytes": landing_bytes}
+    """Runs a process, through the command `within` if it is given.
+
+    It is confined to the interface of the address `listen`, if there is one.
+    """
+    limits = {"arena_bytes": arena_bytes, "landing_bytes": landing_bytes, "listen": listen}
     async with replica(name, module=__name__, within=within, environment=environment, limits=limits) as process:
         try:
             yield process

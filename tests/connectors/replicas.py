@@ -135,7 +135,7 @@ async def replica(
     within: Sequence[str] = (),
     listen: str = "127.0.0.1:0",
     environment: Mapping[str, str] | None = None,
-    limits: Mapping[str, int] | None = None,
+    limits: Mapping[str, int | str] | None = None,
 ) -> AsyncIterator[Replica]:
     """Starts a replica process. `module` is its program.
 

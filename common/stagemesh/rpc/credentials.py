@@ -245,10 +245,13 @@ class ProcessCredentials:
 
     def __init__(self) -> None:
         self.credentials = Credentials()
+        self.permits_plain_tcp = True
+        """Whether libraries of this process may use TCP without TLS. By default, not if it has certificates."""
 
     def use(self, credentials: Credentials) -> None:
         """Sets the credentials. Call this method before the process opens channels and ports."""
         self.credentials = credentials
+        self.permits_plain_tcp = credentials.tls is None
 
 
 PROCESS = ProcessCredentials()

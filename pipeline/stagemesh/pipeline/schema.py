@@ -194,6 +194,8 @@ class StageEntry(Entry, frozen=True):
     """
     data_plane: DataPlaneEntry = DataPlaneEntry()
     """The memory limits of each replica."""
+    insecure_tcp: bool = False
+    """Whether libraries of the replicas may use TCP without TLS although the replicas have certificates."""
     stall_s: Annotated[Number, Field(ge=0)] = STALL_S
     """The time in seconds without progress after which a step counts as hanging. 0 turns the detection off."""
     non_finite: Literal["warn", "error"] = "warn"

@@ -23,6 +23,7 @@ def stage_config(pipeline: Pipeline, stage: Stage, *, replica: str, listen: str)
         options=stage.options,
         listen=listen,
         data_plane=stage.data_plane,
+        insecure_tcp=stage.insecure_tcp,
         stall_s=stage.stall_s,
         media=pipeline.media,
         non_finite=stage.non_finite,

@@ -168,17 +168,21 @@ def _data_plane(
             f"only {report.shm_free_bytes // _MIB:,} of {report.shm_bytes // _MIB:,} MiB of /dev/shm are free",
             "enlarge it (docker --shm-size, or shmBytes of the Helm chart), or lower `data_plane.arena_bytes`",
         )
-    is_remote = any(
-        link.connector == chunk_pb2.CONNECTOR_NIXL and process.process in (link.producer, link.consumer)
-        for edge in edges
-        for link in edge.edge.links
-    )
-    if not is_remote:
+    links = [link for edge in edges for link in edge.edge.links if process.process in (link.producer, link.consumer)]
+    has_tls = report.HasField("certificate_expires_at_s")
+    if all(link.connector != chunk_pb2.CONNECTOR_NIXL for link in links):
+        is_refused = any(link.refusals and link.connector == chunk_pb2.CONNECTOR_GRPC for link in links)
+        if is_refused and has_tls and not report.rdma_devices and "nixl-cu12" in report.packages:
+            yield _warning(
+                where,
+                "it uses gRPC to other hosts, because with certificates nixl needs an RDMA device",
+                "give the process a device (`rdma` of the Helm chart), or ignore this if there is none",
+            )
         return
     if not report.rdma_devices:
         yield _warning(
             where,
-            "it uses nixl without an RDMA device, so that chunks travel by TCP",
+            f"it uses nixl without an RDMA device, so that chunks travel by TCP{' without TLS' if has_tls else ''}",
             "give the process a device (`rdma` of the Helm chart), or ignore this if there is none",
         )
     elif report.HasField("locked_bytes"):

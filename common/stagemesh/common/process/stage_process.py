@@ -123,6 +123,12 @@ class StageConfig(ServiceConfig):
 
     None stands for the value of STAGEMESH_ZONE.
     """
+    insecure_tcp: bool = False
+    """Whether libraries may use TCP without TLS and authentication although the replica has certificates.
+
+    The connector nixl, the hand-over of KV caches and a vllm stage over several nodes need TCP between hosts without
+    RDMA. Everyone who reaches their ports can read and change the replica's memory.
+    """
     media: MediaConfig | None = None
     """The stores of media files that the replica reads and writes, or None if the pipeline has none."""
     non_finite: Literal["warn", "error"] = "warn"
@@ -134,6 +140,11 @@ class StageConfig(ServiceConfig):
     """
     log: str = ""
     """The path of the replica's log, which errors name if `error_details` is True. Empty if it is not known."""
+
+    @property
+    def permits_plain_tcp(self) -> bool:
+        """Whether libraries may use TCP without TLS: if the replica has no certificates, or by `insecure_tcp`."""
+        return self.insecure_tcp or self.tls is None
 
     @property
     def model_path(self) -> Path | None:

@@ -9,7 +9,7 @@ from nixl_cu12 import _bindings as nixl
 from stagemesh.common.errors import UnavailableError
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.base import unavailable
-from stagemesh.connectors.nixl.environment import backend_options
+from stagemesh.connectors.nixl.environment import backend_options, describe
 from stagemesh.connectors.nixl.reads import Transfer
 
 PROGRESS_US = 50_000
@@ -45,7 +45,7 @@ class Agent:
             self._agent.registerMem(nixl.nixlRegDList(_MEMORY, [registration]), self._backends)
             self.metadata = self._agent.getLocalMD()
         except _ERRORS as exc:
-            raise unavailable(f"nixl cannot start here: {exc!r}") from exc
+            raise unavailable(f"nixl cannot start here with {describe()}: {exc!r}") from exc
 
     def close(self) -> None:
         """Closes all connections and ends all transfers. No other method may be called afterwards."""

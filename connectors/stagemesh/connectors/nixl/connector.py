@@ -18,9 +18,10 @@ from stagemesh.common.tasks import end_tasks
 from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.arena.memory import LAYOUT_NAME, TOKEN_BYTES, data_offset_in
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer, unavailable
-from stagemesh.connectors.nixl.environment import quiet, shared_settings
+from stagemesh.connectors.nixl.environment import exclude_tcp, quiet, shared_settings
 from stagemesh.connectors.nixl.read_thread import ReadThread
 from stagemesh.connectors.nixl.reads import Read, RemoteReads, Transfer, TransferPlan
+from stagemesh.rpc.credentials import PROCESS
 
 if TYPE_CHECKING:
     from stagemesh.connectors.nixl.agent import Agent
@@ -301,6 +302,8 @@ class NixlReader(FetchingReader):
 
 def _make_agent(name: str, arena: Arena, *, serves: bool) -> "Agent":
     quiet()
+    if not PROCESS.permits_plain_tcp:
+        exclude_tcp()
     try:
         from stagemesh.connectors.nixl.agent import Agent
     except ImportError as exc:

@@ -16,7 +16,9 @@ from stagemesh.common.process.logs import bind_process_log_context
 from stagemesh.common.process.stage_process import ReplicaState, StageConfig
 from stagemesh.common.tasks import end_tasks
 from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.nixl.environment import bind_to
 from stagemesh.rpc.callers import OPERATOR, ORCHESTRATOR, STAGE
+from stagemesh.rpc.credentials import PROCESS
 from stagemesh.rpc.handlers import add_stage_service
 from stagemesh.rpc.server import Server, serving_metrics
 from stagemesh.services.engines.base import Engine
@@ -54,6 +56,8 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     bind_process_log_context(stage=config.stage, replica=config.replica)
     bind_forks_to_this_process()
     server = Server.of_process(config.listen, config, roles={ORCHESTRATOR, STAGE, OPERATOR})
+    PROCESS.permits_plain_tcp = config.permits_plain_tcp
+    bind_to(config.listen)
     runtime = _make_runtime(config)
     server.add(SERVICE_NAME, add_stage_service, StageServicer(runtime))
     server.add(CONTROL_NAME, control_pb2_grpc.add_StageControlServiceServicer_to_server, StageControlServicer(runtime))
