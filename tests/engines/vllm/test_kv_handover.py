@@ -1,12 +1,16 @@
 """A prefill engine that hands KV caches over to a decode engine, without the data plane between them."""
 
 import asyncio
+import base64
+import random
+import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 import pytest_asyncio
 from pydantic import JsonValue
@@ -182,6 +186,46 @@ async def test_unreadable_descriptor_is_an_error(pair: Pair) -> None:
         await decoded(pair.decode, task("unreadable", 150), [Packet({}, tickets={KV_CACHE: ticket})])
     assert caught.value.reason == "INVALID_TICKET"
     assert released
+
+
+def _text(payloads: object) -> str:
+    return base64.b64encode(zlib.compress(msgspec.msgpack.encode(payloads))).decode()
+
+
+DAMAGED = {
+    "a host": "10.0.0.7",
+    "nothing": "",
+    "no base64": "!!!",
+    "no zlib": "AAAA",
+    "another type": _text({"a": 1}),
+    "no worker": _text([]),
+    "another worker": _text([(0, 7, b"")]),
+    "a worker without content": _text([(0, 0, b"")]),
+    "a bomb": _text([(0, 0, bytes(16 << 20))]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+async def test_damaged_handshake_does_not_fail_the_request(pair: Pair, name: str) -> None:
+    each = task(f"damaged-{name}", 150, seed=len(name))
+    sent = await prefilled(pair.prefill, each)
+    ticket = ticket_of(sent)
+    descriptor = msgspec.msgpack.decode(ticket.descriptor)
+    descriptor["parameters"] |= {"remote_host": DAMAGED[name], "remote_engine_id": name}
+    ticket.descriptor = msgspec.msgpack.encode(descriptor)
+    assert await decoded(pair.decode, each, sent) == await alone(pair, each)
+    await pair.check_no_blocks()
+
+
+async def test_handshake_that_no_ticket_can_carry_is_an_error() -> None:
+    from stagemesh.services.engines.vllm.kv_handover.connector import HandshakeAnswers, handshake_text
+
+    payloads = {(0, rank): random.Random(rank).randbytes(6 << 10) for rank in range(4)}
+    answers = HandshakeAnswers(f"tcp://{handshake_text(payloads)}:5600")
+    answers.send(msgspec.msgpack.encode((b"get_meta_msg", 0, 3)))
+    assert msgspec.msgpack.decode(answers.recv_multipart()[0]) == payloads[0, 3]
+    with pytest.raises(ValueError, match="lower tensor_parallel_size"):
+        handshake_text({(0, rank): random.Random(rank).randbytes(6 << 10) for rank in range(8)})
 
 
 async def test_unread_ticket_frees_its_blocks_at_once(pair: Pair) -> None:

@@ -6,13 +6,25 @@ vLLM's own expires. A consumer that dies after its report could then not be repl
 cancelled request would be kept until the lease expires. A ticket is released exactly once, even if either end
 dies. Therefore the workers free blocks when the replica tells them to, and ignore the reports.
 
+vLLM would also serve the handshake, the data by which workers reach each other's memory, to everyone at a port. Here it
+travels in the tickets, in the place of the prefill stage's host.
+
 vLLM creates `NixlConnector` by its name. Some of vLLM's checks compare this name. Do not rename it.
 """
 
+import base64
 import os
+import time
+import zlib
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from stagemesh.connectors.nixl.environment import provide_nixl
+from stagemesh.connectors.packets import MAX_DESCRIPTOR_BYTES
+from stagemesh.services.engines.vllm.engine_core import record_failure
 
 provide_nixl()
 
@@ -21,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (  # noqa: E402
     NixlPullConnector,
     NixlPullConnectorScheduler,
     NixlPullConnectorWorker,
+    base_worker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id  # noqa: E402
 
@@ -29,6 +42,54 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+
+_MAX_TEXT_BYTES = MAX_DESCRIPTOR_BYTES * 3 // 4
+"""The maximum size of a handshake's text. The rest of the ticket's descriptor is for the numbers of blocks."""
+_MAX_HANDSHAKE_BYTES = 1 << 22
+
+
+def handshake_text(payloads: Mapping[tuple[int, int], object]) -> str:
+    """Returns the text that contains the payload of each worker, by its pipeline rank and tensor rank.
+
+    Raises ValueError if the text is too large for a ticket.
+    """
+    encoder = msgspec.msgpack.Encoder()
+    data = encoder.encode([(*ranks, encoder.encode(payload)) for ranks, payload in payloads.items()])
+    text = base64.b64encode(zlib.compress(data)).decode()
+    if len(text) > _MAX_TEXT_BYTES:
+        raise ValueError(
+            f"the handshake of {len(payloads)} workers has {len(text)} bytes, and a ticket has space for "
+            f"{_MAX_TEXT_BYTES}; lower tensor_parallel_size or pipeline_parallel_size, or do not split the stage"
+        )
+    return text
+
+
+class HandshakeAnswers:
+    """Answers the queries of vLLM's worker from a handshake's text, in the place of a ZMQ socket."""
+
+    def __init__(self, path: str) -> None:
+        """`path` is the address that vLLM makes of the text. Raises ValueError or zlib.error if it is damaged."""
+        text = path.removeprefix("tcp://").rpartition(":")[0]
+        data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), _MAX_HANDSHAKE_BYTES)
+        payloads = msgspec.msgpack.decode(data, type=list[tuple[int, int, bytes]])
+        self._payloads = {tuple(ranks): payload for *ranks, payload in payloads}
+        self._answer = b""
+
+    def setsockopt(self, *_: object) -> None:
+        """Does nothing, because answers need no time."""
+
+    def send(self, query: bytes) -> None:
+        """Accepts the query for the payload of one worker. Raises KeyError if the text does not contain it."""
+        _, *ranks = msgspec.msgpack.decode(query)
+        self._answer = self._payloads[tuple(ranks)]
+
+    def recv_multipart(self) -> list[bytes]:
+        """Returns the payload, and this process's clock, because vLLM computes an offset that it does not need here."""
+        return [self._answer, msgspec.msgpack.encode(time.perf_counter())]
+
+
+base_worker.zmq_ctx = lambda _, path: nullcontext(HandshakeAnswers(path))
 
 
 class NixlConnector(NixlPullConnector):
@@ -47,11 +108,19 @@ class NixlConnector(NixlPullConnector):
 
 
 class _Scheduler(NixlPullConnectorScheduler):
-    """Loads at most the tokens that the prefill stage has computed.
+    """Loads at most the tokens that the prefill stage has computed, and does not listen at a port.
 
     A request that resumes from a checkpoint has the checkpoint's tokens after its prompt. vLLM would load their blocks,
     too, although the prefill stage does not have them.
     """
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[tuple[int, int], object]) -> None:
+        """Puts the handshake into the host that vLLM writes into the tickets. Raises ValueError if it is too large."""
+        try:
+            self.side_channel_host = handshake_text(metadata)
+        except ValueError as exc:
+            record_failure(exc)
+            raise
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
         count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)

@@ -7,7 +7,6 @@ cache. It computes the prompt itself if no ticket arrives, or if the ticket cann
 
 import asyncio
 import logging
-import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, TypeAlias
@@ -19,14 +18,13 @@ from vllm.platforms import current_platform
 from stagemesh.common.errors import (
     InvalidChunkError,
     InvalidRequestError,
-    NotReadyError,
     StagemeshError,
     UnavailableError,
     needs_extra,
 )
-from stagemesh.common.process.settings import library_variable, set_library_variables
+from stagemesh.common.process.settings import set_library_variables
 from stagemesh.common.process.stage_process import StageConfig
-from stagemesh.connectors.nixl.environment import provide_nixl, set_variables
+from stagemesh.connectors.nixl.environment import exclude_tcp, provide_nixl, set_variables
 from stagemesh.connectors.packets import OfferedTicket, Packet, Ticket
 from stagemesh.connectors.peer_timeouts import is_recoverable
 from stagemesh.services.engines.base import Emission, Task
@@ -38,66 +36,6 @@ from stagemesh.services.engines.vllm.requests import CheckedParams
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
-
-
-_PORT_RANGE = "UCX_TCP_PORT_RANGE"
-"""UCX's variable for its ports, such as "18600-18663". If it is set, firewalls may block all other ports."""
-_ANY_HOST = frozenset({"0.0.0.0", "[::]", ""})  # noqa: S104  # compared, not bound
-
-
-class SideChannel:
-    """The port at which vLLM's connector listens for its peers, reserved until vLLM listens there.
-
-    vLLM cannot choose a port itself, and would wait forever if the port was taken. A socket that is bound but does not
-    listen reserves the port: the kernel gives it to no other program, but lets vLLM listen on it.
-    """
-
-    def __init__(self, address: str) -> None:
-        """`address` is the replica's address, "host:port", whose host its peers can reach."""
-        host = address.rpartition(":")[0]
-        self.host = socket.gethostname() if host in _ANY_HOST else host.strip("[]")
-        """The host at which vLLM listens, and at which its peers reach it."""
-        self._reserved: socket.socket | None = None
-
-    def reserve(self) -> int:
-        """Reserves a free port, and returns it. Raises NotReadyError (LOAD_FAILED) if no port is free."""
-        self.close()
-        cause: OSError | None = None
-        for port in _candidate_ports():
-            try:
-                self._reserved = self._bind(port)
-            except OSError as exc:
-                cause = exc
-            else:
-                number: int = self._reserved.getsockname()[1]
-                return number
-        raise NotReadyError(
-            f"no port of {self.host} is free for the hand-over of KV caches: {cause}", reason="LOAD_FAILED"
-        )
-
-    def close(self) -> None:
-        """Ends the reservation. Idempotent."""
-        reserved, self._reserved = self._reserved, None
-        if reserved is not None:
-            reserved.close()
-
-    def _bind(self, port: int) -> socket.socket:
-        family, _, _, _, address = socket.getaddrinfo(self.host, port, type=socket.SOCK_STREAM)[0]
-        reserved = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reserved.bind(address)
-        except OSError:
-            reserved.close()
-            raise
-        return reserved
-
-
-def _candidate_ports() -> list[int]:
-    first, _, last = library_variable(_PORT_RANGE).partition("-")
-    if first.isdecimal() and last.isdecimal():
-        return list(range(int(last), int(first) - 1, -1))
-    return [0]
 
 
 TIME_LIMIT_S = 30.0
@@ -138,26 +76,20 @@ class _KvHandover(RequestFeature):
     runner_module = "stagemesh.services.engines.vllm.kv_handover.connector"
 
     def __init__(self, options: KvHandoverOptions, *, config: StageConfig) -> None:
-        self._options, self._stage = options, config.stage
-        self._side_channel = SideChannel(config.advertise or config.listen)
+        self._options, self._stage, self._permits_plain_tcp = options, config.stage, config.permits_plain_tcp
 
     def set_arguments(self, arguments: "AsyncEngineArgs") -> None:
         if arguments.kv_transfer_config is not None:
             raise self._invalid("kv_transfer_config and kv_handover exclude each other; remove kv_transfer_config")
         if arguments.data_parallel_size > 1:
             raise self._invalid("data_parallel_size must be 1 with kv_handover; use more replicas")
+        if not self._permits_plain_tcp:
+            exclude_tcp()
         set_variables()
         # vLLM would set this variable when it loads the library.
         set_library_variables({"UCX_RCACHE_MAX_UNRELEASED": "1024"})
         with needs_extra("nixl", of=f"stage {self._stage}: kv_handover"):
             provide_nixl()
-        set_library_variables(
-            {
-                "VLLM_NIXL_SIDE_CHANNEL_HOST": self._side_channel.host,
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._side_channel.reserve()),
-            },
-            replace=True,
-        )
         arguments.kv_transfer_config = KVTransferConfig(
             kv_connector="NixlConnector",
             kv_connector_module_path="stagemesh.services.engines.vllm.kv_handover.connector",
@@ -166,13 +98,6 @@ class _KvHandover(RequestFeature):
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"kv_lease_duration": _VLLM_LEASE_S},
         )
-
-    async def start(self, llm: "AsyncLLM") -> None:
-        await super().start(llm)
-        self._side_channel.close()
-
-    def close(self) -> None:
-        self._side_channel.close()
 
     def is_short(self, request: EngineRequest) -> bool:
         """Returns whether the decode stage computes the prompt of a request itself, because the prompt is short."""
