@@ -86,7 +86,7 @@ async def nixl_process(
 
     It is confined to the interface of the address `listen`, if there is one.
     """
-    limits = {"arena_bytes": arena_bytes, "landing_bytes": landing_bytes, "listen": listen}
+    limits: dict[str, int | str] = {"arena_bytes": arena_bytes, "landing_bytes": landing_bytes, "listen": listen}
     async with replica(name, module=__name__, within=within, environment=environment, limits=limits) as process:
         try:
             yield process

@@ -409,6 +409,7 @@ stageDefaults.{{ $key }}
 {{- end -}}
 
 {{- define "stagemesh.rule.multiNode" -}}
+{{- $root := index . 0 -}}
 {{- $plan := index . 1 -}}
 {{- range $name, $stage := $plan.stages -}}
   {{- if gt (int $stage.multiNode.nodes) 1 -}}
@@ -418,6 +419,9 @@ stageDefaults.{{ $key }}
     {{- end -}}
     {{- if not (or $stage.multiNode.workerCommand (and (eq $stage.entry.engine "vllm") $stage.entry.model)) -}}
       {{- fail (printf "stages.%s.multiNode.workerCommand is not set; only stages with engine vllm and a model have a default command" $name) -}}
+    {{- end -}}
+    {{- if and $root.Values.tls.enabled (eq $stage.entry.engine "vllm") (not $stage.entry.insecure_tcp) -}}
+      {{- fail (printf "stages.%s.multiNode.nodes is %v and tls.enabled is true, but vLLM connects nodes without TLS and authentication; set pipeline.stages.%s.insecure_tcp: true if the network between them is closed by other means" $name $stage.multiNode.nodes $name) -}}
     {{- end -}}
   {{- end -}}
 {{- end -}}

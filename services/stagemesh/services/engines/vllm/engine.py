@@ -251,6 +251,7 @@ class VllmEngine:
             stage=self._config.stage,
             features=self._features,
             profile_dir=self._options.profile_dir,
+            permits_plain_tcp=self._config.permits_plain_tcp,
         )
 
     def _make_features(self) -> list[RequestFeature]:
