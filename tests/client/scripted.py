@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum, auto
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import grpc
 import numpy as np
@@ -15,6 +15,7 @@ from stagemesh.common.requests.output_position import OutputKey, length_of
 from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.rpc.authentication import TokenChecker
+from stagemesh.rpc.call_limits import Messages
 from stagemesh.rpc.callers import caller_of
 from stagemesh.rpc.handlers import Context, answering, streaming
 from stagemesh.rpc.server import Server
@@ -90,7 +91,9 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
                     yield _placed(item, positions)
 
     @streaming
-    async def Converse(self, _requests: object, context: Context) -> AsyncIterator[ConverseResponse]:
+    async def Converse(  # type: ignore[override]
+        self, requests: Messages, context: Context
+    ) -> AsyncIterator[ConverseResponse]:
         async with answering(context):
             events = list[ConverseRequest]()
             self.events.append(events)
@@ -100,7 +103,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
                 if isinstance(item, ConverseResponse):
                     yield item
                 elif isinstance(item, str):
-                    events += await _events_until(item, context)
+                    events += await _events_until(item, requests)
                 elif item is Pause.BREAK:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
                 else:
@@ -136,13 +139,14 @@ async def served(*, tokens: TokenChecker | None = None) -> AsyncGenerator[Script
     await server.stop(grace_s=0)
 
 
-async def _events_until(kind: str, context: Any) -> list[ConverseRequest]:
+async def _events_until(kind: str, requests: Messages) -> list[ConverseRequest]:
     """Reads events up to the next one of a kind. Reads forever if the caller leaves."""
     events = list[ConverseRequest]()
     while not events or events[-1].WhichOneof("event") != kind:
-        event = await context.read()
-        if not isinstance(event, ConverseRequest):
+        event: ConverseRequest | None = await anext(requests, None)
+        if event is None:
             await asyncio.Event().wait()
+            continue
         events.append(event)
     return events
 

@@ -1,6 +1,7 @@
 """Messages of a broken or hostile producer: they are rejected with a reason, and no other flow is harmed (D7)."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
@@ -11,8 +12,10 @@ import pytest
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import NIXL, ConnectorName
+from stagemesh.common.wire.encoding import varint
 from stagemesh.conformance import packet
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer
+from stagemesh.connectors.fragments import decode_fragment
 from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.connectors.wire import FlowDigest, PacketShape, fill_inline, fill_metadata, key_to_wire
 from stagemesh.rpc.error_mapping import from_rpc_error
@@ -22,6 +25,7 @@ from stagemesh.v1.tensor_pb2 import StreamedRegion
 from tests.connectors.handmade_producers import KEY, WIRE_KEY, Peer, chunk, dialled, hello, open_peer, opening, peer
 
 HUGE = (1 << 64) - 1
+BUSY_S = 1.0
 OTHER, NOBODYS = (KEY._replace(request_id=name) for name in ("other", "?"))
 
 
@@ -147,6 +151,31 @@ async def test_rejected_flow_harms_no_other() -> None:
         fill_metadata(data, packet(0).metadata)
         await one.put(chunk(OTHER, data=data), chunk(OTHER, seq=1, end=digest.end()))
         assert [got.metadata["seq"] async for got in inlet] == [0]
+
+
+@pytest.mark.parametrize("many", ["tensors", "metadata", "unknown"])
+async def test_a_chunk_of_a_million_elements_is_not_parsed_and_harms_no_other_flow(many: str) -> None:
+    content = {"tensors": b"\x0a\0", "metadata": b"\x12\0", "unknown": b"\xfa\x01\0"}[many] * 10**6
+    async with open_peer() as one:
+        inlet = one.host.plane.open_inlet(OTHER, producer="a-0")
+        await one.put(opening(OTHER))
+        began_s = time.thread_time()
+        await one.put(chunk(data=ChunkData.FromString(content)))
+        assert await one.reason() == "INVALID_CHUNK"
+        await one.put(chunk(OTHER, data=_tensor(inline=b"1234")))
+        assert (await anext(aiter(inlet))).tensors["x"].tobytes() == b"1234"
+        assert time.thread_time() - began_s < BUSY_S
+        await inlet.aclose()
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_the_fields_around_a_payload_are_not_walked(place: str) -> None:
+    many, payload = b"\x10\1" * 10**6, b"\x2a\x01x"
+    fields = many + payload if place == "before" else payload + many
+    item = b"\x1a" + varint(len(fields)) + fields
+    began_s = time.thread_time()
+    assert decode_fragment(b"\x12" + varint(len(item)) + item) is None
+    assert time.thread_time() - began_s < BUSY_S
 
 
 async def test_reader_of_a_rejected_flow_receives_the_cause() -> None:

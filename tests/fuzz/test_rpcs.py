@@ -1,19 +1,26 @@
 """Every RPC with random messages, against real processes. `make fuzz` sends 100,000."""
 
 import os
+import time
 from pathlib import Path
+from typing import Any
 
+import grpc
 import psutil
 import pytest
+from google.protobuf.descriptor import MethodDescriptor
 
+from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from tests.deployment import Deployment, deployed_for_module
 from tests.fuzz.rpcs import defects_in_log, fuzz, methods
+from tests.rpc.call_errors import error_of
 from tests.system.pipelines import pipeline_file
 
 MESSAGES = int(os.environ.get("STAGEMESH_FUZZ_MESSAGES", "1500"))
 """The number of messages to each of the two kinds of processes."""
 SEED = int(os.environ.get("STAGEMESH_FUZZ_SEED", "1"))
 _GROWTH_MB = 48
+_ANSWER_S = 2.0
 PIPELINE = """\
 pipeline: fuzzed
 stages:
@@ -54,6 +61,33 @@ async def _fuzz(endpoint: str, *services: str, running: Deployment) -> None:
     assert max(growth_mb.values()) < _GROWTH_MB, growth_mb
     with running.client() as client:
         assert client.generate("hello", seed=1).result().text == client.generate("hello", seed=1).result().text != ""
+
+
+async def _reason_of(endpoint: str, method: MethodDescriptor, data: bytes) -> str:
+    async with grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS) as channel:
+        make_call: Any = channel.stream_stream if method.client_streaming else channel.unary_stream
+        call = make_call(f"/{method.containing_service.full_name}/{method.name}")
+        return (await error_of(call(iter([data]) if method.client_streaming else data, timeout=20))).reason
+
+
+@pytest.mark.parametrize("repeated", ["unknown", "first"])
+async def test_no_rpc_parses_a_message_of_millions_of_elements(running: Deployment, repeated: str) -> None:
+    stage = running.endpoint_of("relay-0")
+    endpoints = {
+        "OrchestratorService": running.endpoint,
+        "AdminService": running.admin_endpoint,
+        "MembershipService": running.admin_endpoint,
+        "StageService": stage,
+        "StageControlService": stage,
+    }
+    for service, endpoint in endpoints.items():
+        for method in methods(service):
+            # The first field of a message without fields is unknown, too.
+            data = (b"\xfa\x01\0" if repeated == "unknown" else b"\x0a\0") * 1_000_000
+            assert await _reason_of(endpoint, method, data) == "MESSAGE_TOO_LARGE", method.full_name
+            began_s = time.monotonic()
+            assert await _reason_of(endpoint, method, b"\xff") == "MALFORMED_MESSAGE", method.full_name
+            assert time.monotonic() - began_s < _ANSWER_S
 
 
 async def test_rpcs_for_clients_survive_any_message(running: Deployment) -> None:

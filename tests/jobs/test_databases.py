@@ -1,3 +1,4 @@
+import re
 import resource
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -42,6 +43,8 @@ def columns_of(url: str) -> set[str]:
 def assert_unavailable(error: StagemeshError) -> None:
     assert (type(error), error.reason) == (UnavailableError, "DATABASE_UNAVAILABLE")
     assert error.retry_after_s
+    assert re.search(r"the service's log has the cause \([0-9a-f]{8}\)", error.message)
+    assert not re.search("sqlite|psycopg|locked|refused|disk|server|port", error.message, re.IGNORECASE)
 
 
 def test_the_migrations_make_the_table_and_can_be_repeated(jobs_up: Deployment, tmp_path: Path) -> None:

@@ -237,7 +237,9 @@ async def test_folders_are_removed_by_the_prefix_of_their_names(tmp_path: Path) 
         (RuntimeError("a library's own error"), True, "STORE_UNREACHABLE"),
     ],
 )
-async def test_an_error_of_a_library_becomes_one_of_the_catalogue(error: Exception, is_read: bool, reason: str) -> None:
+async def test_an_error_of_a_library_becomes_one_of_the_catalogue(
+    error: Exception, is_read: bool, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail() -> None:
         raise error
 
@@ -245,6 +247,10 @@ async def test_an_error_of_a_library_becomes_one_of_the_catalogue(error: Excepti
         await call_store(fail, what="a.png", is_read=is_read)
     assert caught.value.reason == reason
     assert "a.png" in caught.value.message
+    if reason != "UNKNOWN_MEDIA":
+        [record] = [each for each in caplog.records if str(error) in each.getMessage()]
+        assert str(error) not in caught.value.message or not str(error)
+        assert reason == "STORAGE_FULL" or record.args[1] in caught.value.message  # type: ignore[index, operator]
 
 
 async def test_a_call_without_an_answer_ends_in_time_and_its_late_result_is_released() -> None:

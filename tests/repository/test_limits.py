@@ -6,7 +6,7 @@ import pytest
 
 from stagemesh.common.process.media_config import MediaConfig
 from stagemesh.common.process.stage_process import DataPlaneConfig, StageConfig
-from stagemesh.common.wire import telemetry, tensors
+from stagemesh.common.wire import encoding, telemetry, tensors
 from stagemesh.connectors import wire
 from stagemesh.orchestrator.request.output_record import MAX_LINGER_S
 from stagemesh.orchestrator.session.session import MAX_SESSION_LINGER_S
@@ -19,6 +19,10 @@ from tests.repository.commands import ROOT
 _LIMITS = Limits()
 _CODE = {
     "bytes of a message of any RPC": [channels.MAX_MESSAGE_BYTES],
+    "values, list elements and map entries of a message, and token ids of a list": [
+        channels.MAX_FIELDS,
+        encoding.MAX_TOKENS,
+    ],
     "bytes of the headers of a call": [channels.MAX_HEADER_BYTES],
     "connections of a port": [channels.MAX_CONNECTIONS],
     "calls of a connection, and of a caller on the clients' port": [

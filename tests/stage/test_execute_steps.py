@@ -14,7 +14,7 @@ from stagemesh.common.errors import InternalError
 from stagemesh.common.notification import Journal
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.conformance import until
-from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.rpc.channels import MAX_FIELDS, MAX_MESSAGE_BYTES
 from stagemesh.services.engines.base import Engine
 from stagemesh.services.stage import servicer
 from stagemesh.services.stage.servicer import StepSession
@@ -94,6 +94,14 @@ async def test_each_call_receives_its_own_events() -> None:
     for number in (1, 2, 3):
         assert caller.kinds(number) == ["accepted", "output", "progress", "output", "output", "finished", "ended"]
         assert not caller.received[number][-1].ended.HasField("error")
+
+
+async def test_a_message_of_many_elements_is_not_parsed() -> None:
+    async with served_stage() as replica:
+        caller = Caller(replica)
+        await caller.begin(1, stage_pb2.ExecuteStepRequest(absent=[""] * (2 * MAX_FIELDS)))
+        assert await caller.status() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "start.step.absent" in await caller.call.details()
 
 
 async def test_an_error_ends_its_own_call_and_names_the_stage() -> None:
@@ -272,7 +280,7 @@ async def test_what_a_caller_does_not_read_remains_in_the_journals() -> None:
     ("error", "message"),
     [
         (InternalError("no file \udce4"), "no file ?"),
-        (InternalError("no file", metadata={"file": "\udce4"}), "cannot be sent"),
+        (InternalError("no file", metadata={"file": "\udce4"}), "no file"),
         (ValueError("nobody foresaw it"), "an unexpected ValueError"),
     ],
 )

@@ -1,19 +1,25 @@
-"""Limits the calls of a caller: how many run at once, and the size of their headers."""
+"""Limits the calls of a caller: how many run at once, the size of their headers, and the content of their messages."""
 
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 
-from stagemesh.common.errors import InvalidRequestError, OverloadedError, StagemeshError
-from stagemesh.rpc.channels import MAX_HEADER_BYTES
-from stagemesh.rpc.interceptors import Interceptor, Metadata, abort, wrap_handler
+from stagemesh.common.errors import Code, InvalidRequestError, OverloadedError, StagemeshError
+from stagemesh.common.wire.encoding import count_fields, parse_message
+from stagemesh.rpc.callers import caller_key
+from stagemesh.rpc.channels import MAX_FIELDS, MAX_HEADER_BYTES
+from stagemesh.rpc.interceptors import Interceptor, Metadata, RejectedBytes, abort, wrap_handler
 
 CALLS_PER_CALLER = 4096
 _RETRY_AFTER_S = 1.0
+_FIELD_BYTES, _FREE_BYTES = 4096, 256 << 10
+_TRANSIENT = {Code.CANCELLED, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED, Code.ABORTED, Code.UNAVAILABLE}
+"""The codes of errors that are due to the state of the service. The others are due to the caller's message."""
 
 
 class CallLimits(Interceptor):
@@ -22,13 +28,13 @@ class CallLimits(Interceptor):
     gRPC itself limits headers only on connections whose peer has acknowledged its settings, and it limits the calls of
     a connection, but not the calls of a caller, who can open many connections.
 
-    A call counts from its headers on, although its request may never arrive. For this purpose, handlers of unary
-    requests become handlers of streams, of which they receive the first message. The caller is the first name in the
+    A call counts from its headers on, although its request may never arrive. The caller is the first name in the
     certificate, or else the host.
     """
 
     def __init__(self, calls_per_caller: int | None) -> None:
         """`calls_per_caller` is the number of calls, or None for no limit."""
+        super().__init__()
         self._most = calls_per_caller
         self._running = Counter[str]()
 
@@ -42,15 +48,11 @@ class CallLimits(Interceptor):
         )
 
     def _wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:  # noqa: ARG002
-        if self._most is None:
-            return handler
-        return wrap_handler(handler, partial(self._counted, handler, self._most), receives_stream=True)
+        return handler if self._most is None else wrap_handler(handler, partial(self._counted, self._most))
 
     @asynccontextmanager
-    async def _counted(
-        self, handler: Any, most: int, requests: AsyncIterator[Any], context: Any
-    ) -> AsyncGenerator[Any]:
-        """Counts an RPC within the block, and ends it if its caller has too many. Yields the argument of `handler`."""
+    async def _counted(self, most: int, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[Any]:
+        """Counts an RPC within the block, and ends it if its caller has too many. Yields `requests`."""
         caller = _caller(context)
         self._running[caller] += 1
         try:
@@ -62,19 +64,90 @@ class CallLimits(Interceptor):
                     retry_after_s=_RETRY_AFTER_S,
                 )
                 await abort(context, error)
-            yield requests if handler.request_streaming else await _read_message(requests, context)
+            yield requests
         finally:
             self._running[caller] -= 1
             if not self._running[caller]:
                 del self._running[caller]
 
 
-async def _read_message(requests: AsyncIterator[Any], context: Any) -> Any:
-    """Returns the only message of an RPC."""
-    first = await anext(aiter(requests), None)
-    if first is None:
-        await abort(context, InvalidRequestError("the call has no message; send one", reason="MALFORMED_MESSAGE"))
-    return first
+class Messages:
+    """The messages of an RPC, which are received and parsed one at a time.
+
+    Raises InvalidRequestError (MALFORMED_MESSAGE, MESSAGE_TOO_LARGE), or OverloadedError (CALL_LIMIT) if too many of
+    the caller's messages were rejected.
+    """
+
+    def __init__(
+        self, received: AsyncIterator[bytes], kind: type[Message] | None, rejected: RejectedBytes, caller: str
+    ) -> None:
+        """`kind` is the type of the messages, or None if they remain bytes."""
+        self._received, self._kind, self._rejected, self._caller = received, kind, rejected, caller
+        self._newest: Message | bytes = b""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        if (over_s := self._rejected.over_s(self._caller)) > 0:
+            problem = "too many large messages of the caller were rejected; correct them, and retry later"
+            raise OverloadedError(problem, reason="CALL_LIMIT", retry_after_s=over_s)
+        data = await anext(aiter(self._received))
+        if self._kind is None:
+            return data
+        self._newest = data
+        self._newest = parse_message(self._kind, data, max_fields=MAX_FIELDS)
+        return self._newest
+
+    def reject(self) -> None:
+        """Counts the newest message as rejected. Small messages with few fields are free.
+
+        A field counts as 4 KiB, because Python's loops over fields take more time than what is done with bytes.
+        """
+        newest, self._newest = self._newest, b""
+        data = newest if isinstance(newest, bytes) else newest.SerializeToString()
+        try:
+            fields = count_fields(data, self._kind, most=MAX_FIELDS) if self._kind is not None else 0
+        except (DecodeError, InvalidRequestError):
+            fields = min(len(data), MAX_FIELDS)
+        self._rejected.add(self._caller, max(0, len(data) + _FIELD_BYTES * fields - _FREE_BYTES))
+
+
+class MessageLimits(Interceptor):
+    """Receives and parses the messages of each RPC, and ends the RPC if they are malformed or exceed a limit.
+
+    It must be the last interceptor. Messages of callers that other interceptors reject are then not parsed. Handlers
+    that receive a stream are passed `Messages`. Handlers that receive a stream of bytes are passed gRPC's iterator.
+
+    Messages for which an RPC ends with an error that is due to them are counted for their caller (`RejectedBytes`): the
+    first name in its credentials, or without credentials its connection.
+    """
+
+    def _wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:  # noqa: ARG002
+        parse = handler.request_deserializer
+        if parse is None and handler.request_streaming:
+            return handler
+        limited = partial(self._limited, handler, None if parse is None else parse.__self__)
+        return wrap_handler(handler._replace(request_deserializer=None), limited, receives_stream=True)
+
+    @asynccontextmanager
+    async def _limited(
+        self, handler: Any, kind: type[Message] | None, requests: AsyncIterator[bytes], context: Any
+    ) -> AsyncGenerator[Any]:
+        """Yields the argument of `handler`."""
+        messages = Messages(requests, kind, self._rejected, caller_key(default=context.peer()))
+        try:
+            given = messages if handler.request_streaming else await anext(messages, None)
+            if given is None:
+                raise InvalidRequestError("the call has no message; send one", reason="MALFORMED_MESSAGE")
+            yield given
+        except (grpc.aio.AbortError, StagemeshError) as exc:
+            error = exc if isinstance(exc, StagemeshError) else exc.__context__
+            if isinstance(error, StagemeshError) and error.code not in _TRANSIENT:
+                messages.reject()
+            if isinstance(exc, StagemeshError):
+                await abort(context, exc)
+            raise
 
 
 def _caller(context: Any) -> str:

@@ -104,6 +104,12 @@ def caller_of(*, claimed: str) -> str:
     return names[0]
 
 
+def caller_key(*, default: str) -> str:
+    """Returns a key for what counts per caller: the first name of the current RPC's caller, or else `default`."""
+    identity = _CURRENT.get()
+    return default if identity is None else str(identity.names[0])
+
+
 def may_act_for(caller: str) -> bool:
     """Returns whether the current RPC's caller may act for the caller with this name.
 

@@ -21,15 +21,19 @@ BROKEN = frozenset({Code.UNAVAILABLE, Code.CANCELLED, Code.UNKNOWN, Code.INTERNA
 _FAILED_HANDSHAKE = re.compile("failed to connect.*(Socket closed|SSL|handshake)", re.IGNORECASE)
 _TLS_HINT = "; if only one of both uses TLS, or a certificate is refused, correct `tls` (the option --tls)"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
+# HTTP/2 trailers contain a status's message twice, and gRPC may reject trailers of 8 KiB or more.
+_MAX_STATUS_BYTES, _MAX_MESSAGE_BYTES, _MAX_VALUE_BYTES = 1024, 4096, 256
 
 
 def to_status(error: StagemeshError) -> grpc.Status:
     """Returns the gRPC status of an error: the code, the message and the trailing metadata with which an RPC ends."""
-    details = [pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))]
+    short = error_to_wire(error)
+    details = [pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=short.metadata))]
     if error.retry_after_s is not None:
         delay = from_nanoseconds(int(error.retry_after_s * 1e9))
         details.append(pack(error_details_pb2.RetryInfo(retry_delay=delay)))
-    return rpc_status.to_status(status_pb2.Status(code=int(error.code), message=error.message, details=details))
+    message = _shortened(error.message, _MAX_STATUS_BYTES)
+    return rpc_status.to_status(status_pb2.Status(code=int(error.code), message=message, details=details))
 
 
 def is_broken(failure: grpc.RpcError, error: StagemeshError, *, peer: str) -> bool:
@@ -72,8 +76,17 @@ def _from_status(status: status_pb2.Status) -> StagemeshError:
 
 
 def error_to_wire(error: StagemeshError) -> chunk_pb2.Error:
-    """Converts an error to its protobuf message."""
-    return to_message(chunk_pb2.Error, error)
+    """Converts an error to its protobuf message, with at most 4 KiB of text, and 256 bytes in each metadata value."""
+    metadata = {name: _shortened(value, _MAX_VALUE_BYTES) for name, value in error.metadata.items()}
+    return to_message(chunk_pb2.Error, error, message=_shortened(error.message, _MAX_MESSAGE_BYTES), metadata=metadata)
+
+
+def _shortened(text: str, most_bytes: int) -> str:
+    # A path that is not valid UTF-8 contains characters that cannot be encoded.
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= most_bytes:
+        return encoded.decode()
+    return encoded[: most_bytes - 4].decode(errors="ignore") + "…"
 
 
 def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:

@@ -16,9 +16,6 @@ from stagemesh.v1 import stage_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
-# HTTP/2 trailers contain a status's message twice, and gRPC may reject trailers of 8 KiB or more.
-_MAX_STATUS_MESSAGE_BYTES = 1024
-
 Servicer = TypeVar("Servicer")
 Handler = TypeVar("Handler", bound=Callable[..., AsyncIterator[Any]])
 
@@ -72,7 +69,7 @@ def _answered(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
     @wraps(method)
     async def answer(servicer: Any, request: Any, context: Any) -> Any:
         source = getattr(request, "key", request)
-        named = {name: str(value) for name in ("request_id", "edge") if (value := getattr(source, name, ""))}
+        named = {name: str(value)[:256] for name in ("request_id", "edge") if (value := getattr(source, name, ""))}
         async with answering(context, **getattr(servicer, "where", {}), **named):
             return await method(servicer, request, context)
 
@@ -90,7 +87,6 @@ def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
         _log.exception("a call failed unexpectedly")
         message = f"an unexpected {type(exc).__name__}; the service's log at this time has the details"
         error = InternalError(message, metadata=where)
-    error.message = _shortened(error.message)
     return error
 
 
@@ -168,11 +164,3 @@ class _HandlerCollector:
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
         """Does nothing, because generated code passes the same handlers to `add_registered_method_handlers`."""
-
-
-def _shortened(message: str) -> str:
-    # A path that is not valid UTF-8 contains characters that cannot be encoded.
-    encoded = message.encode(errors="replace")
-    if len(encoded) <= _MAX_STATUS_MESSAGE_BYTES:
-        return encoded.decode()
-    return encoded[: _MAX_STATUS_MESSAGE_BYTES - 4].decode(errors="ignore") + "…"

@@ -1,6 +1,7 @@
-"""Interceptors of the gRPC server: the roles that a port serves, and malformed messages."""
+"""Interceptors of the gRPC server: their base class, and the roles that a port serves."""
 
 import asyncio
+import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
@@ -9,9 +10,8 @@ from inspect import isasyncgenfunction
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from stagemesh.common.errors import InvalidRequestError, PermissionDeniedError, StagemeshError, UnsupportedError
+from stagemesh.common.errors import PermissionDeniedError, StagemeshError, UnsupportedError
 from stagemesh.rpc.callers import OPERATOR, Role, roles_of
 from stagemesh.rpc.error_mapping import to_status
 from stagemesh.v1 import roles_pb2
@@ -59,6 +59,30 @@ def _kind(is_stream: bool) -> str:
     return "stream" if is_stream else "unary"
 
 
+class RejectedBytes:
+    """Counts the bytes of rejected messages by caller. Each caller may send 8 MiB/s of them, and 64 MiB at once.
+
+    A rejected message costs its sender nothing, but takes time from all callers.
+    """
+
+    _BYTES_A_SECOND, _AT_ONCE_S, _MAX_IDLE = 8 << 20, 8.0, 1024
+
+    def __init__(self) -> None:
+        self._paid_s: dict[str, float] = {}
+        """The time from which nothing of the caller counts any longer. Earlier times are removed now and then."""
+
+    def over_s(self, caller: str) -> float:
+        """Returns the time for which a caller must not send messages, in seconds. 0 or less if it may."""
+        return self._paid_s.get(caller, 0.0) - time.monotonic() - self._AT_ONCE_S
+
+    def add(self, caller: str, size_bytes: int) -> None:
+        """Counts bytes for a caller."""
+        now_s = time.monotonic()
+        if len(self._paid_s) > self._MAX_IDLE:
+            self._paid_s = {name: paid_s for name, paid_s in self._paid_s.items() if paid_s > now_s}
+        self._paid_s[caller] = max(self._paid_s.get(caller, 0.0), now_s) + size_bytes / self._BYTES_A_SECOND
+
+
 _RECEIVE_S = 0.2
 """The time for which the requests of a rejected call are received, in seconds."""
 _OPEN = ("/grpc.health.", "/grpc.reflection.")
@@ -73,7 +97,13 @@ Raises UnauthenticatedError if the caller has no valid credentials. Stores the c
 
 
 class Interceptor(grpc.aio.ServerInterceptor):
-    """Base class of interceptors that reject RPCs by their headers, and wrap the handlers of the others."""
+    """Base class of interceptors that reject RPCs before their messages are parsed, and wrap other RPCs' handlers.
+
+    The last interceptor, MessageLimits, parses messages. The others receive them as an iterator of bytes.
+    """
+
+    def __init__(self) -> None:
+        self._rejected = RejectedBytes()
 
     async def intercept_service(
         self,
@@ -82,7 +112,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         error = self._refusal(handler_call_details)
         if error is not None:
-            return _rejecting(error)
+            make_handler: Any = grpc.stream_stream_rpc_method_handler
+            return make_handler(partial(self._reject, error))
         handler = await continuation(handler_call_details)
         return None if handler is None else self._wrapped(handler, handler_call_details)
 
@@ -94,6 +125,15 @@ class Interceptor(grpc.aio.ServerInterceptor):
     def _wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
         """Returns the handler to use instead of `handler`, which may be the same."""
 
+    async def _reject(self, error: StagemeshError, requests: AsyncIterator[bytes], context: Any) -> NoReturn:
+        """Ends an RPC with `error`. `requests` are the messages of its caller, none of which has been received."""
+        # If the call ends while the client sends, the client may report INTERNAL instead of the status.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RECEIVE_S):
+                while self._rejected.over_s("") <= 0 and (data := await anext(aiter(requests), None)) is not None:
+                    self._rejected.add("", len(data))
+        await abort(context, error)
+
 
 class RoleFilter(Interceptor):
     """Rejects every RPC that none of a port's roles may call, or whose caller has none of these roles.
@@ -104,6 +144,7 @@ class RoleFilter(Interceptor):
 
     def __init__(self, roles: Collection[Role], authenticate: Authenticate | None = None) -> None:
         """`authenticate` determines the roles of callers, or is None if the port cannot authenticate them."""
+        super().__init__()
         self._roles = frozenset(roles)
         self._authenticate = authenticate
 
@@ -120,18 +161,18 @@ class RoleFilter(Interceptor):
     def _wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
         if self._authenticate is None or details.method.startswith(_OPEN):
             return handler
-        return wrap_handler(handler, partial(self._authorized, handler, self._authenticate, details))
+        return wrap_handler(handler, partial(self._authorized, self._authenticate, details))
 
     @asynccontextmanager
     async def _authorized(
-        self, handler: Any, authenticate: Authenticate, details: grpc.HandlerCallDetails, request: Any, context: Any
+        self, authenticate: Authenticate, details: grpc.HandlerCallDetails, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncGenerator[Any]:
-        """Ends an RPC if its caller may not call it. Otherwise yields `request`."""
+        """Ends an RPC if its caller may not call it. Otherwise yields `requests`."""
         try:
             self._check_roles(await authenticate(context, details.invocation_metadata), details.method)
         except StagemeshError as exc:
-            await _reject(exc, request if handler.request_streaming else None, context)
-        yield request
+            await self._reject(exc, requests, context)
+        yield requests
 
     def _check_roles(self, roles: frozenset[Role], method: str) -> None:
         """Raises PermissionDeniedError (WRONG_ROLE) if a caller with these roles may not call an RPC."""
@@ -144,74 +185,6 @@ class RoleFilter(Interceptor):
             )
 
 
-def _rejecting(error: StagemeshError) -> Any:
-    """Returns a handler that ends each RPC with `error`."""
-
-    async def reject(requests: AsyncIterator[bytes], context: Any) -> None:
-        await _reject(error, requests, context)
-
-    make_handler: Any = grpc.stream_stream_rpc_method_handler
-    return make_handler(reject)
-
-
-async def _reject(error: StagemeshError, requests: AsyncIterator[Any] | None, context: Any) -> NoReturn:
-    """Ends an RPC with `error`. `requests` are the messages of its caller, or None if there is only one."""
-    if requests is not None:
-        # If the call ends while the client sends, the client may report INTERNAL instead of the status.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_RECEIVE_S):
-                async for _ in requests:
-                    pass
-    await abort(context, error)
-
-
 def _names(roles: Collection[Role]) -> str:
     names = (roles_pb2.CallerRole.Name(role).removeprefix("CALLER_ROLE_").lower() for role in sorted(roles))
     return " and ".join(f"{name}s" for name in names)
-
-
-class Malformed:
-    """Takes the place of a message that cannot be parsed. `context.read()` may return it."""
-
-    def __init__(self, cause: DecodeError) -> None:
-        self._cause = str(cause)
-
-    def error(self) -> InvalidRequestError:
-        """Returns the error for the sender of the message."""
-        return InvalidRequestError(
-            f"a message cannot be parsed: {self._cause}; send the messages of the protos", reason="MALFORMED_MESSAGE"
-        )
-
-
-class MalformedFilter(Interceptor):
-    """Ends each RPC with INVALID_ARGUMENT (MALFORMED_MESSAGE) if one of its requests cannot be parsed.
-
-    RPCs whose servicers read bytes are not concerned. A servicer that calls `context.read()` receives a `Malformed`.
-    """
-
-    def _wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:  # noqa: ARG002
-        parse = handler.request_deserializer
-        if parse is None:
-            return handler
-
-        def parse_if_possible(data: bytes) -> object:
-            try:
-                return parse(data)
-            except DecodeError as exc:
-                return Malformed(exc)
-
-        @asynccontextmanager
-        async def checked(request: Any, context: Any) -> AsyncGenerator[Any]:
-            if isinstance(request, Malformed):
-                await abort(context, request.error())
-            yield _checked(request) if handler.request_streaming else request
-
-        return wrap_handler(handler._replace(request_deserializer=parse_if_possible), checked)
-
-
-async def _checked(requests: AsyncIterator[object]) -> AsyncGenerator[object]:
-    """Yields the messages. Raises the error of the first that cannot be parsed."""
-    async for request in requests:
-        if isinstance(request, Malformed):
-            raise request.error()
-        yield request

@@ -8,7 +8,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.wire.encoding import read_varint, tag_of, varint
+from stagemesh.common.wire.encoding import parse_message, read_varint, tag_of, varint
 from stagemesh.common.wire.tensors import Tensors
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.base import Bytes, MemoryAccount
@@ -27,7 +27,11 @@ If such a chunk has only one tensor, the consumer uses the tensor in place, with
 """
 PAYLOAD_ALIGNMENT = 16
 """The alignment, in bytes, of a fragment's payload within its message. The largest alignment that a dtype requires."""
+_MAX_FIELDS_BYTES = 16 << 10
+"""The size of a fragment's fields before its payload, and of those after it. Larger ones are parsed by protobuf."""
 _ITEMS = tag_of(stage_pb2.PutChunkRequest.DESCRIPTOR, "items")
+_CHUNK, _KEY = tag_of(stage_pb2.PutItem.DESCRIPTOR, "chunk"), tag_of(chunk_pb2.Chunk.DESCRIPTOR, "key")
+_MAX_KEY_FIELDS = 100
 _FRAGMENT = tag_of(stage_pb2.PutItem.DESCRIPTOR, "fragment")
 _PAYLOAD = tag_of(chunk_pb2.ChunkFragment.DESCRIPTOR, "payload")
 
@@ -111,7 +115,7 @@ def decode_fragment(data: bytes) -> FragmentMessage | None:
         if view[item_start] != _FRAGMENT[0] or end != item_start + item_bytes:
             return None
         field_start, payload_start, payload_end = _find_payload(view, start)
-        if payload_end > end or end > len(view):
+        if payload_end > end or end > len(view) or end - payload_end > _MAX_FIELDS_BYTES:
             return None
         fields = view[start:field_start].tobytes() + view[payload_end:end].tobytes()
         message = chunk_pb2.ChunkFragment.FromString(fields)
@@ -120,13 +124,27 @@ def decode_fragment(data: bytes) -> FragmentMessage | None:
     return FragmentMessage(Fragment(message, view[payload_start:payload_end]), view[end:])
 
 
+def first_key(data: bytes) -> chunk_pb2.EdgeKey | None:
+    """Returns the key of the chunk with which a serialized PutChunkRequest begins. Parses nothing else.
+
+    Returns None if it begins otherwise. Raises InvalidRequestError (MALFORMED_MESSAGE) if the key is malformed.
+    """
+    view, at, size_bytes = memoryview(data), 0, 0
+    for tag in (_ITEMS, _CHUNK, _KEY):
+        if data[at : at + 1] != tag:
+            return None
+        size_bytes, at = read_varint(view, at + 1)
+    return parse_message(chunk_pb2.EdgeKey, data[at : at + size_bytes], max_fields=_MAX_KEY_FIELDS)
+
+
 def _find_payload(view: memoryview, start: int) -> tuple[int, int, int]:
     """Returns the offset of a fragment's payload field, the offset of the payload, and the offset after the payload.
 
     `start` is the offset of the fragment's first field. Raises IndexError if the message ends before a payload field is
-    found, or DecodeError if a field is malformed.
+    found, or DecodeError if a field is malformed or the payload does not follow within `_MAX_FIELDS_BYTES`.
     """
-    while True:
+    last = start + _MAX_FIELDS_BYTES
+    while start <= last:
         tag = view[start]
         number, value_start = read_varint(view, start + 1)
         if tag == _PAYLOAD[0]:
@@ -138,6 +156,7 @@ def _find_payload(view: memoryview, start: int) -> tuple[int, int, int]:
                 start = value_start + number
             case _:
                 raise DecodeError("a fragment has neither numbers nor length-delimited fields only")
+    raise DecodeError("a fragment has too many fields before its payload")
 
 
 @dataclass(eq=False, slots=True)

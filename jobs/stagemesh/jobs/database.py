@@ -41,6 +41,7 @@ from sqlalchemy.types import TypeEngine
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
+from stagemesh.common.process.logs import log_cause
 
 _THREADS = 4
 _BUSY_S = 5
@@ -172,10 +173,11 @@ def _upgrade(connection: Connection) -> None:
 
 
 def _unavailable(exc: Exception) -> UnavailableError:
-    cause = str(exc.orig if isinstance(exc, DBAPIError) else exc).strip().splitlines()
+    # SQLAlchemy's text would contain the values of the statement.
+    cause = log_cause(getattr(exc, "orig", None) or exc, what="a transaction on the database of jobs")
     return UnavailableError(
-        f"the database of jobs cannot be used: {cause[0][:200] if cause else type(exc).__name__}; nothing is lost; "
-        "retry, and if it persists, the operator must free space or restore the database",
+        f"the database of jobs cannot be used; {cause}; nothing is lost; retry, and if it persists, the operator must "
+        "free space or restore the database",
         reason="DATABASE_UNAVAILABLE",
         retry_after_s=_RETRY_AFTER_S,
     )

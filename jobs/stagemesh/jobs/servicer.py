@@ -44,7 +44,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
     async def ListJobs(self, request: jobs_pb2.ListJobsRequest, context: Context) -> jobs_pb2.ListJobsResponse:
         page = await self._table.list_page(
             _caller(request.caller),
-            states=request.states,
+            states=set(request.states),
             before=_number_of(request.page_token),
             size=size_of_page(request),
         )
@@ -89,7 +89,7 @@ def _check(submitted: jobs_pb2.SubmitJobRequest, config: JobServerConfig) -> Non
     check_input(request.input)
     if request.pipeline not in ("", config.pipeline):
         raise NotFoundError(
-            f"pipeline {request.pipeline!r} is not served here; this job server serves {config.pipeline!r}",
+            f"pipeline {request.pipeline[:100]!r} is not served here; this job server serves {config.pipeline!r}",
             reason="UNKNOWN_PIPELINE",
             metadata={"pipeline": request.pipeline},
         )

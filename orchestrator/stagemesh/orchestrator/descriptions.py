@@ -12,7 +12,7 @@ from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
 from stagemesh.orchestrator.fleet.replica import Replica, reported_load
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.pipeline import Edge, Stage
-from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.rpc.channels import MAX_FIELDS, MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import orchestrator_pb2, stage_pb2
 
@@ -54,6 +54,7 @@ def describe_pipeline(
             max_file_bytes=0 if pipeline.media is None else pipeline.media.max_file_bytes,
             max_choices=pipeline.limits.largest_request,
             max_request_s=orchestrator.max_request_s,
+            max_fields=MAX_FIELDS,
         ),
         detects_turns=pipeline.speech is not None,
         caller=caller,

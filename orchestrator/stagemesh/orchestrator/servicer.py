@@ -21,51 +21,44 @@ from stagemesh.orchestrator.session.answer_relay import SessionCall
 from stagemesh.orchestrator.session.registry import SessionRegistry
 from stagemesh.orchestrator.session.session import Session
 from stagemesh.orchestrator.spans import read_trace_headers
+from stagemesh.rpc.call_limits import Messages
 from stagemesh.rpc.callers import caller_of, may_act_for
 from stagemesh.rpc.handlers import Context, add_with_raw_methods, answered, time_left_s, to_error
-from stagemesh.rpc.interceptors import Malformed
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 SERVICE_NAME = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
 
 
-async def converse(sessions: SessionRegistry, context: Context) -> None:
-    """Serves a call of Converse until it ends. Raises the error with which it ends.
+async def converse(sessions: SessionRegistry, events: Messages, context: Context) -> None:
+    """Serves a call of Converse until it ends. Raises the error with which it ends. `events` come from the client.
 
     Responses are written in serialized form, because there are many of them.
     """
-    opening = await _read(context)
+    opening = await anext(events, None)
     if opening is None or not opening.HasField("open"):
         raise NotReadyError("the first event must open the session; send `open` first", reason="SESSION_NOT_OPEN")
     opening.open.caller = caller_of(claimed=opening.open.caller)
     session, call = await sessions.open(opening.open)
-    reading = asyncio.create_task(_read_events(session, call, context), name="read events of a session")
+    reading = asyncio.create_task(_read_events(session, call, events), name="read events of a session")
     try:
-        async with aclosing(call.events()) as events:
-            async for event in events:
-                await context.write(event)
+        async with aclosing(call.events()) as answers:
+            async for answer in answers:
+                await context.write(answer)
     finally:
         sessions.leave(session, call)
         await end_tasks([reading])
 
 
-async def _read_events(session: Session, call: SessionCall, context: Context) -> None:
+async def _read_events(session: Session, call: SessionCall, events: Messages) -> None:
     try:
-        while (event := await _read(context)) is not None:
-            session.handle(call, event)
+        async for event in events:
+            if not session.handle(call, event):
+                events.reject()
             await call.wait_for_space()
     except Exception as exc:  # noqa: BLE001
         call.end(to_error(exc, {}))
     else:
         session.end_input(call)
-
-
-async def _read(context: Context) -> orchestrator_pb2.ConverseRequest | None:
-    """Returns the next event of the client, or None after the last one."""
-    event = await context.read()
-    if isinstance(event, Malformed):
-        raise event.error()
-    return event if isinstance(event, orchestrator_pb2.ConverseRequest) else None
 
 
 @answered
@@ -87,10 +80,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             async for event in events:
                 await context.write(event)
 
-    async def Converse(self, requests: object, context: Context) -> None:  # type: ignore[override]
-        # `converse` reads the requests by the context.
+    async def Converse(self, requests: Messages, context: Context) -> None:  # type: ignore[override]
         read_trace_headers(context.invocation_metadata())
-        await converse(self._orchestrator.sessions, context)
+        await converse(self._orchestrator.sessions, requests, context)
 
     async def CancelRequest(
         self, request: orchestrator_pb2.CancelRequestRequest, context: Context

@@ -144,7 +144,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     media_bytes.
     """
     ERROR_REASON_MESSAGE_TOO_LARGE: _ErrorReason.ValueType  # 35
-    """The serialized request exceeds the size limit of a message. Shorten the input."""
+    """The serialized request exceeds the size limit of a message, or a message has more values, list elements and map
+    entries than PipelineLimits.max_fields. Shorten the input, or send fewer elements of the list in `field`.
+    """
     ERROR_REASON_MISSING_INPUT: _ErrorReason.ValueType  # 36
     """No edge delivers a tensor that the stage needs. Bind an edge that carries it."""
     ERROR_REASON_NOT_OPENED: _ErrorReason.ValueType  # 37
@@ -284,7 +286,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_CALLER_LIMIT: _ErrorReason.ValueType  # 84
     """The limits of this caller are reached. Retry with the same request_id after the delay in RetryInfo."""
     ERROR_REASON_CALL_LIMIT: _ErrorReason.ValueType  # 239
-    """The caller has as many running calls as the service accepts. End some, or retry after the delay in RetryInfo."""
+    """The caller has as many running calls as the service accepts, or too many of its large messages were rejected. End
+    some calls, correct the messages, and retry after the delay in RetryInfo.
+    """
     ERROR_REASON_HEADERS_TOO_LARGE: _ErrorReason.ValueType  # 240
     """The headers of the call are too large. Send fewer or shorter ones."""
     ERROR_REASON_CLIENT_TOO_SLOW: _ErrorReason.ValueType  # 85
@@ -702,7 +706,9 @@ ERROR_REASON_MEDIA_TOO_LARGE: ErrorReason.ValueType  # 34
 media_bytes.
 """
 ERROR_REASON_MESSAGE_TOO_LARGE: ErrorReason.ValueType  # 35
-"""The serialized request exceeds the size limit of a message. Shorten the input."""
+"""The serialized request exceeds the size limit of a message, or a message has more values, list elements and map
+entries than PipelineLimits.max_fields. Shorten the input, or send fewer elements of the list in `field`.
+"""
 ERROR_REASON_MISSING_INPUT: ErrorReason.ValueType  # 36
 """No edge delivers a tensor that the stage needs. Bind an edge that carries it."""
 ERROR_REASON_NOT_OPENED: ErrorReason.ValueType  # 37
@@ -842,7 +848,9 @@ in RetryInfo.
 ERROR_REASON_CALLER_LIMIT: ErrorReason.ValueType  # 84
 """The limits of this caller are reached. Retry with the same request_id after the delay in RetryInfo."""
 ERROR_REASON_CALL_LIMIT: ErrorReason.ValueType  # 239
-"""The caller has as many running calls as the service accepts. End some, or retry after the delay in RetryInfo."""
+"""The caller has as many running calls as the service accepts, or too many of its large messages were rejected. End
+some calls, correct the messages, and retry after the delay in RetryInfo.
+"""
 ERROR_REASON_HEADERS_TOO_LARGE: ErrorReason.ValueType  # 240
 """The headers of the call are too large. Send fewer or shorter ones."""
 ERROR_REASON_CLIENT_TOO_SLOW: ErrorReason.ValueType  # 85

@@ -674,6 +674,7 @@ class PipelineLimits(_message.Message):
     MAX_FILE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_CHOICES_FIELD_NUMBER: _builtins.int
     MAX_REQUEST_S_FIELD_NUMBER: _builtins.int
+    MAX_FIELDS_FIELD_NUMBER: _builtins.int
     max_message_bytes: _builtins.int
     """The size of a message in bytes, in each direction."""
     max_file_bytes: _builtins.int
@@ -682,6 +683,11 @@ class PipelineLimits(_message.Message):
     """The maximum number of choices of a request (Parameters.choices)."""
     max_request_s: _builtins.float
     """The longest time that a request may take in seconds, from its first call to its end."""
+    max_fields: _builtins.int
+    """The maximum number of values, list elements and map entries in a message, over all the messages that are embedded in
+    it: messages, parts, tools, stop texts, options, positions and so on. A list of token ids counts as one, and may have
+    524,288 ids. A message with more is rejected (MESSAGE_TOO_LARGE). 0 if the orchestrator does not state it.
+    """
     def __init__(
         self,
         *,
@@ -689,10 +695,11 @@ class PipelineLimits(_message.Message):
         max_file_bytes: _builtins.int = ...,
         max_choices: _builtins.int = ...,
         max_request_s: _builtins.float = ...,
+        max_fields: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_choices", b"max_choices", "max_file_bytes", b"max_file_bytes", "max_message_bytes", b"max_message_bytes", "max_request_s", b"max_request_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_choices", b"max_choices", "max_fields", b"max_fields", "max_file_bytes", b"max_file_bytes", "max_message_bytes", b"max_message_bytes", "max_request_s", b"max_request_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -97,6 +97,9 @@ def _answered(call: str) -> Message:
     return Message(role=request_pb2.ROLE_TOOL, content="12", tool_call_id=call)
 
 
+MANY_VALUES = f'{{"a": [{"{}," * 100_000}0]}}'
+
+
 def _calling(**fields: str) -> Message:
     return _called(request_pb2.ToolCall(**{"id": "c1", "name": "weather", **fields}))
 
@@ -120,6 +123,9 @@ def _calling(**fields: str) -> Message:
         ({"tools": [request_pb2.Tool()]}, "no name, or the name of another tool"),
         ({"tools": [request_pb2.Tool(name="a", parameters="true")]}, "parameters of tool 'a' must be a JSON object"),
         ({"template_arguments": "NaN"}, "template_arguments must be a JSON object"),
+        ({"template_arguments": f'{{"a":[{"{}," * 300_000}0]}}'}, "have over 262144 values"),
+        ({"tools": [request_pb2.Tool(name=n, parameters=MANY_VALUES) for n in "abc"]}, "have over 262144 values"),
+        ({"messages": [_calling(arguments=MANY_VALUES), _calling(arguments=MANY_VALUES)]}, "have over 262144 values"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )

@@ -18,7 +18,7 @@ from tests.orchestrator.session.scripts import ECHO, LISTEN, SPEAK, STREAM
 from tests.orchestrator.session.talk import Request, Talk, talking
 from tests.rpc.call_errors import raises
 
-SMALL = ECHO + "limits: {max_session_bytes: 65536}\n"
+SMALL, SMALL_SPEAK = (file + "limits: {max_session_bytes: 65536}\n" for file in (ECHO, SPEAK))
 
 
 async def test_the_first_event_must_open_the_session(echo: Mesh) -> None:
@@ -131,6 +131,25 @@ async def test_a_turn_beyond_the_limit_is_rejected(tmp_path: Path) -> None:
         chat.send(clear={})
         await chat.turn(1, "hello", "answer")
     assert chat.last("ended").ended.answer == "answer"
+
+
+@pytest.mark.parametrize("mode", ["prompt", "stream"])
+async def test_small_pieces_count_for_their_memory(tmp_path: Path, mode: str) -> None:
+    file, fields = (SMALL, dict[str, Any]()) if mode == "prompt" else (SMALL_SPEAK, {"input_mode": STREAM})
+    async with chatting(tmp_path, file, **fields) as chat:
+        for _ in range(65536 // 256):
+            chat.say("a")
+        assert not any(each.HasField("rejected") for each in chat.received)
+        chat.say("a")
+        assert await chat.rejection() == "SESSION_TOO_LARGE"
+
+
+async def test_a_transcript_of_many_messages_is_rejected_before_it_is_parsed(tmp_path: Path) -> None:
+    async with chatting(tmp_path, ECHO) as chat:
+        for _ in range(5):
+            chat.send(append={"message": {"role": request_pb2.ROLE_USER, "parts": [{"text": ""}] * 1000}})
+        chat.commit()
+        assert await chat.rejection() == "MESSAGE_TOO_LARGE"
 
 
 async def test_the_transcript_counts_against_the_limit(tmp_path: Path) -> None:

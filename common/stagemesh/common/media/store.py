@@ -86,7 +86,7 @@ class MediaStore:
                 release=FetchedFile.close,
             )
         else:
-            file = await call_store(self._make_copy, what=f"a copy in {self._spool}", release=FetchedFile.close)
+            file = await call_store(self._make_copy, what="a copy of the file", release=FetchedFile.close)
         try:
             if location.protocol != LOCAL:
                 await self._copy(location, file)
@@ -214,7 +214,7 @@ class MediaStore:
             async for block in blocks:
                 self._check_size(location, copy.size_bytes + len(block))
                 append = _with_duplicate(copy, partial(FetchedFile.append, block=block))
-                await call_store(append, what=f"a copy in {self._spool}")
+                await call_store(append, what="a copy of the file")
 
     def _check_size(self, location: Location, size_bytes: int) -> None:
         limit_bytes = self.config.max_file_bytes

@@ -6,7 +6,6 @@ Each call runs in its own thread, with a time limit, and raises Stagemesh's erro
 import asyncio
 import errno
 import hashlib
-import logging
 import os
 import threading
 import uuid
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from stagemesh.common.errors import NotFoundError, NotReadyError, OverloadedError, StagemeshError
+from stagemesh.common.process.logs import log_cause
 from stagemesh.v1 import request_pb2
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-
-_log = logging.getLogger(__name__)
 
 _CALL_S = 60.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -102,27 +100,25 @@ def _translated_errors(what: str, *, is_read: bool) -> Generator[None]:
                 f"{what} does not exist; it may have been deleted; upload the file again, or refer to another one",
                 reason="UNKNOWN_MEDIA",
             ) from exc
+        cause = log_cause(exc, what=f"the store of {what}")
         if exc.errno in _FULL:
             raise OverloadedError(
-                f"no space is left for {what}: {exc.strerror}; the operator must free space", reason="STORAGE_FULL"
+                f"no space is left for {what}; the operator must free space", reason="STORAGE_FULL"
             ) from exc
         if exc.errno in _DENIED or isinstance(exc, PermissionError):
             raise NotReadyError(
-                f"the store denies access to {what}: {exc.strerror or exc}; the operator must correct its permissions, "
-                "or the credentials of this service",
+                f"the store denies access to {what}; {cause}; the operator must correct its permissions, or the "
+                "credentials of this service",
                 reason="STORE_DENIED",
             ) from exc
-        raise _unreachable(what, str(exc)) from exc
+        raise _unreachable(what, cause) from exc
     except Exception as exc:
         # fsspec's file systems raise the errors of their own libraries.
-        _log.warning("a call of the store failed for %s", what, exc_info=True)
-        raise _unreachable(what, f"{type(exc).__name__}: {exc}") from exc
+        raise _unreachable(what, log_cause(exc, what=f"the store of {what}")) from exc
 
 
 def _unreachable(what: str, cause: str) -> NotReadyError:
-    return NotReadyError(
-        f"the store of {what} cannot be reached: {cause[:200]}; try again later", reason="STORE_UNREACHABLE"
-    )
+    return NotReadyError(f"the store of {what} cannot be reached; {cause}; try again later", reason="STORE_UNREACHABLE")
 
 
 _DISCARD_S = 2.0

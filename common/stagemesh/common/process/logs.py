@@ -5,6 +5,7 @@ change while the process runs (`set_level`).
 """
 
 import logging
+import secrets
 from collections.abc import Mapping
 from contextvars import ContextVar
 
@@ -18,6 +19,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(stage)s/%(replica)s %(request_id)s/%(atte
 _NAMES = ("stage", "replica", "request_id", "attempt")
 _ABSENT = "-"
 _OWN = "stagemesh"
+_log = logging.getLogger(__name__)
 _process: dict[str, str] = {}
 _where: ContextVar[Mapping[str, str]] = ContextVar("stagemesh_log_where")
 
@@ -30,6 +32,16 @@ def bind_process_log_context(**where: str) -> None:
 def bind_log_context(**where: str) -> None:
     """Adds values such as `stage` and `request_id` to later log records of this task and of its child tasks."""
     _where.set({**_where.get({}), **where})
+
+
+def log_cause(exc: Exception, *, what: str) -> str:
+    """Logs the error of a library or of the system, whose text may contain addresses and paths.
+
+    `what` is what failed. Returns a text for clients, which refers to the log's record.
+    """
+    reference = secrets.token_hex(4)
+    _log.warning("%s failed (%s): %s: %s", what, reference, type(exc).__name__, exc)
+    return f"the service's log has the cause ({reference})"
 
 
 class LogContextFilter(logging.Filter):

@@ -23,6 +23,7 @@ _CALLER_NAME = re.compile(r"[A-Za-z0-9._:@/-]{0,128}")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _CHOICE = re.compile(r"/[0-9]{1,10}$")
 _CALLER = "the caller"
+_MAX_JSON_VALUES = 1 << 18
 _ROLES = ", ".join(request_pb2.Role.keys()[1:])
 _SAMPLING: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "max_tokens": ("at least 1", lambda value: value >= 1),
@@ -45,7 +46,7 @@ def choice_id(request_id: str, index: int) -> str:
 
 def check_choice_id(request_id: str) -> None:
     """Raises InvalidRequestError (INVALID_ID) if `request_id` is not the id of a request or of one of its choices."""
-    check_request_id(_CHOICE.sub("", request_id))
+    check_request_id(_CHOICE.sub("", request_id[:256]))
 
 
 def check_request_id(request_id: str) -> None:
@@ -75,6 +76,7 @@ def check_input(given: request_pb2.Input) -> None:
     """
     if given.WhichOneof("prompt") is None:
         refuse_unknown(given, of=_CALLER)
+    _check_json_size(given.conversation)
     _check_tools(given.conversation.tools)
     read_json_object(given.conversation.template_arguments, "template_arguments")
     known = set[str]()
@@ -99,8 +101,8 @@ def read_tensors(messages: Iterable[tensor_pb2.Tensor]) -> dict[str, Array]:
     tensors: dict[str, Array] = {}
     for message in messages:
         if message.name in tensors:
-            raise InvalidRequestError(f"the input has tensor {message.name!r} twice; use each name once")
-        tensors[message.name] = _read(message, f"input tensor {message.name!r}")
+            raise InvalidRequestError(f"the input has tensor {message.name[:100]!r} twice; use each name once")
+        tensors[message.name] = _read(message, f"input tensor {message.name[:100]!r}")
     return tensors
 
 
@@ -180,20 +182,20 @@ def check_options(options: Mapping[str, Value], known: Mapping[str, OptionSpec],
             is_sampling = name in request_pb2.Sampling.DESCRIPTOR.fields_by_name
             other = ", and it is a sampling parameter" if is_sampling else ""
             raise InvalidRequestError(
-                f"unknown option {name!r}; {owner} has {', '.join(sorted(known)) or 'none'}{other}",
+                f"unknown option {name[:100]!r}; {owner} has {', '.join(sorted(known)) or 'none'}{other}",
                 reason="UNKNOWN_OPTION",
                 metadata={"option": name},
             )
         value = _convert(given, known[name].default)
         if value is None or not is_allowed(value, known[name]):
-            shown = f"{given:g}" if isinstance(given, float) else repr(given)
-            raise _option_error(name, f"is {shown[:200]}; it must be {describe_allowed(known[name])}")
+            shown = f"{given:g}" if isinstance(given, float) else repr(given[:200] if isinstance(given, str) else given)
+            raise _option_error(name, f"is {shown}; it must be {describe_allowed(known[name])}")
         values[name] = value
     return values
 
 
 def _option_error(name: str, problem: str) -> InvalidRequestError:
-    return InvalidRequestError(f"option {name!r} {problem}", reason="INVALID_OPTION", metadata={"option": name})
+    return InvalidRequestError(f"option {name[:100]!r} {problem}", reason="INVALID_OPTION", metadata={"option": name})
 
 
 def _convert(given: Value, default: Value) -> Value | None:
@@ -305,6 +307,14 @@ def _check_calls(message: request_pb2.Message, known: set[str]) -> None:
         if not (call.id and call.name):
             raise _prompt_error("a tool call has no id or no name; set both")
         read_json_object(call.arguments, f"the arguments of tool call {call.id[:100]!r}")
+
+
+def _check_json_size(conversation: request_pb2.Conversation) -> None:
+    """Limits the values in the JSON texts of a conversation before any of them is parsed. Counts their separators."""
+    calls = (call.arguments for message in conversation.messages for call in message.tool_calls)
+    texts = chain([conversation.template_arguments], (tool.parameters for tool in conversation.tools), calls)
+    if sum(text.count(mark) for text in texts for mark in ",[{") > _MAX_JSON_VALUES:
+        raise _prompt_error(f"tools, tool calls and template_arguments have over {_MAX_JSON_VALUES} values; send fewer")
 
 
 def _check_tools(tools: Iterable[request_pb2.Tool]) -> None:

@@ -1,12 +1,23 @@
-"""Protobuf messages: their creation from objects, parts of their serialized form, and their digests."""
+"""Protobuf messages: their creation from objects, parts of their serialized form, their limits, and their digests."""
 
 import hashlib
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeVar, cast
 
-from google.protobuf.descriptor import Descriptor, EnumDescriptor
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-_LENGTH_DELIMITED = 2
+from stagemesh.common.errors import InvalidRequestError
+
+MAX_TOKENS = 1 << 19
+"""The maximum number of token ids in one list of a message."""
+_TOKEN_LISTS = frozenset({"stagemesh.v1.TokenIds.ids", "stagemesh.v1.Checkpoint.token_ids"})
+_VARINT, _LENGTH_DELIMITED = 0, 2
+_FIXED_BYTES: Mapping[int, int] = {1: 8, 5: 4}
+"""The number of bytes of a value of fixed length, by wire type."""
+_CONTINUED = bytes(range(0x80, 0x100))
+"""The bytes of a varint that further bytes follow."""
 _SMALL_NUMBERS = [bytes((number,)) for number in range(0x80)]
 """The encodings of the numbers that need one byte."""
 
@@ -33,6 +44,9 @@ def read_varint(view: memoryview, at: int) -> tuple[int, int]:
 
     Raises IndexError if the varint is truncated, or DecodeError if the varint is longer than 10 bytes.
     """
+    number = view[at]
+    if number < 0x80:
+        return number, at + 1
     number = 0
     for shift in range(0, 70, 7):
         byte = view[at]
@@ -41,6 +55,78 @@ def read_varint(view: memoryview, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return number, at
     raise DecodeError("a number has more than 10 bytes")
+
+
+def parse_message(message: type[_MessageT], data: bytes, *, max_fields: int) -> _MessageT:
+    """Parses a serialized message, unless it has more than `max_fields` fields (`count_fields`).
+
+    Raises InvalidRequestError (MALFORMED_MESSAGE, MESSAGE_TOO_LARGE).
+    """
+    try:
+        # A field has at least one byte.
+        if len(data) > max_fields:
+            count_fields(data, message, most=max_fields)
+        return message.FromString(data)
+    except DecodeError as exc:
+        raise InvalidRequestError(
+            f"a message is not a valid {message.DESCRIPTOR.name}; send the messages of the protos",
+            reason="MALFORMED_MESSAGE",
+        ) from exc
+
+
+def count_fields(data: bytes, message: type[Message], *, most: int) -> int:
+    """Returns the number of fields in a serialized message of the type `message`. Stops at `most` of them.
+
+    Each value, each element of a list and each entry of a map counts, at any depth. A list of token ids counts as one.
+    Reading tags takes time for each field, but parsing would also take memory.
+
+    Raises InvalidRequestError (MESSAGE_TOO_LARGE) if there are more fields than `most`, or more than `MAX_TOKENS` token
+    ids in a list, and DecodeError if the message is malformed. Groups, which the protos do not use, are malformed.
+    """
+    try:
+        return most - _left_after(memoryview(data), cast("Descriptor", message.DESCRIPTOR), most)
+    except _TooManyFieldsError as exc:
+        problem = f"a message has more than {most:,} values, list elements and map entries, or {MAX_TOKENS:,} token ids"
+        text = f"{problem}; the one beyond the limit is in {exc}; send fewer of them, or several messages"
+        raise InvalidRequestError(text, reason="MESSAGE_TOO_LARGE", metadata={"field": str(exc)}) from None
+    except (IndexError, KeyError) as exc:
+        raise DecodeError("the message ends within a field, or a field has an unknown type") from exc
+
+
+class _TooManyFieldsError(Exception):
+    """Raised with the path of the field beyond the limit."""
+
+
+def _left_after(view: memoryview, message: Descriptor, left: int, path: str = "") -> int:
+    """Returns `left` less the number of fields of the message in `view`, which is at `path`."""
+    nested, at, end = _nested(message), 0, len(view)
+    while at < end:
+        tag, at = read_varint(view, at)
+        number, kind, left = tag >> 3, tag & 7, left - 1
+        if kind == _LENGTH_DELIMITED:
+            size, start = read_varint(view, at)
+            at, field = start + size, nested.get(number)
+            if field is not None and field.message_type is not None and left >= 0:
+                left = _left_after(view[start:at], field.message_type, left, f"{path}{field.name}.")
+            elif field is not None:
+                values = len(bytes(view[start:at]).translate(None, _CONTINUED))
+                left -= values if values > MAX_TOKENS or field.full_name not in _TOKEN_LISTS else 0
+        else:
+            at = read_varint(view, at)[1] if kind == _VARINT else at + _FIXED_BYTES[kind]
+        if left < 0:
+            known = message.fields_by_number
+            raise _TooManyFieldsError(path + (known[number].name if number in known else str(number)))
+    if at > end:
+        raise DecodeError("a field exceeds its message")
+    return left
+
+
+@cache
+def _nested(message: Descriptor) -> Mapping[int, FieldDescriptor]:
+    """Returns the fields of a message that contain messages or packed lists, by their numbers."""
+    texts = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+    found = (each for each in message.fields if each.message_type or (each.is_repeated and each.type not in texts))
+    return {each.number: each for each in found}
 
 
 def tag_of(message: Descriptor, field: str) -> bytes:
@@ -56,7 +142,7 @@ def embedded(tag: bytes, *parts: bytes) -> bytes:
     return b"".join((tag, varint(sum(map(len, parts))), *parts))
 
 
-def to_message(message: type[_MessageT], source: object, **fields: Any) -> _MessageT:
+def to_message(message: type[_MessageT], source: object, /, **fields: Any) -> _MessageT:
     """Returns a message of the type `message`, with field values copied from `source`.
 
     `fields` contains the values of individual fields by name. Every other field receives the value of the attribute of

@@ -228,7 +228,7 @@ class ConnectorAgreement:
         except Exception as exc:  # noqa: BLE001 - the task's outermost code, and another package may have installed it
             if not isinstance(exc, StagemeshError):
                 _log.exception("connector %s failed with an unexpected error", name)
-                exc = InternalError(f"connector {name} failed: {type(exc).__name__}: {exc}")
+                exc = InternalError(f"connector {name} failed: a {type(exc).__name__}; the replica's log has the cause")
             del self._offering[name]
             self._refuse(name, exc)
             self._on_change()

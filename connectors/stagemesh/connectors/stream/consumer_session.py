@@ -5,8 +5,6 @@ import logging
 import os
 from collections.abc import Callable
 
-from google.protobuf.message import DecodeError
-
 from stagemesh.common.errors import (
     InvalidChunkError,
     InvalidRequestError,
@@ -16,6 +14,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.plugins.connectors import AUTO, GRPC, name_of
 from stagemesh.common.tasks import end_tasks, kept_in
+from stagemesh.common.wire.encoding import parse_message
 from stagemesh.common.wire.versions import refuse_unknown, unknown_kind
 from stagemesh.connectors import fragments, wire
 from stagemesh.connectors.base import FetchingReader, InPlaceReader, unavailable
@@ -34,6 +33,8 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 _log = logging.getLogger(__name__)
 
 _CLOSING_S = 1.0
+_MAX_FIELDS = 1 << 16
+"""The limit for the fields of a message (`wire.encoding.count_fields`), which has the items of many flows."""
 _LOST_MESSAGE = frozenset({"NOT_OPENED", "SEQUENCE_GAP", "FRAGMENT_GAP"})
 """The error reasons that indicate that a message of a flow was lost."""
 
@@ -83,12 +84,15 @@ class ConsumerSession:
         Raises a StagemeshError if the message cannot be parsed or the producer is rejected. The stream then ends.
         """
         message = fragments.decode_fragment(data)
+        items = data if message is None else bytes(message.rest)
         try:
-            request = stage_pb2.PutChunkRequest.FromString(data if message is None else bytes(message.rest))
-        except DecodeError as exc:
-            raise InvalidRequestError(
-                "the producer sent a message that is not a PutChunkRequest", reason="MALFORMED_MESSAGE"
-            ) from exc
+            request = parse_message(stage_pb2.PutChunkRequest, items, max_fields=_MAX_FIELDS)
+        except InvalidRequestError as exc:
+            key = fragments.first_key(items) if exc.reason == "MESSAGE_TOO_LARGE" else None
+            if key is None or self._producer_state is None:
+                raise
+            self._reject(key, InvalidChunkError(exc.message))
+            return
         if self._producer_state is None:
             self._admit(request)
         if message is not None:
@@ -421,5 +425,6 @@ class ConsumerSession:
             # This is the outermost code of a task, and another package may have installed the connector.
             _log.exception("connector %s failed with an unexpected error", flow.connector)
             raise UnavailableError(
-                f"connector {flow.connector} failed: {type(exc).__name__}: {exc}", reason="CONNECTOR_FAILED"
+                f"connector {flow.connector} failed: a {type(exc).__name__}; the replica's log has the cause",
+                reason="CONNECTOR_FAILED",
             ) from exc

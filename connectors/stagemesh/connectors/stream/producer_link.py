@@ -145,10 +145,10 @@ class ProducerLink:
                 cause = await self._connected()
             except StagemeshError as exc:
                 cause = exc
-            except Exception as exc:  # noqa: BLE001 - the outermost code of a task
+            except Exception:  # noqa: BLE001 - the outermost code of a task
                 # A defect must fail the flows of the link, because they would wait forever otherwise.
                 _log.exception("the link to %s failed", self._peer.consumer)
-                cause = InternalError(f"the link to {self._peer.consumer} failed: {exc!r}")
+                cause = InternalError(f"the link to {self._peer.consumer} failed; the replica's log has the cause")
             await self._lost(cause)
             if self._is_needed:
                 await asyncio.sleep(_RETRY_S)

@@ -28,7 +28,7 @@ def check_parameters(parameters: request_pb2.Parameters, pipeline: Pipeline) -> 
         if name not in pipeline.stages or pipeline.stages[name].assisted:
             named = [each.name for each in pipeline.stages.values() if not each.assisted]
             raise InvalidRequestError(
-                f"parameters are given for stage {name!r}, but pipeline {pipeline.name!r} has the stages "
+                f"parameters are given for stage {name[:100]!r}, but pipeline {pipeline.name!r} has the stages "
                 f"{', '.join(named)}",
                 reason="UNKNOWN_STAGE",
             )

@@ -172,7 +172,7 @@ def check_pipeline(name: str, pipeline: Pipeline) -> None:
     """Raises NotFoundError (UNKNOWN_PIPELINE) if `name` is neither empty nor the name of the served pipeline."""
     if name not in ("", pipeline.name):
         raise NotFoundError(
-            f"pipeline {name!r} is not served here; this orchestrator serves {pipeline.name!r}",
+            f"pipeline {name[:100]!r} is not served here; this orchestrator serves {pipeline.name!r}",
             reason="UNKNOWN_PIPELINE",
             metadata={"pipeline": name},
         )
@@ -191,7 +191,7 @@ def _check_outputs(names: Iterable[str], pipeline: Pipeline) -> tuple[str, ...]:
     unknown = [name for name in names if name not in pipeline.outputs]
     if unknown:
         raise InvalidRequestError(
-            f"unknown output {unknown[0]!r}; pipeline {pipeline.name!r} has {', '.join(sorted(pipeline.outputs))}",
+            f"unknown output {unknown[0][:99]!r}; pipeline {pipeline.name!r} has {', '.join(sorted(pipeline.outputs))}",
             reason="UNKNOWN_OUTPUT",
             metadata={"output": unknown[0]},
         )

@@ -197,14 +197,14 @@ class Session:
 
     # -- events of the client
 
-    def handle(self, call: SessionCall, event: orchestrator_pb2.ConverseRequest) -> None:
-        """Handles an event. Ignores events of a call that is not attached any longer.
+    def handle(self, call: SessionCall, event: orchestrator_pb2.ConverseRequest) -> bool:
+        """Handles an event. Returns False if it is rejected. Ignores events of a call that is not attached any longer.
 
         Raises InvalidRequestError (EVENT_GAP) if events are missing, and UnavailableError (NOT_RUNNING) if the
         orchestrator stops. Such an error ends the call.
         """
         if call is not self._call or (event.WhichOneof("event") not in ("open", "restore") and self._has(event.seq)):
-            return
+            return True
         self.changed_s = self._clock()
         try:
             self._dispatch(event)
@@ -213,6 +213,8 @@ class Session:
                 raise
             rejected = orchestrator_pb2.EventRejected(seq=event.seq, error=error_to_wire(exc))
             self.send(0, rejected=rejected)
+            return False
+        return True
 
     def _has(self, seq: int) -> bool:
         """Returns whether the session has handled the event with this number. Otherwise, it handles it now."""

@@ -18,6 +18,9 @@ HEARD_KINDS = frozenset({"audio"})
 _LARGEST_PROMPT_BYTES = MAX_MESSAGE_BYTES - (256 << 10)
 """The size of a prompt that fits into a message to a stage, together with the parameters of its request."""
 
+_PIECE_BYTES = 256
+"""The bytes for which a piece counts at least in a session, because a small one takes more memory than its content."""
+
 
 class Credit:
     """Counts the bytes that a client has appended, and limits those that no stage has consumed to a window.
@@ -94,6 +97,7 @@ class TurnInput:
         self.audio_s = 0.0
         """The duration of the audio that the client has appended in the session, in seconds."""
         self._settings, self._consumed = settings, consumed
+        self._pieces = 0
         self._max_bytes = max_bytes if settings.streams else min(max_bytes, _LARGEST_PROMPT_BYTES)
 
     @property
@@ -123,10 +127,11 @@ class TurnInput:
     def check_size(self, size_bytes: int, *, transcript_bytes: int) -> None:
         """Raises OverloadedError (SESSION_TOO_LARGE) if the session would be too large with further bytes."""
         stream_bytes = self.stream.size_bytes if self.stream is not None else 0
-        if transcript_bytes + self.prompt.size_bytes + stream_bytes + size_bytes > self._max_bytes:
+        input_bytes = max(self.prompt.size_bytes + stream_bytes, self._pieces * _PIECE_BYTES)
+        if transcript_bytes + input_bytes + size_bytes > self._max_bytes:
             raise OverloadedError(
-                f"the transcript and the input of the turn would have more than {self._max_bytes:,} bytes; commit or "
-                "clear the turn, or open another session",
+                f"the transcript and the input of the turn would have more than {self._max_bytes:,} bytes (a piece "
+                f"counts for at least {_PIECE_BYTES}); commit or clear the turn, or open another session",
                 reason="SESSION_TOO_LARGE",
             )
 
@@ -137,6 +142,7 @@ class TurnInput:
     def add(self, piece: orchestrator_pb2.InputAppend, packets: Sequence[Packet]) -> None:
         """Adds a piece that was checked."""
         self.audio_s += duration_s(piece)
+        self._pieces += 1
         if self.stream is None:
             self.prompt.append(piece)
             self.credit.add(size_of(piece))
@@ -154,6 +160,7 @@ class TurnInput:
     def begin_turn(self, remaining: PromptInput | None = None) -> None:
         """Begins the input of the next turn, with the pieces that remain of the former one."""
         self.prompt, self.stream = remaining or PromptInput(self.audio_s), None
+        self._pieces = len(self.prompt.pieces)
 
     def _note_consumed(self, packet_bytes: int) -> None:
         self.credit.consume(packet_bytes)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from stagemesh.common.errors import CancelledRequestError, InvalidRequestError, NotReadyError, StagemeshError
 from stagemesh.common.requests.output_position import OutputKey
 from stagemesh.common.requests.turn_content import PromptInput, shorten
+from stagemesh.common.wire.encoding import parse_message
 from stagemesh.connectors.packets import Packet
 from stagemesh.orchestrator.request.output_record import NOT_RUNNING
 from stagemesh.orchestrator.request.streamed_input import StreamedInput
@@ -24,6 +25,7 @@ from stagemesh.orchestrator.session.turn_requests import (
     TurnRequest,
     TurnRequests,
 )
+from stagemesh.rpc.channels import MAX_FIELDS
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
@@ -69,9 +71,13 @@ class Transcript:
         return turn
 
     def conversation(self, messages: bytes) -> request_pb2.Conversation:
-        """Returns the conversation that ends with the messages of a further turn."""
+        """Returns the conversation that ends with the messages of a further turn.
+
+        Raises InvalidRequestError (MESSAGE_TOO_LARGE) if it has too many messages for a request.
+        """
         answered = (turn.messages + _serialize_answer(turn.answer) for turn in self._turns)
-        return request_pb2.Conversation.FromString(b"".join((self._opening, *answered, messages)))
+        data = b"".join((self._opening, *answered, messages))
+        return parse_message(request_pb2.Conversation, data, max_fields=MAX_FIELDS)
 
 
 def serialize_messages(messages: Sequence[request_pb2.Message]) -> bytes:

@@ -7,9 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import TypeAlias
 
-from google.protobuf.message import DecodeError
-
-from stagemesh.common.errors import DeadlineError, InternalError, InvalidRequestError, UnsupportedError
+from stagemesh.common.errors import DeadlineError, InvalidRequestError, UnsupportedError
 from stagemesh.common.notification import Journal
 from stagemesh.common.plugins.connectors import descriptors, name_of, number_of
 from stagemesh.common.plugins.descriptors import signature_to_wire
@@ -17,19 +15,19 @@ from stagemesh.common.process import settings
 from stagemesh.common.process.host import host_token
 from stagemesh.common.process.logs import bind_log_context
 from stagemesh.common.tasks import end_tasks, wait_within
-from stagemesh.common.wire.encoding import embedded, tag_of, varint
+from stagemesh.common.wire.encoding import embedded, parse_message, tag_of, varint
 from stagemesh.common.wire.versions import OFFERS, check_version, own_protocol, unknown_kind
 from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream.connector_agreement import probe_to_wire
 from stagemesh.connectors.wire import key_from_wire
-from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.rpc.channels import MAX_FIELDS, MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.rpc.handlers import Context, answered, checked_time_left_s, streaming, time_left_s, to_error
 from stagemesh.rpc.message_streams import ServerStream
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.step.spec import STATE_EDGE, rebinding_from_wire, spec_from_wire
-from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 Attach: TypeAlias = Callable[[stage_pb2.ExecuteStepRequest, float | None], Journal[bytes]]
 """A function that starts a step, or attaches to it. Its arguments are the request and the remaining time in seconds, or
@@ -231,7 +229,7 @@ class StepCall:
             self._taken.set_exception(error)
 
     def _ended(self, error: Exception | None) -> bytes:
-        ended = stage_pb2.StepEnded(error=None if error is None else _error_of(error, self._where))
+        ended = stage_pb2.StepEnded(error=None if error is None else error_to_wire(to_error(error, self._where)))
         return _framed(self._ended_head, ended.SerializeToString())
 
 
@@ -271,10 +269,8 @@ class StepSession:
     # -- StreamHandler
 
     def received(self, data: bytes) -> None:
-        try:
-            request = stage_pb2.ExecuteStepsRequest.FromString(data)
-        except DecodeError as exc:
-            raise InvalidRequestError("the message is not an ExecuteStepsRequest") from exc
+        # A step has the fields of a client's request, and the fields of its edges.
+        request = parse_message(stage_pb2.ExecuteStepsRequest, data, max_fields=2 * MAX_FIELDS)
         number = request.call
         running = self._calls.get(number)
         match request.WhichOneof("action"):
@@ -368,18 +364,6 @@ def _framed(head: bytes, field: bytes) -> bytes:
 _MESSAGE = tag_of(stage_pb2.ExecuteStepsResponse.DESCRIPTOR, "messages")
 _EVENT = tag_of(stage_pb2.StepMessage.DESCRIPTOR, "event")
 _ENDED = tag_of(stage_pb2.StepMessage.DESCRIPTOR, "ended")
-
-
-def _error_of(exc: Exception, where: Mapping[str, str]) -> chunk_pb2.Error:
-    try:
-        return error_to_wire(to_error(exc, where))
-    except Exception:  # noqa: BLE001
-        # Without an error the caller would wait until its deadline.
-        _log.exception("the error of a call cannot be converted")
-        unknown = InternalError(
-            "the call failed with an error that cannot be sent; the service's log has it", metadata=where
-        )
-        return error_to_wire(unknown)
 
 
 def _too_large(event: bytes) -> UnsupportedError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.process.lifecycle import die_with_parent
-from stagemesh.common.process.logs import configure_logging
+from stagemesh.common.process.logs import configure_logging, log_cause
 from stagemesh.services.engines.diffusion.executor import RankCall, RankReply, RankSetup, import_worker
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def _run_call(worker: "DiffusionWorker", call: RankCall, *, is_first: bool) -> R
 
 def _failure_reply(exc: Exception) -> RankReply:
     if not isinstance(exc, StagemeshError):
-        exc = InternalError(f"the model failed: {type(exc).__name__}: {exc}", reason="ENGINE_ERROR")
+        cause = log_cause(exc, what="the model")
+        exc = InternalError(f"the model failed with a {type(exc).__name__}; {cause}", reason="ENGINE_ERROR")
     return RankReply(error=exc, failures=(exc.reason,))
 
 

@@ -7,6 +7,7 @@ import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from stagemesh.common.errors import InternalError, InvalidRequestError, OverloadedError, StagemeshError
+from stagemesh.common.process.logs import log_cause
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,11 @@ def to_stagemesh_error(exc: Exception) -> StagemeshError:
     # torch reports that host memory is exhausted only in the text of a RuntimeError.
     if isinstance(exc, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(exc):
         return OverloadedError(
-            f"the device does not have enough memory for the request in addition to the running requests: {exc}; "
-            "request less, or lower the stage's max_running",
+            "the device does not have enough memory for the request in addition to the running requests; "
+            f"{log_cause(exc, what='a request')}; request less, or lower the stage's max_running",
             reason="OUT_OF_MEMORY",
         )
     if isinstance(exc, ValueError):
         return InvalidRequestError(f"the model rejects the request: {exc}")
-    return InternalError(f"the model failed: {type(exc).__name__}: {exc}", reason="ENGINE_ERROR")
+    cause = log_cause(exc, what="the model")
+    return InternalError(f"the model failed with a {type(exc).__name__}; {cause}", reason="ENGINE_ERROR")
