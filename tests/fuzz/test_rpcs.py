@@ -76,7 +76,6 @@ async def test_no_rpc_parses_a_message_of_millions_of_elements(running: Deployme
     endpoints = {
         "OrchestratorService": running.endpoint,
         "AdminService": running.admin_endpoint,
-        "MembershipService": running.admin_endpoint,
         "StageService": stage,
         "StageControlService": stage,
     }

@@ -1,7 +1,6 @@
 """The gRPC service StageService. Converts messages and calls `StageRuntime`."""
 
 import asyncio
-import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
@@ -35,8 +34,6 @@ None if there is no deadline. Returns the journal of the step's events, which ar
 
 SERVICE_NAME = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 _DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.05
-
-_log = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 256 << 10
 _HEADER_BYTES = 64
