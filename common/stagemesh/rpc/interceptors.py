@@ -60,12 +60,12 @@ def _kind(is_stream: bool) -> str:
 
 
 class RejectedBytes:
-    """Counts the bytes of rejected messages by caller. Each caller may send 8 MiB/s of them, and 64 MiB at once.
+    """Counts the bytes of rejected messages by caller. Each caller may send 2 MiB/s of them, and 16 MiB at once.
 
-    A rejected message costs its sender nothing, but takes time from all callers.
+    A rejected message costs its sender nothing, but takes time from all callers: at this rate, about a hundredth.
     """
 
-    _BYTES_A_SECOND, _AT_ONCE_S, _MAX_IDLE = 8 << 20, 8.0, 1024
+    _BYTES_A_SECOND, _AT_ONCE_S, _MAX_IDLE = 2 << 20, 8.0, 1024
 
     def __init__(self) -> None:
         self._paid_s: dict[str, float] = {}
