@@ -225,6 +225,37 @@ async def test_a_call_without_a_token_is_refused(tmp_path: Path, own: Path) -> N
 def key() -> rsa.RSAPrivateKey:
     return rsa.generate_private_key(public_exponent=65537, key_size=2048)
 
+def _replace_by_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+_LOSSES: dict[str, Callable[[Path], object]] = {
+    "deleted": Path.unlink,
+    "emptied": lambda file: file.write_text(""),
+    "without tokens": lambda file: file.write_text("{}"),
+    "half written": lambda file: file.write_bytes(file.read_bytes()[:-20]),
+    "a folder": _replace_by_folder,
+}
+
+
+@pytest.mark.parametrize("lose", _LOSSES.values(), ids=_LOSSES)
+async def test_the_tokens_of_a_lost_file_are_refused_until_it_is_back(
+    tmp_path: Path, lose: Callable[[Path], object], callers: Callers
+) -> None:
+    file = _write_tokens(tmp_path / "tokens", alice="secret")
+    async with _by_token(tmp_path, "secret", TokenConfig(file=str(file)), callers) as stub:
+        await _generate(stub)
+        lose(file)
+        for _ in range(2):
+            await _check_refusal(stub, UnauthenticatedError, "INVALID_TOKEN")
+        if file.is_dir():
+            file.rmdir()
+        _write_tokens(file, alice="secret")
+        await _generate(stub)
+    assert callers.seen == ["alice", "alice"]
+
+
 
 def _keys(path: Path, key: rsa.RSAPrivateKey, *, name: str = "1") -> Path:
     """Writes the key set of a provider."""
@@ -293,6 +324,23 @@ def test_a_damaged_file_of_tokens_is_an_error_at_the_start(tmp_path: Path, conte
     (tmp_path / "tokens").write_text(content)
     with raises(InvalidRequestError, reason="INVALID_TOKENS", match="tokens is damaged"):
         TokenChecker(TokenConfig(file=str(tmp_path / "tokens")))
+
+
+@pytest.mark.parametrize("present", ["another key", "none"])
+async def test_a_key_is_not_valid_beyond_the_limit(
+    tmp_path: Path, key: rsa.RSAPrivateKey, checker: TokenChecker, monkeypatch: pytest.MonkeyPatch, present: str
+) -> None:
+    """The provider has withdrawn the key, or does not answer, and no client has called for the time of the limit."""
+    assert await checker.find_caller(_signed(key)) == "alice"
+    new = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    _keys(tmp_path / "keys", new, name="2")
+    if present == "none":
+        (tmp_path / "keys").unlink()
+    monkeypatch.setattr(authentication, "_KEYS_LIMIT_S", 0.0)
+    with pytest.raises(UnauthenticatedError, match="its key is not one of the provider's"):
+        await checker.find_caller(_signed(key))
+    if present == "another key":
+        assert await checker.find_caller(_signed(new, name="2")) == "alice"
 
 
 _OTHER_CLAIMS = {

@@ -31,7 +31,10 @@ class TokenEntry(NamedTuple):
 
 
 class TokenDigests:
-    """The digests of tokens in a file. The file is read again after it has changed."""
+    """The digests of tokens in a file. The file is read again after it has changed.
+
+    No token is valid while the file is missing or damaged. Otherwise a token that was revoked would remain valid.
+    """
 
     def __init__(self, path: Path) -> None:
         """Reads the file. Raises InvalidRequestError (INVALID_TOKENS) if it cannot be read or is damaged."""
@@ -45,7 +48,9 @@ class TokenDigests:
         try:
             self._refresh()
         except InvalidRequestError as exc:
-            _log.error("the previous tokens remain valid: %s", exc.message)
+            if self._entries:
+                _log.error("no token of the file is valid: %s", exc.message)
+            self._version, self._entries = (), {}
         # The token itself is not compared, so that the time of the search discloses nothing about valid tokens.
         entry = self._entries.get(_digest(token))
         if entry is None or (entry.expires is not None and datetime.now(UTC) >= entry.expires):
@@ -56,9 +61,7 @@ class TokenDigests:
         try:
             version = file_version(self._path)
             if version != self._version:
-                # A damaged file is reported once, not for each call.
-                self._version = version
-                self._entries = _read(self._path)
+                self._entries, self._version = _read(self._path), version
         except OSError as exc:
             raise InvalidRequestError(f"{self._path} cannot be read: {exc.strerror}", reason="INVALID_TOKENS") from exc
 
@@ -103,7 +106,12 @@ _HEADER, _PREFIX = "authorization", "Bearer "
 _MAX_TOKEN_LENGTH = 8192
 _ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 """The accepted signatures of JWTs. They are asymmetric, so that a public key is not accepted as a shared secret."""
-_KEYS_LIFE_S = 300.0
+_KEYS_LIFE_S, _KEYS_LIMIT_S = 300.0, 600.0
+"""The age in seconds at which the keys of a provider are fetched again, and the age at which they are no longer valid.
+
+A key that the provider has withdrawn is therefore valid for at most `_KEYS_LIMIT_S`, even if no client has called or
+the provider has not answered in the meantime.
+"""
 _FETCH_PAUSE_S = 10.0
 """The minimum time between two requests for the keys of a provider, which tokens with unknown keys cause."""
 _FETCH_TIMEOUT_S = 5.0
@@ -157,7 +165,7 @@ class TokenChecker:
 
 
 class _Provider:
-    """An identity provider that issues JWTs. Its keys are fetched again when a token names an unknown key."""
+    """An identity provider that issues JWTs. Its keys are fetched again when they are old, or a token names another."""
 
     def __init__(self, config: TokenConfig) -> None:
         # Most ports accept no tokens of a provider. Every extra with a server installs the package.
@@ -166,7 +174,10 @@ class _Provider:
         self._jwt, self._config = jwt, config
         self._is_remote = config.keys.startswith("https://")
         self._keys: Mapping[str | None, jwt.PyJWK] = {} if self._is_remote else self._read_keys()
-        self._fetched_s = time.monotonic() - (_KEYS_LIFE_S if self._is_remote else 0.0)
+        self._read_s = time.monotonic() - (_KEYS_LIMIT_S if self._is_remote else 0.0)
+        """The time at which the present keys were requested."""
+        self._fetched_s = self._read_s
+        """The time at which the last request for the keys ended."""
         self._fetching: asyncio.Task[None] | None = None
 
     async def find_caller(self, token: str) -> str:
@@ -192,8 +203,10 @@ class _Provider:
     async def _find_key(self, name: str | None) -> "jwt.PyJWK":
         """Returns the key with this name. Raises InvalidTokenError if the provider has no such key.
 
-        Callers with a known key do not wait until the keys are fetched.
+        Callers with a known key do not wait until the keys are fetched, unless the known keys are no longer valid.
         """
+        if time.monotonic() - self._read_s >= _KEYS_LIMIT_S:
+            self._keys = {}
         is_known = name in self._keys
         if self._fetching is None and time.monotonic() - self._fetched_s >= (
             _KEYS_LIFE_S if is_known else _FETCH_PAUSE_S
@@ -206,10 +219,12 @@ class _Provider:
         return self._keys[name]
 
     async def _fetch(self) -> None:
+        began_s = time.monotonic()
         try:
-            self._keys = await asyncio.to_thread(self._read_keys)
+            self._keys, self._read_s = await asyncio.to_thread(self._read_keys), began_s
         except InvalidRequestError as exc:
-            _log.warning("the previous keys remain valid: %s", exc.message)
+            left_s = max(0.0, self._read_s + _KEYS_LIMIT_S - time.monotonic())
+            _log.warning("the previous keys remain valid for %.0f s: %s", left_s, exc.message)
         finally:
             self._fetched_s, self._fetching = time.monotonic(), None
 
