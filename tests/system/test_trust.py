@@ -11,13 +11,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stagemesh.client import AsyncClient, Client
+from stagemesh.client import AsyncClient, Client, Text
 from stagemesh.common.errors import ExistsError, NotFoundError, UnavailableError
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.rpc.channels import CHANNEL_OPTIONS, open_sync
 from stagemesh.rpc.credentials import Credentials
 from stagemesh.rpc.error_mapping import from_rpc_error
-from stagemesh.v1 import orchestrator_pb2, stage_pb2
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2, stage_pb2
 from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from stagemesh.v1.stage_pb2_grpc import StageServiceStub
 from tests.credentials import issue, process_credentials
@@ -26,6 +26,7 @@ from tests.rpc.call_errors import raises
 from tests.soak.load import Load
 from tests.system.cluster import cluster, load, until_ready
 from tests.system.pipelines import relays
+from tests.system.streaming import orchestrating
 
 REPLICAS = {f"{stage}-0": f"stage/{stage}-*" for stage in ("source", "frames", "sound")}
 PROCESSES = {"orchestrator": "orchestrator/main", **REPLICAS}
@@ -38,11 +39,16 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def up(authority: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("relays")
     path = relays(folder, steps=20, step_s=0.05)
     path.write_text(f"{path.read_text()}media: {{store: {folder / 'store'}}}\n")
-    with deployed(path, "--tls", str(authority)) as up:
+    return path
+
+
+@pytest.fixture(scope="module")
+def up(authority: Path, file: Path) -> Iterator[Deployment]:
+    with deployed(file, "--tls", str(authority)) as up:
         yield up
 
 
@@ -153,6 +159,32 @@ def test_a_client_cannot_cancel_or_read_the_request_of_another(client: Client, o
         other.generate("hello", request_id="mine").result()
     client.cancel("mine")
     events.close()
+
+
+async def test_another_caller_cannot_end_a_request_at_a_second_orchestrator(
+    up: Deployment, authority: Path, file: Path, client: Client
+) -> None:
+    theft = orchestrator_pb2.GenerateRequest(request_id="known", caller="mallory", earlier_calls=1_000_000)
+    theft.input.text = "hello"
+    folder = issue(authority.parent, "orchestrator/second", "client/second", authority=authority.name)
+    whole = (await asyncio.to_thread(client.generate("hello", seed=1).result)).text
+    with process_credentials(folder):
+        async with orchestrating(file, up) as second, AsyncClient(up.endpoint, tls=authority / "client") as victim:
+            events = aiter(victim.generate("hello", seed=1, request_id="known"))
+            while not isinstance(first := await anext(events), Text):
+                pass
+            shown = await asyncio.to_thread(_inspect, up, authority, "known")
+            assert any(step.HasField("report") for step in shown.steps), "operators find the steps of the request"
+            stolen = [event async for event in await second.generate(theft, time_left_s=30.0)]
+            assert orchestrator_pb2.GenerateResponse.FromString(stolen[-1]).HasField("finished")
+            rest = [event.delta async for event in events if isinstance(event, Text)]
+    assert "".join((first.delta, *rest)) == whole
+
+
+def _inspect(up: Deployment, authority: Path, request_id: str) -> admin_pb2.GetRequestResponse:
+    with open_sync(up.admin_endpoint, Credentials(authority / "operator"), CHANNEL_OPTIONS) as channel:
+        request = admin_pb2.GetRequestRequest(request_id=request_id)
+        return admin_pb2_grpc.AdminServiceStub(channel).GetRequest(request, timeout=10)
 
 
 @pytest.mark.timeout(240)

@@ -131,6 +131,7 @@ class Orchestrator:
         admission_request = _to_admission_request(request, deadline_s=self._clock() + timeout_s)
         timeline = Timeline(
             request.request_id,
+            caller=request.caller,
             number=next(self._numbers),
             priority=request.priority,
             outputs=request.outputs,

@@ -146,8 +146,10 @@ class ExecuteStepRequest(_message.Message):
     ABSENT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request's id, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'. If the request has several choices,
-    each of them except the first is a request of its own for stages: '/' and the index of the choice follow the id.
+    """The request's id, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'. It is unique among callers: of a
+    request whose caller has a name, it is the first 95 characters of the client's id, '.', and a digest of both. If the
+    request has several choices, each of them except the first is a separate request for stages: '/' and the index of
+    the choice follow the id.
     """
     step_id: _builtins.str
     """The id of this call, which makes it idempotent: 1 to 256 characters of the same set or '/'."""

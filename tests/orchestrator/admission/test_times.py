@@ -148,6 +148,15 @@ def test_a_request_that_retries_in_time_precedes_new_requests() -> None:
     assert driver.ask("back").waits
 
 
+def test_another_caller_does_not_take_the_retry_slot_of_a_request() -> None:
+    driver = AdmissionDriver(1, max_queued=1)
+    running, _ = driver.ask(), driver.ask()
+    again_s = _rejection(driver, "back", caller="alice")
+    driver.end(running, after_s=again_s)
+    _rejection(driver, "back", caller="mallory")
+    assert driver.ask("back", caller="alice").waits
+
+
 def test_a_retry_slot_expires() -> None:
     driver = AdmissionDriver(1, max_queued=1)
     running, _ = driver.ask(), driver.ask()
@@ -156,9 +165,9 @@ def test_a_retry_slot_expires() -> None:
     assert driver.ask("newcomer").waits
 
 
-def _rejection(driver: AdmissionDriver, name: str = "") -> float:
+def _rejection(driver: AdmissionDriver, name: str = "", *, caller: str = "") -> float:
     with pytest.raises(OverloadedError) as caught:
-        driver.ask(name)
+        driver.ask(name, caller=caller)
     assert caught.value.retry_after_s is not None
     return caught.value.retry_after_s
 

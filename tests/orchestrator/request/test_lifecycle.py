@@ -195,7 +195,7 @@ async def test_only_an_ended_request_can_be_discarded() -> None:
         table.add(request_id, _life())
     table.end("r1")
     for request_id in ("r1", "r2", "unknown"):
-        table.discard_ended(request_id)
+        table.discard_ended(request_id, caller="")
     assert (table.find("r1") is None, table.find("r2") is None) == (True, False)
 
 

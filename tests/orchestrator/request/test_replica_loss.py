@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from benchmarks.simulation import virtual_time
-from stagemesh.common.errors import CancelledRequestError, InternalError, NotReadyError, UnavailableError
+from stagemesh.common.errors import CancelledRequestError, ExistsError, InternalError, NotReadyError, UnavailableError
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.membership import Member
 from stagemesh.orchestrator.orchestrator import Orchestrator
@@ -376,6 +376,41 @@ async def _continuing(world: World) -> AsyncGenerator[tuple[_Mesh, "asyncio.Task
         calling.cancel()
         await asyncio.wait([calling])
     assert second.spoken == _SPOKEN
+
+
+_THEFTS: dict[str, dict[str, Any]] = {
+    "later attempts": {"earlier_calls": 1_000_000},
+    "the same attempts": {"input": {"text": "another"}},
+    "the steps that run": {"earlier_calls": 1, "admitted_call": 0, "parameters": {"seed": 0}},
+}
+
+
+@pytest.mark.parametrize("theft", _THEFTS.values(), ids=_THEFTS)
+@in_virtual_time
+async def test_another_caller_cannot_end_or_join_a_request_whose_id_it_knows(
+    world: World, theft: dict[str, Any]
+) -> None:
+    async with _orchestrating(world) as first, _orchestrating(world) as second, asyncio.TaskGroup() as group:
+        group.create_task(first.ask(caller="alice", parameters={"seed": 0}))
+        await asyncio.sleep(0.25)
+        running = asyncio.create_task(second.ask(caller="mallory", preferred_replicas=first.replicas, **theft))
+        await second.began.wait()
+        await asyncio.sleep(0.1)
+        await second.orchestrator.cancel("r", may_act_for=lambda _: True)
+        await asyncio.wait([running])
+        assert running.exception() is not None, "the request of the other caller was cancelled"
+    assert (first.spoken, _tried(first)) == (_SPOKEN, {1})
+
+
+@in_virtual_time
+async def test_another_caller_cannot_discard_the_result_of_a_request(world: World) -> None:
+    async with _orchestrating(world) as mesh:
+        await mesh.ask(caller="alice")
+        with raises(ExistsError, reason="REQUEST_EXISTS"):
+            mesh.orchestrator.requests.discard_ended("r", caller="mallory")
+        assert mesh.orchestrator.requests.find("r") is not None
+        mesh.orchestrator.requests.discard_ended("r", caller="alice")
+        assert mesh.orchestrator.requests.find("r") is None
 
 
 def _tried(mesh: _Mesh) -> set[int]:

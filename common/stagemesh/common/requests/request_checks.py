@@ -3,6 +3,7 @@
 The orchestrator and all stages share the checks, so that they report the same errors.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,8 +21,9 @@ from stagemesh.v1 import request_pb2, tensor_pb2
 ATTEMPTS_A_CALL = 1000
 """The attempts of each of a client's calls have their own numbers: from 1, from 1001, and so on."""
 _CALLER_NAME = re.compile(r"[A-Za-z0-9._:@/-]{0,128}")
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_CHOICE = re.compile(r"/[0-9]{1,10}$")
+_ID_LENGTH, _DIGEST_LENGTH = 128, 32
+_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{_ID_LENGTH}}}")
+_CHOICE = re.compile(r"/[0-9]{1,10}\Z")
 _CALLER = "the caller"
 _MAX_JSON_VALUES = 1 << 18
 _ROLES = ", ".join(request_pb2.Role.keys()[1:])
@@ -36,11 +38,17 @@ _SAMPLING: Mapping[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
-def choice_id(request_id: str, index: int) -> str:
-    """Returns the id by which stages know a choice of a request. `index` is the index of the choice.
+def choice_id(request_id: str, index: int, *, caller: str) -> str:
+    """Returns the id by which stages know a choice of a request of `caller`. `index` is the index of the choice.
 
-    It is the request's own id for the first choice. No client can use the ids of the other choices.
+    With a caller, the id begins with the request's own id, of which at most 95 characters remain, and contains a digest
+    of both. No other caller can therefore name, replace or end the request at a stage, whichever orchestrator it uses.
+    No client can use the ids of choices other than the first.
     """
+    if caller:
+        # A request id contains no NUL. No two pairs therefore have the same text.
+        digest = hashlib.sha256(f"{caller}\0{request_id}".encode()).hexdigest()[:_DIGEST_LENGTH]
+        request_id = f"{request_id[: _ID_LENGTH - _DIGEST_LENGTH - 1]}.{digest}"
     return f"{request_id}/{index}" if index else request_id
 
 

@@ -136,7 +136,8 @@ class Inspector:
         timeline = self._find(request_id)
         # Further steps may start while replicas are asked.
         noted = tuple(timeline.steps)
-        reports = await asyncio.gather(*(self._report(choice_id(request_id, notes.index), notes) for notes in noted))
+        ids = [choice_id(request_id, notes.index, caller=timeline.caller) for notes in noted]
+        reports = await asyncio.gather(*map(self._report, ids, noted))
         pairs = list(zip(noted, reports, strict=True))
         steps = [
             _step_status(notes, report, describe_wait(notes, report, unready=self._unready(timeline, notes)))

@@ -227,9 +227,9 @@ class Admission:
         return listener
 
     def _remove_retry_slots(self, request: AdmissionRequest) -> None:
-        self._schedule.remove(request.request_id)
+        self._schedule.remove(request.retry_key)
         if (schedule := self._caller_schedules.get(request.caller)) is not None:
-            schedule.remove(request.request_id)
+            schedule.remove(request.retry_key)
 
     def _interval_s(self, loads: Loads) -> float:
         """Returns the expected interval between consecutive completions of the running choices in `loads`.
@@ -276,7 +276,7 @@ class Admission:
 
     def _full_error(self, request: AdmissionRequest, now_s: float) -> OverloadedError:
         limits, loads = self.limits, self.loads
-        retry_after_s = self._schedule.assign(request.request_id, now_s, interval_s=self._interval_s(loads))
+        retry_after_s = self._schedule.assign(request.retry_key, now_s, interval_s=self._interval_s(loads))
         return OverloadedError(
             f"{loads.running.choices} requests run and {loads.waiting.requests} wait, which reaches the pipeline's "
             f"limits (max_in_flight {limits.max_in_flight}, max_queued {limits.max_queued}, or the limits on bytes); "
@@ -291,7 +291,7 @@ class Admission:
         self._caller_schedules.move_to_end(caller.name)
         if len(self._caller_schedules) > _MAX_CALLER_SCHEDULES:
             self._caller_schedules.popitem(last=False)
-        retry_after_s = schedule.assign(request.request_id, now_s, interval_s=self._interval_s(caller))
+        retry_after_s = schedule.assign(request.retry_key, now_s, interval_s=self._interval_s(caller))
         return OverloadedError(
             f"{caller.running.choices} requests of caller {caller.name!r} run and {caller.waiting.requests} wait, "
             f"which reaches the pipeline's limits.per_caller; retry in {retry_after_s:.1f} s with the same request_id",
@@ -306,7 +306,7 @@ def _reserved(schedule: RetrySchedule, request: AdmissionRequest, now_s: float, 
 
     Returns 0 if the retry time of `request` itself has been reached.
     """
-    returning = 0 if schedule.is_due(request.request_id, now_s) else len(schedule)
+    returning = 0 if schedule.is_due(request.retry_key, now_s) else len(schedule)
     return min(returning, math.ceil(limits.max_queued * _RESERVED_FRACTION))
 
 

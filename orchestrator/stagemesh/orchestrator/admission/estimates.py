@@ -106,39 +106,39 @@ class RetrySchedule:
 
     def __init__(self) -> None:
         self._future = OrderedDict[str, float]()
-        """The retry times in the future, in seconds, by request id. The earliest time is first."""
+        """The retry times in the future, in seconds, by `AdmissionRequest.retry_key`. The earliest time is first."""
         self._due = OrderedDict[str, float]()
-        """The retry times that have been reached but have not expired, in seconds, by request id."""
+        """The retry times that have been reached but have not expired, in seconds, by `AdmissionRequest.retry_key`."""
         self._last_s = 0.0
         self._returning = 1.0
 
     def __len__(self) -> int:
         return len(self._future) + len(self._due)
 
-    def is_due(self, request_id: str, now_s: float) -> bool:
+    def is_due(self, key: str, now_s: float) -> bool:
         """Returns whether the request's retry time has been reached and has not expired."""
         self._update(now_s)
-        return request_id in self._due
+        return key in self._due
 
-    def remove(self, request_id: str) -> None:
+    def remove(self, key: str) -> None:
         """Removes the retry time of a request that was admitted or queued. Does nothing if the request has none."""
-        if self._due.pop(request_id, None) is not None:
+        if self._due.pop(key, None) is not None:
             self._learn(1.0)
-        self._future.pop(request_id, None)
+        self._future.pop(key, None)
 
-    def assign(self, request_id: str, now_s: float, *, interval_s: float) -> float:
+    def assign(self, key: str, now_s: float, *, interval_s: float) -> float:
         """Assigns a retry time to a rejected request. Returns the delay until this time in seconds.
 
         `interval_s` is the average time in seconds between the ends of two running requests.
         """
-        if self.is_due(request_id, now_s):
+        if self.is_due(key, now_s):
             # The slot was too early. The request remains due, so that it precedes new requests.
-            del self._due[request_id]
+            del self._due[key]
             delay_s = max(_MIN_DELAY_S, min(len(self._due) + 1, _MAX_RETRY_INTERVALS) * interval_s)
-            self._due[request_id] = now_s + delay_s
+            self._due[key] = now_s + delay_s
             return delay_s
-        if request_id in self._future:
-            return max(_MIN_DELAY_S, self._future[request_id] - now_s)
+        if key in self._future:
+            return max(_MIN_DELAY_S, self._future[key] - now_s)
         if len(self._future) >= _MAX_SLOTS:
             # The schedule must not grow, because a slot is removed only after its time.
             return max(_MIN_DELAY_S, self._last_s - now_s)
@@ -148,7 +148,7 @@ class RetrySchedule:
         # The measured interval varies. Slots must nevertheless stay in order and close to the last slot.
         ideal_s = now_s + (ahead + 1) * interval_s
         self._last_s = min(max(ideal_s, last_s + step_s / 2), last_s + max(_MIN_DELAY_S, 2 * step_s))
-        self._future[request_id] = self._last_s
+        self._future[key] = self._last_s
         return self._last_s - now_s
 
     def _update(self, now_s: float) -> None:

@@ -41,6 +41,11 @@ class AdmissionRequest:
     kind: Hashable = None
     """The kind of the request: any hashable key. Requests of one kind have similar durations and output sizes."""
 
+    @property
+    def retry_key(self) -> str:
+        """The key of the request's retry time. A request of another caller with the same id has another key."""
+        return f"{self.caller} {self.request_id}"
+
 
 class Listener(Protocol):
     """Receives notifications about one admission request.

@@ -319,11 +319,7 @@ class RequestRegistry:
         """
         known = self.find(request_id)
         if known is not None and (known.fingerprint != fingerprint or seed not in (None, known.seed)):
-            raise ExistsError(
-                f"request {request_id!r} already exists with different content; use another request_id",
-                reason="REQUEST_EXISTS",
-                metadata={"request_id": request_id},
-            )
+            raise _exists(request_id)
         return known
 
     def add(self, request_id: str, known: RequestLifecycle) -> None:
@@ -344,8 +340,14 @@ class RequestRegistry:
         while self._kept_bytes > self._keep_bytes:
             self._drop(next(iter(self._ended)))
 
-    def discard_ended(self, request_id: str) -> None:
-        """Drops a request if it has ended. Does nothing if the id is unknown."""
+    def discard_ended(self, request_id: str, *, caller: str) -> None:
+        """Drops a caller's request if it has ended. Does nothing if the id is unknown.
+
+        Raises ExistsError (REQUEST_EXISTS) if the request belongs to another caller.
+        """
+        known = self.find(request_id)
+        if known is not None and known.caller != caller:
+            raise _exists(request_id)
         if request_id in self._ended:
             self._drop(request_id)
 
@@ -359,6 +361,14 @@ class RequestRegistry:
         ended = self._ended.pop(request_id)
         self._kept_bytes -= ended.size_bytes
         ended.timer.cancel()
+
+
+def _exists(request_id: str) -> ExistsError:
+    return ExistsError(
+        f"request {request_id!r} already exists with different content; use another request_id",
+        reason="REQUEST_EXISTS",
+        metadata={"request_id": request_id},
+    )
 
 
 def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:

@@ -152,6 +152,7 @@ class Timeline:
 
     request_id: str = ""
     _: KW_ONLY
+    caller: str = ""
     number: int = 0
     priority: int = 0
     outputs: tuple[str, ...] = ()

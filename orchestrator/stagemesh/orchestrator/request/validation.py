@@ -78,7 +78,7 @@ class ValidRequest:
     @property
     def choice_id(self) -> str:
         """The id by which stages know the choice with the index `index`."""
-        return choice_id(self.request_id, self.index)
+        return choice_id(self.request_id, self.index, caller=self.caller)
 
     @property
     def seed(self) -> int:

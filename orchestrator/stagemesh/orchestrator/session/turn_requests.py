@@ -151,7 +151,7 @@ class TurnRequests:
         content = fingerprint(message)
         if turn.stream is not None:
             # The content of streamed input is not known in advance, so that requests with the same id may differ.
-            self._requests.discard_ended(message.request_id)
+            self._requests.discard_ended(message.request_id, caller=message.caller)
         elif (known := self._requests.find_same(message.request_id, content)) is not None:
             return known
         return self._start(valid, content=content, time_left_s=turn.time_left_s)
@@ -174,7 +174,7 @@ class TurnRequests:
             stream=turn.stream,
             preferred=turn.preferred,
         )
-        self._requests.discard_ended(message.request_id)
+        self._requests.discard_ended(message.request_id, caller=message.caller)
         return self._start(valid, content=b"", time_left_s=turn.time_left_s)
 
     def find(self, request_id: str) -> RunningRequest | None:
