@@ -110,7 +110,9 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_config(StageConfig, tmp_path / "none.json")
 
 
-def _new(folder: Path, *arguments: str, name: str = "stage/thinker-0", authority: str = "ca") -> tuple[int, str]:
+def _new(
+    folder: Path, *arguments: str, name: str = "stage/thinker/thinker-0", authority: str = "ca"
+) -> tuple[int, str]:
     target = ("--authority", str(folder / authority), "--name", name)
     ran = invoke("certificate", "new", str(folder / "own"), *target, *arguments)
     return ran.exit_code, ran.stderr
@@ -126,7 +128,9 @@ def test_a_certificate_is_created_and_renewed_by_the_same_authority(tmp_path: Pa
     assert stat.S_IMODE((tmp_path / "own" / KEY).stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("name", ["thinker-0", "stage/", "admin/alice", "client/a b", "client/caf\u00e9"])
+@pytest.mark.parametrize(
+    "name", ["thinker-0", "stage/", "stage/thinker-0", "stage/*/a-0", "admin/alice", "client/a b", "client/caf\u00e9"]
+)
 def test_a_name_without_a_role_is_refused(tmp_path: Path, name: str) -> None:
     code, said = _new(tmp_path, name=name)
     assert (code, "is not a name for a certificate" in said) == (ExitCode.USAGE, True)

@@ -152,7 +152,7 @@ def test_errors_come_first() -> None:
 
 
 def test_the_report_of_a_process_with_a_certificate(tmp_path: Path) -> None:
-    with process_credentials(issue(tmp_path, "stage/a-0", hours=1)):
+    with process_credentials(issue(tmp_path, "stage/a/a-0", hours=1)):
         report = host_report()
     assert abs(report.certificate_expires_at_s - time.time() - 3600) < 60
     assert not host_report().HasField("certificate_expires_at_s")

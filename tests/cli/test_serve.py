@@ -150,7 +150,7 @@ def test_a_stage_is_served_as_the_pipeline_file_describes_it(tiny: Path, endpoin
 def test_a_stage_with_certificates_serves_health_checks_without_tls(
     tiny: Path, tmp_path: Path, endpoint: str, health_endpoint: str
 ) -> None:
-    stage, orchestrator = issue(tmp_path, "stage/pod-7"), issue(tmp_path, "orchestrator/main")
+    stage, orchestrator = issue(tmp_path, "stage/second/pod-7"), issue(tmp_path, "orchestrator/main")
     tls = ("--tls", str(stage), "--health-listen", health_endpoint)
     with _serving("stage", *_options(tiny, endpoint), *tls):
         _await_health(health_endpoint, "stagemesh.v1.StageService")

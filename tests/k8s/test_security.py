@@ -1,9 +1,13 @@
 """Connections between pods, and the rights of a pod."""
 
+import contextvars
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stagemesh.common.errors import PermissionDeniedError
+from stagemesh.rpc.callers import check_replica, identity_of_certificate, set_identity
 from tests.k8s.helm import read_values
 from tests.k8s.manifests import all_pods, pods_of
 from tests.k8s.network import Endpoint, is_allowed
@@ -155,9 +159,57 @@ def test_cert_manager_makes_a_certificate_for_each_service() -> None:
     assert {name.removeprefix("release-"): spec["uris"] for name, spec in certificates.items()} == {
         "orchestrator": ["stagemesh://orchestrator/release"],
         "test": ["stagemesh://client/release"],
-        "thinker": ["stagemesh://stage/release-thinker-*"],
-        "voice": ["stagemesh://stage/release-voice-*"],
+        "thinker": ["stagemesh://stage/thinker/release-thinker-*-*"],
+        "voice": [
+            "stagemesh://stage/acoustic/release-voice-*-*-acoustic",
+            "stagemesh://stage/vocoder/release-voice-*-*-vocoder",
+        ],
     }
+
+
+_LONG = "a" * 40
+_PODS = {
+    "warm": (at("stages.thinker.warm.replicas", 1), "release-thinker-warm-7d9f8c5b6-x2v4k"),
+    "nodes": (at("stages.thinker.multiNode.nodes", 2), "release-thinker-3"),
+    "a long name": (at("fullnameOverride", _LONG), f"{_LONG}-thinker-7d9f8c5b6x2v4k"),
+    "the longest name": (at("fullnameOverride", _LONG + "b" * 10), f"{_LONG}{'b' * 10}-thinkerx2v4k"),
+}
+
+
+@pytest.mark.parametrize(("values", "pod"), _PODS.values(), ids=_PODS)
+def test_a_certificate_names_the_pods_of_its_group(values: dict[str, Any], pod: str) -> None:
+    assert _may_register(Release(ISSUER, values), "thinker", pod)
+
+
+@pytest.mark.parametrize(
+    ("group", "stage", "pod"),
+    [
+        ("omni", "thinker", "release-omni-private-7d9f8c5b6-x2v4k-acoustic"),
+        ("omni", "acoustic", "release-omni-7d9f8c5b6-x2v4k"),
+        ("omni-private", "acoustic", "release-omni-7d9f8c5b6-x2v4k"),
+        ("omni-private", "acoustic", "release-omni-private-7d9f8c5b6-x2v4k-vocoder"),
+    ],
+)
+def test_a_certificate_names_no_pod_of_another_group(group: str, stage: str, pod: str) -> None:
+    groups = {"thinker": "omni", "acoustic": "omni-private", "vocoder": "omni-private"}
+    release = Release(ISSUER, *(at(f"pipeline.stages.{name}.group", value) for name, value in groups.items()))
+    assert not _may_register(release, stage, pod, group=group)
+
+
+def _may_register(release: Release, stage: str, replica: str, *, group: str = "thinker") -> bool:
+    """Returns whether the certificate of a group permits its owner to register as a replica of a stage."""
+    (spec,) = [
+        each["spec"] for each in release.of_kind("Certificate") if each["metadata"]["name"].endswith(f"-{group}")
+    ]
+    identity = identity_of_certificate({"peer_uri": [uri.encode() for uri in spec["uris"]]})
+    assert identity is not None
+    context = contextvars.copy_context()
+    context.run(set_identity, identity)
+    try:
+        context.run(check_replica, replica, stage=stage)
+    except PermissionDeniedError:
+        return False
+    return True
 
 
 def test_probes_have_a_port_without_tls() -> None:

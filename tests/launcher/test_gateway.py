@@ -8,6 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from cryptography import x509
 
 from stagemesh.cli.launcher import Launcher, ProcessState
 from stagemesh.cli.launcher.certificates import Authority
@@ -57,6 +58,37 @@ async def test_a_gateway_has_a_certificate_of_its_own(tiny: Path, tmp_path: Path
     async with launcher.running(), _client(launcher) as client:
         await launcher.wait_ready()
         assert (await _answer(client)).startswith("Step 0 is ")
+
+
+async def test_each_process_has_only_the_names_that_it_needs(tiny: Path, tmp_path: Path) -> None:
+    launcher = make_launcher(
+        _with_store(tiny, tmp_path / "store"),
+        gateway_listen=LISTEN,
+        jobs=True,
+        authority=Authority(tmp_path / "authority"),
+    )
+    async with launcher.running() as folder:
+        pems = {path.parent.name: path.read_bytes() for path in folder.glob("tls/*/tls.crt")}
+    assert {name: _uris(pem) for name, pem in pems.items()} == {
+        "launcher": ["stagemesh://operator/launcher", "stagemesh://client/launcher"],
+        "orchestrator": ["stagemesh://orchestrator/orchestrator"],
+        "media": [],
+        "jobs": ["stagemesh://client/jobs"],
+        "gateway": ["stagemesh://client/gateway"],
+        "first-0": ["stagemesh://stage/first/first-0"],
+        "second-0": ["stagemesh://stage/second/second-0"],
+    }
+
+
+def _with_store(pipeline: Path, store: Path) -> Path:
+    pipeline.write_text(f"{pipeline.read_text()}media: {{store: {store}}}\n")
+    return pipeline
+
+
+def _uris(pem: bytes) -> list[str]:
+    extensions = x509.load_pem_x509_certificate(pem).extensions
+    names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return names.get_values_for_type(x509.UniformResourceIdentifier)
 
 
 async def test_an_address_of_a_gateway_without_a_host_is_rejected(tiny: Path) -> None:

@@ -1,6 +1,7 @@
 """The caller of a request: from a certificate, from a token, and without credentials."""
 
 import json
+import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -123,7 +124,7 @@ async def test_without_credentials_the_request_names_the_caller(callers: Callers
     assert callers.seen == ["team-b"]
 
 
-@pytest.mark.parametrize("name", ["stage/a-0", "orchestrator/main", "operator/alice"])
+@pytest.mark.parametrize("name", ["stage/a/a-0", "orchestrator/main", "operator/alice"])
 async def test_another_role_may_not_call(tmp_path: Path, own: Path, name: str, callers: Callers) -> None:
     async with _orchestrator(callers, own=own, client=issue(tmp_path, name)) as stub:
         said = "Generate is for clients, and the caller's credentials are those of"
@@ -139,6 +140,21 @@ async def test_a_certificate_without_a_role_is_refused(tmp_path: Path, own: Path
         client = issue(tmp_path, "client/team-a")
     async with _orchestrator(Callers(), own=own, client=client) as stub:
         await _check_refusal(stub, UnauthenticatedError, "UNKNOWN_IDENTITY")
+
+
+async def test_a_certificate_of_the_former_scheme_is_refused(
+    tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch, callers: Callers
+) -> None:
+    monkeypatch.setattr("stagemesh.cli.launcher.certificates._NAME", re.compile(".*"))
+    former = issue(tmp_path, "client/team-a", "stage/thinker-0")
+    remedy = "`stagemesh certificate new FOLDER --authority AUTHORITY --name stage/STAGE/thinker-0 --host HOST`"
+    with raises(InvalidRequestError, reason="INVALID_TLS", match=re.escape(remedy)):
+        TlsFolder(former)
+    # A client in another language does not check its own certificate.
+    monkeypatch.setattr(TlsFolder, "_check_times", lambda *_: None)
+    async with _orchestrator(callers, own=own, client=former) as stub:
+        await _check_refusal(stub, UnauthenticatedError, "UNKNOWN_IDENTITY", remedy)
+    assert callers.seen == []
 
 
 @pytest.mark.parametrize("client", ["none", "alone", "other authority", "expired"])
@@ -209,22 +225,6 @@ async def test_a_revoked_token_is_refused_at_the_next_call(tmp_path: Path, calle
     assert callers.seen == ["alice"]
 
 
-async def test_an_expired_token_of_the_file_is_refused(tmp_path: Path) -> None:
-    add_token(tmp_path / "tokens", "secret", TokenEntry("alice", datetime.now(UTC) - timedelta(seconds=1)))
-    async with _by_token(tmp_path, "secret", TokenConfig(file=str(tmp_path / "tokens")), Callers()) as stub:
-        await _check_refusal(stub, UnauthenticatedError, "INVALID_TOKEN")
-
-
-async def test_a_call_without_a_token_is_refused(tmp_path: Path, own: Path) -> None:
-    config = TokenConfig(file=str(_write_tokens(tmp_path / "tokens", alice="secret")))
-    async with _orchestrator(Callers(), own=own, client=issue(tmp_path, "client/alice"), tokens=config) as stub:
-        await _check_refusal(stub, UnauthenticatedError, "NO_TOKEN")
-
-
-@pytest.fixture(scope="module")
-def key() -> rsa.RSAPrivateKey:
-    return rsa.generate_private_key(public_exponent=65537, key_size=2048)
-
 def _replace_by_folder(file: Path) -> None:
     file.unlink()
     file.mkdir()
@@ -255,6 +255,22 @@ async def test_the_tokens_of_a_lost_file_are_refused_until_it_is_back(
         await _generate(stub)
     assert callers.seen == ["alice", "alice"]
 
+
+async def test_an_expired_token_of_the_file_is_refused(tmp_path: Path) -> None:
+    add_token(tmp_path / "tokens", "secret", TokenEntry("alice", datetime.now(UTC) - timedelta(seconds=1)))
+    async with _by_token(tmp_path, "secret", TokenConfig(file=str(tmp_path / "tokens")), Callers()) as stub:
+        await _check_refusal(stub, UnauthenticatedError, "INVALID_TOKEN")
+
+
+async def test_a_call_without_a_token_is_refused(tmp_path: Path, own: Path) -> None:
+    config = TokenConfig(file=str(_write_tokens(tmp_path / "tokens", alice="secret")))
+    async with _orchestrator(Callers(), own=own, client=issue(tmp_path, "client/alice"), tokens=config) as stub:
+        await _check_refusal(stub, UnauthenticatedError, "NO_TOKEN")
+
+
+@pytest.fixture(scope="module")
+def key() -> rsa.RSAPrivateKey:
+    return rsa.generate_private_key(public_exponent=65537, key_size=2048)
 
 
 def _keys(path: Path, key: rsa.RSAPrivateKey, *, name: str = "1") -> Path:
@@ -310,22 +326,6 @@ async def test_the_keys_remain_valid_while_the_provider_cannot_be_read(
     assert await checker.find_caller(_signed(key)) == "alice"
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"keys": []}', '{"keys": [{"kty": "RSA"}]}'])
-def test_damaged_keys_are_an_error_at_the_start(tmp_path: Path, content: str) -> None:
-    (tmp_path / "keys").write_text(content)
-    with raises(InvalidRequestError, reason="INVALID_TOKENS", match="keys cannot be read"):
-        TokenChecker(_provider(tmp_path / "keys"))
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"tokens": [1]}', '{"tokens": [{"sha256": "x"}]}', '{"tokens": 1}']
-)
-def test_a_damaged_file_of_tokens_is_an_error_at_the_start(tmp_path: Path, content: str) -> None:
-    (tmp_path / "tokens").write_text(content)
-    with raises(InvalidRequestError, reason="INVALID_TOKENS", match="tokens is damaged"):
-        TokenChecker(TokenConfig(file=str(tmp_path / "tokens")))
-
-
 @pytest.mark.parametrize("present", ["another key", "none"])
 async def test_a_key_is_not_valid_beyond_the_limit(
     tmp_path: Path, key: rsa.RSAPrivateKey, checker: TokenChecker, monkeypatch: pytest.MonkeyPatch, present: str
@@ -341,6 +341,22 @@ async def test_a_key_is_not_valid_beyond_the_limit(
         await checker.find_caller(_signed(key))
     if present == "another key":
         assert await checker.find_caller(_signed(new, name="2")) == "alice"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"keys": []}', '{"keys": [{"kty": "RSA"}]}'])
+def test_damaged_keys_are_an_error_at_the_start(tmp_path: Path, content: str) -> None:
+    (tmp_path / "keys").write_text(content)
+    with raises(InvalidRequestError, reason="INVALID_TOKENS", match="keys cannot be read"):
+        TokenChecker(_provider(tmp_path / "keys"))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"tokens": [1]}', '{"tokens": [{"sha256": "x"}]}', '{"tokens": 1}']
+)
+def test_a_damaged_file_of_tokens_is_an_error_at_the_start(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokens").write_text(content)
+    with raises(InvalidRequestError, reason="INVALID_TOKENS", match="tokens is damaged"):
+        TokenChecker(TokenConfig(file=str(tmp_path / "tokens")))
 
 
 _OTHER_CLAIMS = {

@@ -50,7 +50,7 @@ async def test_watchers_receive_changes_and_the_end() -> None:
 
 async def test_health_is_served_without_tls_and_nothing_else(tmp_path: Path) -> None:
     host = "127.0.0.1"
-    with process_credentials(issue(tmp_path, "stage/relay-0")):
+    with process_credentials(issue(tmp_path, "stage/relay/relay-0")):
         server = Server(f"{host}:0", health_listen=f"{host}:{(health_port := PortPicker().pick())}")
         server.set_health("liveness", serving=True)
         server.reflect("stagemesh.v1.StageService")

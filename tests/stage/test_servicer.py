@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +19,14 @@ from stagemesh.common.errors import (
 from stagemesh.common.plugins import connectors
 from stagemesh.common.process.host import host_token
 from stagemesh.common.wire.versions import OFFERS, own_protocol
+from stagemesh.rpc.channels import open_channel
 from stagemesh.services.engines.abilities import Adapter, EngineAbilities
 from stagemesh.services.stage.step import run
-from stagemesh.v1 import chunk_pb2, stage_pb2
+from stagemesh.services.stage.step.spec import STATE_EDGE
+from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 from stagemesh.v1.protocol_pb2 import Protocol
 from stagemesh.v1.signature_pb2 import TENSOR_KIND_TEXT
+from tests.credentials import issue, process_credentials
 from tests.later_contract import later, later_class, today
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import Replica, failure_of, loading, served, served_stage, stage_config, step_request
@@ -232,6 +236,26 @@ async def test_an_unknown_flow_is_named() -> None:
         error = await failure_of(anext(aiter(replica.stub.GetChunk(stage_pb2.GetChunkRequest(key=key)))))
     assert isinstance(error, NotFoundError)
     assert "thinker->talker" in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("stage/thinker/thinker-1", "UNKNOWN_FLOW"),
+        ("orchestrator/main", "UNKNOWN_FLOW"),
+        ("stage/talker/thinker-0", "REPLICA_MISMATCH"),
+        ("stage/think/*", "REPLICA_MISMATCH"),
+    ],
+)
+async def test_a_state_is_read_by_replicas_of_its_stage(tmp_path: Path, name: str, reason: str) -> None:
+    request = stage_pb2.GetChunkRequest(key=chunk_pb2.EdgeKey(request_id="r", edge=STATE_EDGE, attempt=1))
+    with process_credentials(issue(tmp_path, "stage/thinker/thinker-0")):
+        async with served_stage() as replica:
+            with process_credentials(issue(tmp_path, name)):
+                channel = open_channel(replica.endpoint)
+            async with channel:
+                error = await failure_of(anext(aiter(stage_pb2_grpc.StageServiceStub(channel).GetChunk(request))))
+    assert error.reason == reason
 
 
 async def test_an_oversize_message_is_rejected() -> None:

@@ -28,7 +28,7 @@ from tests.system.cluster import cluster, load, until_ready
 from tests.system.pipelines import relays
 from tests.system.streaming import orchestrating
 
-REPLICAS = {f"{stage}-0": f"stage/{stage}-*" for stage in ("source", "frames", "sound")}
+REPLICAS = {f"{stage}-0": f"stage/{stage}/{stage}-*" for stage in ("source", "frames", "sound")}
 PROCESSES = {"orchestrator": "orchestrator/main", **REPLICAS}
 _STEP_S = 0.05
 
@@ -135,7 +135,7 @@ def test_a_session_can_be_continued_by_its_own_caller_alone(client: Client, othe
 def test_a_replica_sends_under_its_own_name_alone(
     up: Deployment, authority: Path, client: Client, name: str, accepted: bool
 ) -> None:
-    folder = issue(authority.parent, "stage/source-0", authority=authority.name)
+    folder = issue(authority.parent, "stage/source/source-0", authority=authority.name)
     generation = client.describe().generation
     hello = stage_pb2.Hello(replica=name, incarnation="1", pipeline="relays", generation=generation)
     hello.protocol.CopyFrom(own_protocol())
@@ -223,10 +223,11 @@ async def test_certificates_and_their_authority_are_replaced_under_load(tmp_path
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("other", ["stage/sound/sound-0", "stage/sound/frames-0"], ids=["replica", "stage"])
 async def test_a_replica_with_the_certificate_of_another_does_not_register(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], other: str
 ) -> None:
-    for name, identity in {**PROCESSES, "frames-0": "stage/sound-0"}.items():
+    for name, identity in {**PROCESSES, "frames-0": other}.items():
         issue(tmp_path, identity).rename(tmp_path / name)
     shown = ""
     with process_credentials(issue(tmp_path, "client/a")), cluster(tmp_path, step_s=_STEP_S, tls=tmp_path) as replicas:

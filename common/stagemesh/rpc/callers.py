@@ -1,20 +1,22 @@
 """The identity of a caller: its roles, and the names in its certificate or its token.
 
-A certificate has subject alternative names of the form `stagemesh://ROLE/NAME`: `stagemesh://stage/thinker-0` for a
-replica, `stagemesh://orchestrator/main`, `stagemesh://operator/alice` and `stagemesh://client/web`. In the name of a
-replica, `*` stands for any text, so that the replicas of a stage can share a certificate.
+A certificate has subject alternative names of the form `stagemesh://ROLE/NAME`: `stagemesh://orchestrator/main`,
+`stagemesh://operator/alice` and `stagemesh://client/web`. The name of a replica contains its stage:
+`stagemesh://stage/thinker/thinker-0`. In the part after the stage, `*` stands for letters, digits, `_` and `.`. The
+replicas of a stage can therefore share a certificate. `*` does not stand for `-`: `omni-*` does not match
+`omni-private-0`.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TypeAlias
 
 from google.protobuf import descriptor_pool
 
-from stagemesh.common.errors import PermissionDeniedError
+from stagemesh.common.errors import PermissionDeniedError, UnauthenticatedError
 from stagemesh.v1 import roles_pb2
 
 Role: TypeAlias = "roles_pb2.CallerRole.ValueType"
@@ -41,6 +43,8 @@ def roles_of(method: str) -> frozenset[Role]:
 SCHEME = "stagemesh://"
 ROLE_NAMES: Mapping[str, Role] = {"client": CLIENT, "orchestrator": ORCHESTRATOR, "stage": STAGE, "operator": OPERATOR}
 """The roles by their names in certificates."""
+_INPUT = "@input"
+"""The start of the name by which an orchestrator sends the input that clients stream. No replica has such a name."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,31 @@ def set_identity(identity: Identity) -> None:
 def identity_of_certificate(properties: Mapping[str, Iterable[bytes]]) -> Identity | None:
     """Returns the identity in the certificate of a peer, or None if the certificate names no role.
 
-    `properties` are the certificate's properties. `peer_uri` has its URIs.
+    `properties` are the certificate's properties. `peer_uri` has its URIs. Raises UnauthenticatedError
+    (UNKNOWN_IDENTITY) if a name is of the former scheme.
     """
-    uris = (uri.decode(errors="replace") for uri in properties.get("peer_uri", ()))
-    parts = (uri.removeprefix(SCHEME).partition("/") for uri in uris if uri.startswith(SCHEME))
-    names = [(ROLE_NAMES[role], name) for role, _, name in parts if role in ROLE_NAMES and name]
+    names = read_names(uri.decode(errors="replace") for uri in properties.get("peer_uri", ()))
     return Identity(names) if names else None
+
+
+def read_names(uris: Iterable[str]) -> list[tuple[Role, str]]:
+    """Returns the names in the URIs of a certificate, each with its role. Ignores URIs that are not such names.
+
+    Raises UnauthenticatedError (UNKNOWN_IDENTITY) if a name is of the former scheme, which did not name the stage.
+    """
+    names = list[tuple[Role, str]]()
+    for role, slash, name in (uri.removeprefix(SCHEME).partition("/") for uri in uris if uri.startswith(SCHEME)):
+        if role not in ROLE_NAMES or not slash or not name or not name.isprintable():
+            continue
+        if ROLE_NAMES[role] == STAGE and not all(name.partition("/")):
+            raise UnauthenticatedError(
+                f"the certificate's name {SCHEME}{role}/{name} does not contain a stage, as names did before this "
+                "version; make a new certificate: `stagemesh certificate new FOLDER --authority AUTHORITY --name "
+                f"stage/STAGE/{name.strip('/')} --host HOST`",
+                reason="UNKNOWN_IDENTITY",
+            )
+        names.append((ROLE_NAMES[role], name))
+    return names
 
 
 def caller_of(*, claimed: str) -> str:
@@ -119,20 +142,46 @@ def may_act_for(caller: str) -> bool:
     return identity is None or caller in identity.names_as(CLIENT)
 
 
-def check_replica(name: str) -> None:
-    """Checks that the current RPC's caller may use this name of a replica.
+def check_replica(name: str, *, stage: str | None = None) -> None:
+    """Checks that the current RPC's caller is the replica with this name.
 
-    Raises PermissionDeniedError (REPLICA_MISMATCH) if the caller's certificate does not contain the name. Accepts any
-    name if the caller has no credentials. Also accepts any name of an orchestrator, because orchestrators send the
-    input of requests under names of their own.
+    `stage` is the replica's stage, or None if the caller does not state it. Raises PermissionDeniedError
+    (REPLICA_MISMATCH) if the caller's certificate does not name the replica. Accepts any name if the caller has no
+    credentials. An orchestrator is the producer of the input that clients stream, whose name begins with "@input".
     """
     identity = _CURRENT.get()
-    if identity is None or ORCHESTRATOR in identity.roles:
-        return
+    if identity is not None and not (ORCHESTRATOR in identity.roles and name.startswith(_INPUT)):
+        _check_named(identity, stage, name)
+
+
+def check_reader(*, stage: str | None = None, replica: str | None = None) -> None:
+    """Checks that the current RPC's caller may read what is for a replica, or for any replica of a stage.
+
+    These are replicas whose certificate names it, orchestrators and operators, and all callers without credentials.
+    Raises PermissionDeniedError (REPLICA_MISMATCH) otherwise.
+    """
+    identity = _CURRENT.get()
+    if identity is not None and not identity.roles & {ORCHESTRATOR, OPERATOR}:
+        _check_named(identity, stage, replica)
+
+
+def _check_named(identity: Identity, stage: str | None, replica: str | None) -> None:
+    """Raises PermissionDeniedError (REPLICA_MISMATCH) if a certificate does not name this replica of this stage.
+
+    None stands for any stage or any replica.
+    """
     patterns = identity.names_as(STAGE)
-    if not any(fnmatchcase(name, pattern) for pattern in patterns):
-        raise PermissionDeniedError(
-            f"the caller's certificate does not name replica {name!r}; it names {', '.join(patterns) or 'none'}",
-            reason="REPLICA_MISMATCH",
-            metadata={"replica": name},
-        )
+    for own_stage, _, pattern in (each.partition("/") for each in patterns):
+        if stage in (None, own_stage) and (replica is None or _matches(replica, pattern)):
+            return
+    wanted = f"replica {replica!r}" if replica is not None else "a replica"
+    raise PermissionDeniedError(
+        f"the caller's certificate does not name {wanted}{f' of stage {stage!r}' if stage is not None else ''}; it "
+        f"names {', '.join(patterns) or 'none'}",
+        reason="REPLICA_MISMATCH",
+        metadata={"replica": replica} if replica is not None else {},
+    )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return re.fullmatch(r"[\w.]*".join(map(re.escape, pattern.split("*"))), name, re.ASCII) is not None

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError, UnauthenticatedError
+from stagemesh.rpc.callers import read_names
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -147,7 +148,9 @@ class TlsFolder:
         return _Pems(ca, *own)
 
     def _check_times(self, certificate: bytes) -> None:
-        """Raises InvalidRequestError (INVALID_TLS) if the certificate has expired, or is not valid yet."""
+        """Raises InvalidRequestError (INVALID_TLS) if the certificate has expired, is not valid yet, or has a name of
+        the former scheme.
+        """
         try:
             from cryptography import x509
         except ImportError:
@@ -161,6 +164,11 @@ class TlsFolder:
                 f"{parsed.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and it is {now:%Y-%m-%d %H:%M}; renew it",
                 reason="INVALID_TLS",
             )
+        alternatives = [each.value for each in parsed.extensions if isinstance(each.value, x509.SubjectAlternativeName)]
+        try:
+            read_names(uri for each in alternatives for uri in each.get_values_for_type(x509.UniformResourceIdentifier))
+        except UnauthenticatedError as exc:
+            raise InvalidRequestError(f"{self.path / CERTIFICATE}: {exc.message}", reason="INVALID_TLS") from exc
 
     def _invalid(self, problem: str) -> InvalidRequestError:
         names = CA if not self._needs_certificate else f"{CA}, {CERTIFICATE} and {KEY}"

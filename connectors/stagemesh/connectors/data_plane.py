@@ -23,6 +23,7 @@ from stagemesh.connectors.stream.consumer import Consumer, LandingArena
 from stagemesh.connectors.stream.consumer_session import ConsumerSession
 from stagemesh.connectors.stream.local_socket import LocalListener, LocalProducer
 from stagemesh.connectors.stream.producer_link import ProducerLink
+from stagemesh.rpc.callers import check_reader
 from stagemesh.rpc.message_streams import LocalStream, ServerStream
 from stagemesh.v1 import stage_pb2
 
@@ -162,11 +163,14 @@ class DataPlane:
         """Returns an iterator over the chunks of a flow, from chunk `first_seq` to the end of the flow.
 
         Raises NotFoundError if the flow is unknown. The iterator raises NotFoundError if a chunk is no longer retained.
+        Raises PermissionDeniedError (REPLICA_MISMATCH) if the current RPC's caller is another replica than the flow's
+        consumer.
         """
-        flow = next((flow for link in self._links.values() if (flow := link.find(key))), None)
-        if flow is None:
-            raise NotFoundError(f"no edge {key.edge} of request {key.request_id} here", reason="UNKNOWN_FLOW")
-        return flow.replay(first_seq=first_seq)
+        for consumer, link in self._links.items():
+            if (flow := link.find(key)) is not None:
+                check_reader(replica=consumer.replica)
+                return flow.replay(first_seq=first_seq)
+        raise NotFoundError(f"no edge {key.edge} of request {key.request_id} here", reason="UNKNOWN_FLOW")
 
     # -- consuming
 

@@ -39,22 +39,39 @@ gateways, the job servers, and the test of the release. Argument: root.
 {{- toJson $owners -}}
 {{- end -}}
 
-{{/* The URI in a component's certificate, which says what it may do (docs/security.md). Arguments: (list root component-or-group). */}}
-{{- define "stagemesh.tlsUri" -}}
+{{/*
+The URIs in the certificate of a component or a group, which say what it may do (docs/security.md), as a JSON array.
+Arguments: (list root plan component-or-group). Replicas are named like their pods, and `*` in a name stands for no "-":
+omni-*-* does not match the pods of omni-private.
+*/}}
+{{- define "stagemesh.tlsUris" -}}
 {{- $fullname := include "stagemesh.fullname" (index . 0) -}}
-{{- $owner := index . 1 -}}
+{{- $owner := index . 2 -}}
 {{- $roles := dict "orchestrator" "orchestrator" "test" "client" -}}
-{{- $forwards := and (eq $owner "gateway") (index . 0).Values.gateway.forwardTokens -}}
-{{- if $forwards -}}
+{{- $group := get (index . 1).groups $owner -}}
+{{- $uris := list -}}
+{{- if and (eq $owner "gateway") (index . 0).Values.gateway.forwardTokens -}}
 {{- /* It calls as its callers. */ -}}
 {{- else if has $owner (list "gateway" "jobs") -}}
-stagemesh://client/{{ $fullname }}-{{ $owner }}
+{{- $uris = list (printf "stagemesh://client/%s-%s" $fullname $owner) -}}
 {{- else if hasKey $roles $owner -}}
-stagemesh://{{ get $roles $owner }}/{{ $fullname }}
-{{- else if ne $owner "media" -}}
-{{- /* Replicas are named like their pods, whose names begin with that of their workload. The media service calls nobody. */ -}}
-stagemesh://stage/{{ $fullname }}-{{ $owner }}-*
+{{- $uris = list (printf "stagemesh://%s/%s" (get $roles $owner) $fullname) -}}
+{{- else if $group -}}
+{{- range $tier := ternary (list "" "-warm") (list "") (gt (int $group.warm.replicas) 0) -}}
+  {{- $workload := printf "%s-%s%s" $fullname $owner $tier -}}
+  {{- $pods := list (printf "%s-*%s" $workload (ternary "" "-*" (gt (int $group.nodes) 1))) -}}
+  {{- if gt (len $workload) 46 -}}
+    {{- /* Kubernetes shortens such a name to 58 characters before it appends the random end of a pod's name. */ -}}
+    {{- $pods = append $pods (printf "%s*" (trunc 58 (printf "%s-" $workload))) -}}
+  {{- end -}}
+  {{- range $pod := $pods -}}
+    {{- range $stage := $group.stages -}}
+      {{- $uris = append $uris (printf "stagemesh://stage/%s/%s%s" $stage $pod (ternary (printf "-%s" $stage) "" (gt (len $group.stages) 1))) -}}
+    {{- end -}}
+  {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- toJson $uris -}}
 {{- end -}}
 
 {{/*

@@ -701,6 +701,14 @@ stageDefaults.{{ $key }}
     {{- fail (printf "tls.enabled is true, but tls.secrets.%s is not set; set it, or tls.issuer.name to create the certificates" $owner) -}}
   {{- end -}}
 {{- end -}}
+{{- range $name, $group := (index . 1).groups -}}
+  {{- $other := regexReplaceAll "-[^-]+$" $name "" | trimSuffix "-warm" -}}
+  {{- with get (index $ 1).groups $other -}}
+    {{- if and $tls.enabled (gt (int $group.nodes) 1) (le (int .nodes) 1) -}}
+      {{- fail (printf "the pods of stage %s, which spans nodes, have names that the certificate of %s accepts; rename one of them" $name $other) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
 {{- if and (include "stagemesh.tokens" $root | fromJson) (not $tls.enabled) -}}
   {{- fail "tls.tokens is set, but tls.enabled is false, so that others could read the tokens; set tls.enabled: true, or remove the tokens" -}}
 {{- end -}}

@@ -264,7 +264,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_WRONG_ROLE: _ErrorReason.ValueType  # 232
     """The RPC is for other roles than those of the caller's credentials. Use other credentials."""
     ERROR_REASON_REPLICA_MISMATCH: _ErrorReason.ValueType  # 233
-    """The caller's certificate does not name the replica as which it registers or sends. Use the certificate of the replica."""
+    """The caller's certificate does not name the replica as which it registers, sends or reads, or its stage. Use the
+    certificate of the replica.
+    """
     ERROR_REASON_CALLER_MISMATCH: _ErrorReason.ValueType  # 79
     """The request names a caller that is not in the connection's credentials. Omit the caller, or use its credentials."""
     ERROR_REASON_REFERENCE_NOT_ALLOWED: _ErrorReason.ValueType  # 155
@@ -485,7 +487,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_INVALID_TOKEN: _ErrorReason.ValueType  # 235
     """The token is unknown, expired, revoked or meant for another service, or its signature is wrong. Get a new one."""
     ERROR_REASON_UNKNOWN_IDENTITY: _ErrorReason.ValueType  # 236
-    """The caller's certificate has no name of the form stagemesh://ROLE/NAME. Use a certificate with such a name."""
+    """The caller's certificate has no name of the form stagemesh://ROLE/NAME, or names a replica without its stage. Use a
+    certificate with such a name.
+    """
     ERROR_REASON_FOLDER_NOT_EMPTY: _ErrorReason.ValueType  # 190
     """The folder to write a model to contains files. Choose another folder, or add --force to replace files of the same
     name.
@@ -826,7 +830,9 @@ ERROR_REASON_STEP_EXISTS: ErrorReason.ValueType  # 78
 ERROR_REASON_WRONG_ROLE: ErrorReason.ValueType  # 232
 """The RPC is for other roles than those of the caller's credentials. Use other credentials."""
 ERROR_REASON_REPLICA_MISMATCH: ErrorReason.ValueType  # 233
-"""The caller's certificate does not name the replica as which it registers or sends. Use the certificate of the replica."""
+"""The caller's certificate does not name the replica as which it registers, sends or reads, or its stage. Use the
+certificate of the replica.
+"""
 ERROR_REASON_CALLER_MISMATCH: ErrorReason.ValueType  # 79
 """The request names a caller that is not in the connection's credentials. Omit the caller, or use its credentials."""
 ERROR_REASON_REFERENCE_NOT_ALLOWED: ErrorReason.ValueType  # 155
@@ -1047,7 +1053,9 @@ ERROR_REASON_NO_TOKEN: ErrorReason.ValueType  # 234
 ERROR_REASON_INVALID_TOKEN: ErrorReason.ValueType  # 235
 """The token is unknown, expired, revoked or meant for another service, or its signature is wrong. Get a new one."""
 ERROR_REASON_UNKNOWN_IDENTITY: ErrorReason.ValueType  # 236
-"""The caller's certificate has no name of the form stagemesh://ROLE/NAME. Use a certificate with such a name."""
+"""The caller's certificate has no name of the form stagemesh://ROLE/NAME, or names a replica without its stage. Use a
+certificate with such a name.
+"""
 ERROR_REASON_FOLDER_NOT_EMPTY: ErrorReason.ValueType  # 190
 """The folder to write a model to contains files. Choose another folder, or add --force to replace files of the same
 name.

@@ -61,6 +61,7 @@ class MembershipServiceServicer(object):
         configuration does not enable registration; LEASE_ENDED if a renewal arrived after the end of the lease, in which
         case the replica registers again. Fails with UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and
         with ALREADY_EXISTS (REPLICA_EXISTS) while another replica with the same name is registered from another address.
+        Fails with PERMISSION_DENIED (REPLICA_MISMATCH) if the replica's certificate does not name its stage and name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

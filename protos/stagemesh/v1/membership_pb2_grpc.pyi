@@ -48,6 +48,7 @@ class MembershipServiceStub:
     configuration does not enable registration; LEASE_ENDED if a renewal arrived after the end of the lease, in which
     case the replica registers again. Fails with UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and
     with ALREADY_EXISTS (REPLICA_EXISTS) while another replica with the same name is registered from another address.
+    Fails with PERMISSION_DENIED (REPLICA_MISMATCH) if the replica's certificate does not name its stage and name.
     """
 
 @_typing.type_check_only
@@ -70,6 +71,7 @@ class MembershipServiceAsyncStub(MembershipServiceStub):
     configuration does not enable registration; LEASE_ENDED if a renewal arrived after the end of the lease, in which
     case the replica registers again. Fails with UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and
     with ALREADY_EXISTS (REPLICA_EXISTS) while another replica with the same name is registered from another address.
+    Fails with PERMISSION_DENIED (REPLICA_MISMATCH) if the replica's certificate does not name its stage and name.
     """
 
 class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -95,6 +97,7 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
         configuration does not enable registration; LEASE_ENDED if a renewal arrived after the end of the lease, in which
         case the replica registers again. Fails with UNAVAILABLE (NOT_RUNNING) while the orchestrator starts or stops, and
         with ALREADY_EXISTS (REPLICA_EXISTS) while another replica with the same name is registered from another address.
+        Fails with PERMISSION_DENIED (REPLICA_MISMATCH) if the replica's certificate does not name its stage and name.
         """
 
 def add_MembershipServiceServicer_to_server(servicer: MembershipServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1292,6 +1292,7 @@ class Hello(_message.Message):
     PIPELINE_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    LOCAL_SECRET_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """The replica's name in the pipeline, for example "thinker-0"."""
     incarnation: _builtins.str
@@ -1300,6 +1301,8 @@ class Hello(_message.Message):
     """The pipeline that it serves. Rejected if it is not the consumer's (WRONG_PIPELINE)."""
     generation: _builtins.str
     """The pipeline's generation. Rejected if it is not the consumer's (WRONG_GENERATION)."""
+    local_secret: _builtins.bytes
+    """On a local stream, the Welcome.local_secret that this incarnation received. Empty on other streams."""
     @_builtins.property
     def protocol(self) -> _protocol_pb2.Protocol:
         """What the producer speaks. Rejected if no version is in common with the consumer (NO_COMMON_VERSION)."""
@@ -1312,10 +1315,11 @@ class Hello(_message.Message):
         pipeline: _builtins.str = ...,
         generation: _builtins.str = ...,
         protocol: _protocol_pb2.Protocol | None = ...,
+        local_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "pipeline", b"pipeline", "protocol", b"protocol", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "local_secret", b"local_secret", "pipeline", b"pipeline", "protocol", b"protocol", "replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1621,6 +1625,7 @@ class Welcome(_message.Message):
     INLINE_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     HELD_LEASE_IDS_FIELD_NUMBER: _builtins.int
     LOCAL_SOCKET_FIELD_NUMBER: _builtins.int
+    LOCAL_SECRET_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """The replica's name in the pipeline."""
     incarnation: _builtins.str
@@ -1632,6 +1637,11 @@ class Welcome(_message.Message):
     On that stream, each message is preceded by its length (4 bytes, little-endian), the first byte carries the
     descriptor of the arena's memory file unless the arena is private, and Hello and Welcome are exchanged first as here.
     Empty if there is none.
+    """
+    local_secret: _builtins.bytes
+    """The secret by which this incarnation of the producer identifies itself on local streams (Hello.local_secret), which
+    have no certificate. A consumer in a deployment with certificates rejects a local stream without it
+    (REPLICA_MISMATCH).
     """
     @_builtins.property
     def protocol(self) -> _protocol_pb2.Protocol:
@@ -1652,10 +1662,11 @@ class Welcome(_message.Message):
         inline_limit_bytes: _builtins.int = ...,
         held_lease_ids: _abc.Iterable[_builtins.int] | None = ...,
         local_socket: _builtins.str = ...,
+        local_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_lease_ids", b"held_lease_ids", "incarnation", b"incarnation", "inline_limit_bytes", b"inline_limit_bytes", "local_socket", b"local_socket", "protocol", b"protocol", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_lease_ids", b"held_lease_ids", "incarnation", b"incarnation", "inline_limit_bytes", b"inline_limit_bytes", "local_secret", b"local_secret", "local_socket", b"local_socket", "protocol", b"protocol", "replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

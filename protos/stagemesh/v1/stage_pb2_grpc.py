@@ -135,7 +135,8 @@ class StageServiceServicer(object):
     def GetChunk(self, request, context):
         """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its
         end. A consuming replica, an orchestrator or a tool calls it. Edge "@state" contains the state at the request's
-        last pause or checkpoint.
+        last pause or checkpoint, for replicas of the same stage. Fails with PERMISSION_DENIED (REPLICA_MISMATCH) if the
+        caller's certificate names another replica than the consumer of the edge, or another stage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -65,7 +65,8 @@ class StageServiceStub:
     GetChunk: _grpc.UnaryStreamMultiCallable[_stage_pb2.GetChunkRequest, _stage_pb2.GetChunkResponse]
     """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its
     end. A consuming replica, an orchestrator or a tool calls it. Edge "@state" contains the state at the request's
-    last pause or checkpoint.
+    last pause or checkpoint, for replicas of the same stage. Fails with PERMISSION_DENIED (REPLICA_MISMATCH) if the
+    caller's certificate names another replica than the consumer of the edge, or another stage.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeResponse]
     """Describe returns the identity and the state of this replica. Orchestrators and tools call it."""
@@ -118,7 +119,8 @@ class StageServiceAsyncStub(StageServiceStub):
     GetChunk: _aio.UnaryStreamMultiCallable[_stage_pb2.GetChunkRequest, _stage_pb2.GetChunkResponse]  # type: ignore[assignment]
     """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its
     end. A consuming replica, an orchestrator or a tool calls it. Edge "@state" contains the state at the request's
-    last pause or checkpoint.
+    last pause or checkpoint, for replicas of the same stage. Fails with PERMISSION_DENIED (REPLICA_MISMATCH) if the
+    caller's certificate names another replica than the consumer of the edge, or another stage.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeResponse]  # type: ignore[assignment]
     """Describe returns the identity and the state of this replica. Orchestrators and tools call it."""
@@ -198,7 +200,8 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_stage_pb2.GetChunkResponse], _abc.AsyncIterator[_stage_pb2.GetChunkResponse]]:
         """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its
         end. A consuming replica, an orchestrator or a tool calls it. Edge "@state" contains the state at the request's
-        last pause or checkpoint.
+        last pause or checkpoint, for replicas of the same stage. Fails with PERMISSION_DENIED (REPLICA_MISMATCH) if the
+        caller's certificate names another replica than the consumer of the edge, or another stage.
         """
 
     @_abc_1.abstractmethod

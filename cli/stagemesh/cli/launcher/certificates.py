@@ -4,6 +4,7 @@ It serves deployments by `stagemesh up` or by hand. A cluster has an authority o
 """
 
 import ipaddress
+import re
 import secrets
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -15,13 +16,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.rpc.callers import ROLE_NAMES, SCHEME
+from stagemesh.rpc.callers import SCHEME
 from stagemesh.rpc.credentials import CA, CERTIFICATE, KEY, write_private
 
 _CA_KEY = "ca.key"
 _CA_DAYS = 3650
 _CLOCK_SKEW = timedelta(minutes=5)
 """Certificates are valid from before now, for hosts whose clocks are late."""
+_NAME = re.compile(r"(client|operator|orchestrator)/[!-~]+|stage/[^*/\s]+/[!-~]+")
 
 
 class Authority:
@@ -53,12 +55,15 @@ class Authority:
     def issue(self, folder: Path, names: Sequence[str], *, hosts: Sequence[str] = (), days: float = 90) -> Path:
         """Writes a new certificate with its key and the authority's certificate to `folder`, and returns the folder.
 
-        - `names` are the roles and names of its owner, for example "stage/thinker-0". Empty only with `hosts`.
+        - `names` are the roles and names of its owner, for example "stage/thinker/thinker-0". Empty only with `hosts`.
         - `hosts` are the DNS names and IP addresses at which the owner listens.
         - `days` is the number of days until it expires.
 
-        Raises InvalidRequestError (INVALID_TLS) if a name is not valid or the folder cannot be written.
+        Raises InvalidRequestError (INVALID_TLS) if a name is not valid, if there are neither names nor hosts, or if the
+        folder cannot be written.
         """
+        if not (names or hosts):
+            raise InvalidRequestError("a certificate needs a name or a host; state one", reason="INVALID_TLS")
         key = ec.generate_private_key(ec.SECP256R1())
         alternatives = [*(_uri(name) for name in names), *(_host(host) for host in hosts)]
         builder = (
@@ -108,10 +113,10 @@ def _builder(subject: x509.Name, key: ec.EllipticCurvePrivateKey, *, days: float
 
 
 def _uri(name: str) -> x509.UniformResourceIdentifier:
-    word, slash, rest = name.partition("/")
-    if word not in ROLE_NAMES or not slash or not rest or not rest.isascii() or not rest.isprintable() or " " in rest:
+    if _NAME.fullmatch(name) is None:
         raise InvalidRequestError(
-            f"{name!r} is not a name for a certificate; write {', '.join(f'{each}/NAME' for each in ROLE_NAMES)}",
+            f"{name!r} is not a name for a certificate; write stage/STAGE/REPLICA, client/NAME, operator/NAME or "
+            "orchestrator/NAME",
             reason="INVALID_TLS",
         )
     return x509.UniformResourceIdentifier(f"{SCHEME}{name}")

@@ -182,9 +182,10 @@ class Launcher:
             yield servers
 
     def _certify(self, folder: RunFolder, name: str, *roles: str) -> str | None:
-        """Issues a certificate to the process `name`. Returns the folder with the certificate.
+        """Issues a certificate to the process `name`, with this name in each of the roles. Returns its folder.
 
-        Returns None if the launcher has no authority.
+        The role of a replica contains its stage ("stage/thinker"). Without roles, the process can be
+        called, but may call no other process. Returns None if the launcher has no authority.
         """
         if self._authority is None:
             return None
@@ -212,28 +213,28 @@ class Launcher:
             metrics_listen=self._metrics_listen(ORCHESTRATOR),
         )
         plan = partial(self._plan, folder)
-        specs = [plan(ORCHESTRATOR, "stagemesh.orchestrator", orchestrator, role="orchestrator")]
+        specs = [plan(ORCHESTRATOR, "stagemesh.orchestrator", orchestrator, "orchestrator")]
         if media:
-            specs.append(plan(MEDIA, "stagemesh.services.media", media, role="orchestrator"))
+            specs.append(plan(MEDIA, "stagemesh.services.media", media))
         if self._jobs:
-            specs.append(plan(JOBS, "stagemesh.jobs", self._jobs, role="client"))
+            specs.append(plan(JOBS, "stagemesh.jobs", self._jobs, "client"))
         if gateway := self._gateway_config():
-            spec = plan(_GATEWAY, "stagemesh.gateway", gateway, role="client")
+            spec = plan(_GATEWAY, "stagemesh.gateway", gateway, "client")
             specs.append(replace(spec, probe=probe_http(gateway.listen)))
         for stage in stages:
             for address in addresses[stage.name]:
                 config = self._stage_config(stage, address, folder)
-                spec = plan(address.name, "stagemesh.services.stage", config, role="stage")
+                spec = plan(address.name, "stagemesh.services.stage", config, f"stage/{stage.name}")
                 server = fork_servers.get(_preload(stage))
                 specs.append(replace(spec, stage=stage.name, probe=probe_stage, fork_server=server))
         return tuple(specs)
 
-    def _plan(self, folder: RunFolder, name: str, module: str, config: _Config, *, role: str) -> ProcessSpec:
+    def _plan(self, folder: RunFolder, name: str, module: str, config: _Config, *roles: str) -> ProcessSpec:
         """Returns the specification of a process that runs `module` and serves no stage.
 
-        Issues a certificate of the role to the process, and writes its config file to `folder`.
+        Issues a certificate with the roles to the process, and writes its config file to `folder`.
         """
-        complete = replace(config, tls=self._certify(folder, name, role), parent_pid=os.getpid())
+        complete = replace(config, tls=self._certify(folder, name, *roles), parent_pid=os.getpid())
         file = folder.write_config(name, dump_config(complete))
         # -u disables buffering so that the log of a killed process is complete.
         command = (sys.executable, "-u", "-m", module, "--config", str(file))

@@ -143,10 +143,10 @@ _CERTIFICATE: Parameters = {
     ),
     "names": option(
         list[str],
-        "Set what the owner is: stage/REPLICA, orchestrator/NAME, operator/NAME or client/NAME. In the name of a "
-        "replica, * stands for any text. Repeatable.",
+        "Set what the owner is: stage/STAGE/REPLICA, orchestrator/NAME, operator/NAME or client/NAME. In the name of a "
+        "replica, * stands for letters, digits, _ and the full stop, but not for -. Repeatable. A media service needs "
+        "none.",
         "--name",
-        default=REQUIRED,
         metavar="ROLE/NAME",
     ),
     "hosts": option(
@@ -162,14 +162,20 @@ _CERTIFICATE: Parameters = {
 
 @command(certificates, _CERTIFICATE, name="new")
 def new_certificate(
-    *, folder: Path, authority: Path, names: Sequence[str], hosts: Sequence[str] | None, days: float, as_json: bool
+    *,
+    folder: Path,
+    authority: Path,
+    names: Sequence[str] | None,
+    hosts: Sequence[str] | None,
+    days: float,
+    as_json: bool,
 ) -> None:
     """Create a certificate, or renew it. Services that use the folder read it again without a restart."""
     from stagemesh.cli.launcher.certificates import Authority
 
-    Authority(authority).issue(folder, names, hosts=hosts or (), days=days)
-    document = {"folder": str(folder), "names": names, "hosts": hosts or [], "days": days}
-    text = f"wrote the certificate of {', '.join(names)} to {folder}; it expires in {days:g} days"
+    Authority(authority).issue(folder, names or (), hosts=hosts or (), days=days)
+    document = {"folder": str(folder), "names": names or [], "hosts": hosts or [], "days": days}
+    text = f"wrote the certificate of {', '.join(names or hosts or ())} to {folder}; it expires in {days:g} days"
     print_result(document, text, as_json=as_json)
 
 

@@ -179,7 +179,7 @@ class ServiceConfig(ProcessConfig):
 
     All ports then serve TLS alone, except the ports for metrics and health, and the process uses its certificate when
     it calls other processes. Peers need a certificate of an authority in `ca.crt`. The certificate of a replica must
-    have the name `stagemesh://stage/REPLICA`. The files are read again when they have changed.
+    have the name `stagemesh://stage/STAGE/REPLICA`. The files are read again when they have changed.
     """
     health_listen: str | None = None
     """The address of a further port for health checks without TLS, "host:port", or None for no such port.

@@ -249,7 +249,9 @@ class Connection:
             lambda: LocalStream(stream, peer=f"replica {peer.consumer}"), sock=connection
         )
         self._stack.push_async_callback(stream.close)
-        answer = await stream.connect(messages, peer.hello)
+        hello = stage_pb2.Hello(local_secret=welcome.local_secret)
+        hello.MergeFrom(peer.hello)
+        answer = await stream.connect(messages, hello)
         if answer.incarnation != welcome.incarnation:
             _log.warning("the local socket that %s reported belongs to another process", peer.consumer)
             await stream.close()

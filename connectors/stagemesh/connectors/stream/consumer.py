@@ -1,6 +1,7 @@
 """The consumer side of a replica: its expected flows, its producers, and the memory for fetched chunks."""
 
 import asyncio
+import hmac
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Mapping
@@ -8,7 +9,14 @@ from copy import copy
 from functools import partial
 from typing import TypeAlias
 
-from stagemesh.common.errors import ExistsError, NotFoundError, NotReadyError, StagemeshError, StaleAttemptError
+from stagemesh.common.errors import (
+    ExistsError,
+    NotFoundError,
+    NotReadyError,
+    PermissionDeniedError,
+    StagemeshError,
+    StaleAttemptError,
+)
 from stagemesh.common.process.host import bulk_threads
 from stagemesh.common.wire.versions import check_version
 from stagemesh.connectors.arena.arena import Arena
@@ -19,6 +27,7 @@ from stagemesh.connectors.flow.received_rows import PacketQueue
 from stagemesh.connectors.packets import EdgeKey
 from stagemesh.connectors.stream.connector_agreement import ReplicaConnectors
 from stagemesh.connectors.stream.producer_state import ProducerState
+from stagemesh.rpc.credentials import PROCESS
 from stagemesh.v1 import stage_pb2
 
 REMEMBERED_FLOWS = 4096
@@ -193,12 +202,28 @@ class Consumer:
             self._producers[key] = ProducerState(*key, self._connectors)
         return self._producers[key]
 
+    def check_local(self, hello: stage_pb2.Hello) -> None:
+        """Checks that a local stream, which has no certificate, belongs to the producer that its `hello` names.
+
+        Raises PermissionDeniedError (REPLICA_MISMATCH) if this process has certificates, and `hello` does not contain
+        the secret that the producer has received over its authenticated stream.
+        """
+        producer = self._producers.get((hello.replica, hello.incarnation))
+        is_known = producer is not None and hmac.compare_digest(producer.local_secret, hello.local_secret)
+        if not is_known and PROCESS.credentials.tls is not None:
+            raise PermissionDeniedError(
+                f"a local stream of replica {hello.replica!r} lacks the secret of this replica's Welcome; connect over "
+                "gRPC first, and send its local_secret in Hello",
+                reason="REPLICA_MISMATCH",
+                metadata={"replica": hello.replica},
+            )
+
     def welcome(self, producer: ProducerState) -> stage_pb2.Welcome:
         """Returns the Welcome message that answers a producer's Hello.
 
         The message contains the ids of the producer's leases that are still in use.
         """
-        welcome = stage_pb2.Welcome(held_lease_ids=sorted(producer.held_lease_ids))
+        welcome = stage_pb2.Welcome(held_lease_ids=sorted(producer.held_lease_ids), local_secret=producer.local_secret)
         welcome.MergeFrom(self._welcome)
         return welcome
 

@@ -176,7 +176,10 @@ class ConsumerSession:
             raise InvalidRequestError("the first message of PutChunk must have Hello", reason="NO_HELLO")
         if not request.hello.replica or not request.hello.incarnation:
             raise InvalidRequestError("Hello must name the producer and its incarnation", reason="NO_HELLO")
-        check_replica(request.hello.replica)
+        if self._local is None:
+            check_replica(request.hello.replica)
+        else:
+            self._consumer.check_local(request.hello)
         self._producer_state = producer = self._consumer.admit(request.hello)
         assert self._stream is not None, "call `begin` before the session receives messages"
         self._stream.write(stage_pb2.PutChunkResponse(welcome=self._consumer.welcome(producer)).SerializeToString())

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import secrets
 import socket
 import threading
 from collections.abc import Callable
@@ -119,6 +120,8 @@ class ProducerState:
 
     def __init__(self, replica: str, incarnation: str, connectors: ReplicaConnectors) -> None:
         self.replica, self.incarnation = replica, incarnation
+        self.local_secret = secrets.token_bytes(16)
+        """The secret by which the producer identifies itself on local streams."""
         self.held_lease_ids: set[int] = set()
         self._watch: DeathWatch | None = None
         self._connectors = connectors

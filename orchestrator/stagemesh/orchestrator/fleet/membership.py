@@ -80,7 +80,9 @@ def find_refusal(description: Belonging, *, stage: str, pipeline: Pipeline, gene
     Returns an empty string if the replica belongs to the stage. Generations that match a pattern in `generations` are
     accepted in addition to the pipeline's own generation.
     """
-    is_additional = any(fnmatchcase(description.generation, pattern) for pattern in generations)
+    # A pattern's `*` would also match line breaks.
+    is_named = description.generation.isprintable()
+    is_additional = is_named and any(fnmatchcase(description.generation, pattern) for pattern in generations)
     generation = description.generation if is_additional else pipeline.generation
     facts = {
         "pipeline": (description.pipeline, pipeline.name),
@@ -339,7 +341,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             first = await anext(request_iterator, None)
             if first is None or not first.HasField("replica"):
                 raise _invalid("the first message must contain the replica's identity")
-            check_replica(first.replica.replica)
+            check_replica(first.replica.replica, stage=first.replica.stage)
             lease = source.register(first.replica)
             answer = membership_pb2.RegisterResponse(lease_s=source.lease_s, protocol=own_protocol())
             try:

@@ -20,6 +20,7 @@ from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream.connector_agreement import probe_to_wire
 from stagemesh.connectors.wire import key_from_wire
+from stagemesh.rpc.callers import check_reader
 from stagemesh.rpc.channels import MAX_FIELDS, MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.rpc.handlers import Context, answered, checked_time_left_s, streaming, time_left_s, to_error
@@ -80,6 +81,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
         key = key_from_wire(request.key)
         if key.edge == STATE_EDGE:
+            check_reader(stage=self._runtime.config.stage)
             return self._runtime.states.read(key)
         return self._runtime.data_plane.replay(key, first_seq=request.first_seq)
 
