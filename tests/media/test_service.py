@@ -195,6 +195,16 @@ async def test_an_empty_file_is_downloaded_as_one_empty_part(tmp_path: Path) -> 
     assert parts == [request_pb2.Media(last=True)]
 
 
+@pytest.mark.parametrize("offset", [0, 1, len(CONTENT) - 1, len(CONTENT), len(CONTENT) + 1, (1 << 64) - 1])
+async def test_a_download_begins_at_the_offset(tmp_path: Path, offset: int) -> None:
+    async with served(make_store(tmp_path)) as stub:
+        request = media_pb2.DownloadMediaRequest(uri=placed(tmp_path, content=CONTENT), offset=offset)
+        parts = [each.media async for each in stub.DownloadMedia(request)]
+    assert b"".join(part.data for part in parts) == CONTENT[offset:]
+    assert parts[0].offset == offset
+    assert parts[-1].last
+
+
 @pytest.mark.parametrize("server_name", ["media.example", ""])
 async def test_clients_connect_with_the_name_in_the_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_name: str

@@ -26,7 +26,7 @@ from stagemesh.v1 import request_pb2 as stagemesh_dot_v1_dot_request__pb2
 from stagemesh.v1 import roles_pb2 as stagemesh_dot_v1_dot_roles__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stagemesh/v1/media.proto\x12\x0cstagemesh.v1\x1a\x1astagemesh/v1/request.proto\x1a\x18stagemesh/v1/roles.proto\"\\\n\x12UploadMediaRequest\x12\"\n\x05media\x18\x01 \x01(\x0b\x32\x13.stagemesh.v1.Media\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"<\n\x13UploadMediaResponse\x12%\n\x04\x66ile\x18\x01 \x01(\x0b\x32\x17.stagemesh.v1.MediaFile\"#\n\x14\x44ownloadMediaRequest\x12\x0b\n\x03uri\x18\x01 \x01(\t\";\n\x15\x44ownloadMediaResponse\x12\"\n\x05media\x18\x01 \x01(\x0b\x32\x13.stagemesh.v1.Media2\xd2\x01\n\x0cMediaService\x12]\n\x0bUploadMedia\x12 .stagemesh.v1.UploadMediaRequest\x1a!.stagemesh.v1.UploadMediaResponse\"\x07\xda\xbd\xc9\xa8\n\x01\x01(\x01\x12\x63\n\rDownloadMedia\x12\".stagemesh.v1.DownloadMediaRequest\x1a#.stagemesh.v1.DownloadMediaResponse\"\x07\xda\xbd\xc9\xa8\n\x01\x01\x30\x01\x42.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stagemesh/v1/media.proto\x12\x0cstagemesh.v1\x1a\x1astagemesh/v1/request.proto\x1a\x18stagemesh/v1/roles.proto\"\\\n\x12UploadMediaRequest\x12\"\n\x05media\x18\x01 \x01(\x0b\x32\x13.stagemesh.v1.Media\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"<\n\x13UploadMediaResponse\x12%\n\x04\x66ile\x18\x01 \x01(\x0b\x32\x17.stagemesh.v1.MediaFile\"3\n\x14\x44ownloadMediaRequest\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\";\n\x15\x44ownloadMediaResponse\x12\"\n\x05media\x18\x01 \x01(\x0b\x32\x13.stagemesh.v1.Media2\xd2\x01\n\x0cMediaService\x12]\n\x0bUploadMedia\x12 .stagemesh.v1.UploadMediaRequest\x1a!.stagemesh.v1.UploadMediaResponse\"\x07\xda\xbd\xc9\xa8\n\x01\x01(\x01\x12\x63\n\rDownloadMedia\x12\".stagemesh.v1.DownloadMediaRequest\x1a#.stagemesh.v1.DownloadMediaResponse\"\x07\xda\xbd\xc9\xa8\n\x01\x01\x30\x01\x42.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,9 +43,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPLOADMEDIARESPONSE']._serialized_start=190
   _globals['_UPLOADMEDIARESPONSE']._serialized_end=250
   _globals['_DOWNLOADMEDIAREQUEST']._serialized_start=252
-  _globals['_DOWNLOADMEDIAREQUEST']._serialized_end=287
-  _globals['_DOWNLOADMEDIARESPONSE']._serialized_start=289
-  _globals['_DOWNLOADMEDIARESPONSE']._serialized_end=348
-  _globals['_MEDIASERVICE']._serialized_start=351
-  _globals['_MEDIASERVICE']._serialized_end=561
+  _globals['_DOWNLOADMEDIAREQUEST']._serialized_end=303
+  _globals['_DOWNLOADMEDIARESPONSE']._serialized_start=305
+  _globals['_DOWNLOADMEDIARESPONSE']._serialized_end=364
+  _globals['_MEDIASERVICE']._serialized_start=367
+  _globals['_MEDIASERVICE']._serialized_end=577
 # @@protoc_insertion_point(module_scope)

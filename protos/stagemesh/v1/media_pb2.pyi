@@ -82,16 +82,22 @@ class DownloadMediaRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     URI_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
     uri: _builtins.str
     """MediaFile.uri."""
+    offset: _builtins.int
+    """The number of bytes at the start of the file that are omitted. 0 for the whole file. A value beyond its end omits all
+    of them. A service that does not know the field sends the whole file: Media.offset is the position of each part.
+    """
     def __init__(
         self,
         *,
         uri: _builtins.str = ...,
+        offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["uri", b"uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
@@ -21,6 +21,7 @@ from stagemesh.client.media_transfer import (
     UploadMessages,
     media_address,
     stored_file,
+    stream_file,
 )
 from stagemesh.client.requests import ConverseArguments, GenerateArguments, build_open, build_request
 from stagemesh.client.responses import Event, Result, ResultBuilder
@@ -192,15 +193,11 @@ class AsyncClient(BaseClient):
         content differs, and UnsupportedError if the pipeline has no media service. After an error, an earlier file at
         `path` is unchanged.
         """
-        address = media_address(await self.describe())
-        async with open_async(address.endpoint, self.credentials, address.options) as channel:
-            with Download(file, path, on_bytes=on_bytes) as download:
-                try:
-                    async for response in MediaServiceStub(channel).DownloadMedia(download.request, timeout=timeout_s):
-                        await asyncio.to_thread(download.add, response)
-                except grpc.aio.AioRpcError as exc:
-                    raise from_rpc_error(exc, peer=f"the media service at {address.endpoint}") from exc
-                download.finish()
+        with Download(file, path, on_bytes=on_bytes) as download:
+            async with aclosing(stream_file(self, file, timeout_s=timeout_s)) as responses:
+                async for response in responses:
+                    await asyncio.to_thread(download.add, response)
+            download.finish()
 
     async def _call(
         self, method: "Callable[[OrchestratorServiceAsyncStub], Awaitable[Answer]]", *, anywhere: bool = False

@@ -2,16 +2,23 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 from uuid import uuid4
+
+import grpc.aio
 
 from stagemesh.client.content import MediaFile, media_type_of
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.media.files import MEDIA_PART_BYTES, check_content
 from stagemesh.rpc import channels
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import media_pb2, orchestrator_pb2, request_pb2
+from stagemesh.v1.media_pb2_grpc import MediaServiceStub
+
+if TYPE_CHECKING:
+    from stagemesh.client.clients import AsyncClient
 
 OnBytes: TypeAlias = Callable[[int], None]
 """A function that is called during a transfer with the number of bytes transferred so far."""
@@ -44,6 +51,25 @@ def media_address(pipeline: orchestrator_pb2.DescribePipelineResponse) -> Servic
             "to add `media:` with a store to the pipeline file"
         )
     return ServiceAddress(pipeline.media_endpoint, pipeline.media_server_name)
+
+
+async def stream_file(
+    client: "AsyncClient", file: MediaFile | str, *, offset: int = 0, timeout_s: float | None = None
+) -> AsyncGenerator[media_pb2.DownloadMediaResponse]:
+    """Yields the parts of a stored file, from an offset on. Iterate within `contextlib.aclosing`, which ends the call.
+
+    An older media service yields the parts before the offset, too.
+
+    Raises NotFoundError (UNKNOWN_MEDIA) if there is no such file, and the errors of `media_address`.
+    """
+    address = media_address(await client.describe())
+    request = media_pb2.DownloadMediaRequest(uri=file if isinstance(file, str) else file.uri, offset=offset)
+    async with channels.open_async(address.endpoint, client.credentials, address.options) as channel:
+        try:
+            async for response in MediaServiceStub(channel).DownloadMedia(request, timeout=timeout_s):
+                yield response
+        except grpc.aio.AioRpcError as exc:
+            raise from_rpc_error(exc, peer=f"the media service at {address.endpoint}") from exc
 
 
 class UploadMessages:

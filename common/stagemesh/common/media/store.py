@@ -97,14 +97,17 @@ class MediaStore:
             raise
         return file
 
-    async def read(self, uri: str) -> AsyncGenerator[bytes]:
-        """Yields the content of a file in blocks of at most 1 MiB. Iterate within `contextlib.aclosing`.
+    async def read(self, uri: str, *, offset: int = 0) -> AsyncGenerator[bytes]:
+        """Yields the content of a file from an offset on, in blocks of at most 1 MiB. Iterate within
+        `contextlib.aclosing`.
 
         Raises the errors of `fetch` about the location and the store.
         """
         location = self.config.located(uri)
         file = await call_store(lambda: self._open(location), what=uri, is_read=True, release=_close)
         try:
+            if offset:
+                await call_store(lambda: file.seek(min(offset, file.seek(0, os.SEEK_END))), what=uri, is_read=True)
             while block := await call_store(lambda: file.read(MEDIA_PART_BYTES), what=uri, is_read=True):
                 yield block
         finally:

@@ -138,8 +138,8 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
         request: media_pb2.DownloadMediaRequest,
         context: Context,  # noqa: ARG002
     ) -> AsyncIterator[media_pb2.DownloadMediaResponse]:
-        offset = 0
-        async with aclosing(self._store.read(request.uri)) as blocks:
+        offset = request.offset
+        async with aclosing(self._store.read(request.uri, offset=offset)) as blocks:
             async for block in blocks:
                 yield media_pb2.DownloadMediaResponse(media=request_pb2.Media(data=block, offset=offset))
                 offset += len(block)
