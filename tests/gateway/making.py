@@ -208,18 +208,22 @@ async def asking(
     `settings` are those of the gateway's config.
     """
     describe(orchestrator, "text")
-    app = create_app(GatewayConfig("127.0.0.1:0", [[orchestrator.endpoint]], **settings))
+    app = create_app(GatewayConfig("127.0.0.1:0", [[orchestrator.endpoint]], **{"hosts": ["gateway"], **settings}))
     transport = httpx2.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx2.AsyncClient(transport=transport) as http:
         yield openai.AsyncOpenAI(base_url="http://gateway/v1", api_key=key, http_client=http, max_retries=0)
 
 
 @asynccontextmanager
-async def serving(*servers: str, **settings: Any) -> AsyncGenerator[str]:
-    """Serves a gateway in this process. Yields its address, "host:port". `settings` are those of its config."""
-    listen = f"127.0.0.1:{PortPicker().pick()}"
+async def serving(*servers: str, everywhere: bool = False, **settings: Any) -> AsyncGenerator[str]:
+    """Serves a gateway in this process. Yields its address, "host:port". `settings` are fields of its config.
+
+    It listens at 127.0.0.1, or with `everywhere` at all addresses of this machine.
+    """
+    listen = f"127.0.0.1:{(port := PortPicker().pick())}"
+    config = GatewayConfig(f"0.0.0.0:{port}" if everywhere else listen, [[each] for each in servers], **settings)
     stopping = asyncio.Event()
-    task = asyncio.create_task(serve(GatewayConfig(listen, [[each] for each in servers], **settings), stopping))
+    task = asyncio.create_task(serve(config, stopping))
     try:
         async with httpx.AsyncClient() as http, asyncio.timeout(30):
             while not await _is_healthy(http, listen):

@@ -12,6 +12,7 @@ import openai
 import pytest
 from PIL import Image
 
+from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.gateway.routes import models
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 from tests.gateway.making import RATE_HZ, client, error_of, gateway, making
@@ -21,8 +22,14 @@ MODEL = "maker"
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with making(tmp_path_factory.mktemp("maker")) as up, gateway(up.endpoint) as url:
+def metrics_listen() -> str:
+    return f"127.0.0.1:{PortPicker().pick()}"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, metrics_listen: str) -> Iterator[str]:
+    arguments = ("--metrics-listen", metrics_listen)
+    with making(tmp_path_factory.mktemp("maker")) as up, gateway(up.endpoint, arguments=arguments) as url:
         yield url
 
 
@@ -234,12 +241,14 @@ def test_a_speech_that_fails_before_its_first_sound_has_a_status(ai: openai.Open
         ai.audio.speech.create(model=MODEL, voice="tenor", input="red")
 
 
-def test_metrics_count_requests(url: str, ai: openai.OpenAI) -> None:
+def test_metrics_count_requests_and_have_their_own_port(url: str, metrics_listen: str, ai: openai.OpenAI) -> None:
     chat(ai, "red")
     httpx.get(f"{url}/v1/nothing")
-    text = httpx.get(f"{url}/metrics").text
+    assert httpx.get(f"{url}/metrics").status_code == 404
+    text = httpx.get(f"http://{metrics_listen}/metrics").text
     assert 'stagemesh_gateway_requests_total{endpoint="/v1/chat/completions",status="200"}' in text
     assert 'stagemesh_gateway_requests_total{endpoint="other",status="404"}' in text
+    assert "process_cpu_seconds_total" in text
 
 
 def _png() -> tuple[str, bytes, str]:

@@ -1,6 +1,9 @@
 import io
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from PIL import Image
@@ -66,6 +69,71 @@ def test_a_video_is_made_of_a_picture_and_read(videos: openai.resources.Videos) 
     content = videos.download_content(video.id)
     assert content.response.headers["content-type"] == "video/mp4"
     assert content.read()[4:8] == b"ftyp"
+
+
+@pytest.fixture(scope="module")
+def content(up: Deployment) -> Iterator[tuple[str, bytes]]:
+    """Returns the URL of a video, and its bytes."""
+    with client(url := f"http://{up.statuses['gateway']['endpoint']}") as ai:
+        video = completed(ai.videos, ai.videos.create(model="film", prompt="a boat", input_reference=picture()).id)
+        yield f"{url}/v1/videos/{video.id}/content", ai.videos.download_content(video.id).read()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "begin", "end"),
+    [("0-9", 0, 10), ("5-", 5, None), ("-7", -7, None), ("3-999999999", 3, None), ("-999999999", 0, None)],
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_range_of_a_video_is_read(
+    content: tuple[str, bytes], method: str, wanted: str, begin: int, end: int | None
+) -> None:
+    url, whole = content
+    answer = httpx.request(method, url, headers={"range": f"bytes={wanted}"})
+    part = whole[begin:end]
+    first = begin % len(whole)
+    assert answer.status_code == 206
+    assert answer.headers["content-range"] == f"bytes {first}-{first + len(part) - 1}/{len(whole)}"
+    assert int(answer.headers["content-length"]) == len(part)
+    assert answer.content == (b"" if method == "HEAD" else part)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        "",
+        "-",
+        "9-2",
+        "a-b",
+        "0-1,5-6",
+        "1000000000-",
+        "-0",
+        "0-\u0662",
+        "9" * 5000 + "-",
+        "0x0-9",
+        " 0-1",
+        "0--1",
+        "+0-1",
+    ],
+)
+def test_a_bad_range_is_rejected_and_leaves_no_file(content: tuple[str, bytes], wanted: str) -> None:
+    url, whole = content
+    for method in ("GET", "HEAD"):
+        answer = httpx.request(method, url, headers={b"range": f"bytes={wanted}".encode()})
+        assert answer.status_code == 416
+        assert answer.headers["content-range"] == f"bytes */{len(whole)}"
+    assert not list(Path(tempfile.gettempdir()).glob("video-*"))
+
+
+def test_a_range_that_does_not_apply_is_ignored(content: tuple[str, bytes]) -> None:
+    url, whole = content
+    tag = httpx.head(url).headers["etag"]
+    for headers, status in (
+        ({"range": "lines=1-2"}, 200),
+        ({"range": "bytes=0-1", "if-range": '"other"'}, 200),
+        ({"range": "bytes=0-1", "if-range": tag}, 206),
+    ):
+        answer = httpx.get(url, headers=headers)
+        assert (answer.status_code, answer.content) == (status, whole if status == 200 else whole[:2])
 
 
 def test_videos_are_listed_in_pages_and_deleted(videos: openai.resources.Videos) -> None:

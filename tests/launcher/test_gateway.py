@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from cryptography import x509
@@ -34,7 +35,9 @@ async def test_a_gateway_answers_the_official_client_and_ends_with_the_launcher(
         await launcher.wait_ready()
         gateway = launcher.processes["gateway"]
         assert gateway.state is ProcessState.READY
-        assert launcher.metrics_endpoints["gateway"] == launcher.gateway_endpoint
+        async with httpx.AsyncClient() as http:
+            metrics = await http.get(f"http://{launcher.metrics_endpoints['gateway']}/metrics")
+        assert "stagemesh_gateway_requests_total" in metrics.text
         assert [model.id async for model in client.models.list()] == ["tiny"]
         assert (await _answer(client)).startswith("Step 0 is ")
     assert gateway.process_id is not None

@@ -1,21 +1,38 @@
-"""The bodies of HTTP requests: the limit of their size, forms with a file, and parameters that endpoints share."""
+"""The bodies of HTTP requests: their limits, JSON, forms with files, and parameters that endpoints share."""
 
-from collections.abc import Mapping
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
+import msgspec
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.datastructures import UploadFile
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+from python_multipart.multipart import parse_options_header
+from starlette.requests import HTTPConnection
 
 from stagemesh.client import GenerateArguments, OptionValue, StageArguments, Tool
-from stagemesh.common.errors import InvalidRequestError
-from stagemesh.gateway.catalog import Model
-from stagemesh.gateway.errors import ParameterError, error_response
+from stagemesh.common.errors import CancelledRequestError, InvalidRequestError, OverloadedError
+from stagemesh.gateway.catalog import Callers, Model
+from stagemesh.gateway.errors import ParameterError, reject, validation_error
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+T = TypeVar("T")
+
+MAX_ITEMS = 4096
+"""The maximum number of entries of a list."""
+MAX_TOKEN_IDS = 1 << 18
+"""The maximum number of entries of a list of token ids."""
+_MAX_KEYS = 1024
+"""The maximum number of keys of an object with parameters."""
+_MAX_VALUES = MAX_TOKEN_IDS + 65_536
+"""The maximum number of commas in a JSON text, outside of its texts."""
+_MAX_OBJECTS = 65_536
+"""The maximum number of texts, lists and objects in a JSON text. They take longer than numbers."""
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -27,10 +44,26 @@ MAX_SEED = (1 << 63) - 1
 Object: TypeAlias = Mapping[str, Any]
 
 
+Items: TypeAlias = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
+TokenIds: TypeAlias = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+
+
 class Body(BaseModel):
-    """The body of a request. A parameter that it does not name is an error, because it would have no effect."""
+    """The body of a request. A parameter that it does not name is an error, because it would have no effect.
+
+    Its lists are `Items` or `TokenIds`: each wrong entry of another list would be an error with a copy of its input.
+    """
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, given: object) -> object:
+        """Rejects objects with too many keys, each of which could be an error."""
+        for each in (given, *given.values()) if isinstance(given, dict) else ():
+            if isinstance(each, dict) and len(each) > _MAX_KEYS:
+                raise PydanticCustomError("too_long", f"An object should have at most {_MAX_KEYS:,} keys")
+        return given
 
 
 class StreamOptions(Body):
@@ -88,11 +121,11 @@ class SamplingBody(StageBody):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []
+    stop: str | Items[str] | None = None
+    stop_token_ids: TokenIds = []
     min_tokens: int | None = None
     ignore_eos: bool = False
-    bad_words: list[str] = []
+    bad_words: Items[str] = []
     n: Annotated[int | None, Field(ge=1)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -139,105 +172,213 @@ B = TypeVar("B", bound=BaseModel)
 def validate(body: type[B], values: object) -> B:
     """Returns the values of a JSON object or of a form as a body.
 
-    Raises RequestValidationError, which names each wrong value.
+    Raises InvalidRequestError, which names the wrong values.
     """
     try:
         return body.model_validate(values)
     except ValidationError as exc:
-        raise RequestValidationError(exc.errors()) from exc
+        raise validation_error(exc) from None
+
+
+_COUNTED_BYTES = 1 << 16
+
+
+def decode_json(text: bytes, *, fault: str = "the body is not JSON") -> Any:
+    """Returns the value of a JSON text. Blocks. `fault` is the beginning of the error if it is another text.
+
+    Raises InvalidRequestError if it is not JSON, and MESSAGE_TOO_LARGE if it has too many values. These are counted
+    before it is parsed, because the parser lets no other thread run.
+    """
+    rest, quotes, values, objects = b"", 0, 0, 0
+    for begin in range(0, len(text), _COUNTED_BYTES):
+        bare = (rest + text[begin : begin + _COUNTED_BYTES]).replace(b"\\\\", b"")
+        rest = b"\\" if bare.endswith(b"\\") else b""
+        parts = bare.replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[quotes % 2 :: 2])
+        quotes += len(parts) - 1
+        values += outside.count(b",")
+        objects += outside.count(b"[") + outside.count(b"{")
+        if values > _MAX_VALUES or objects + quotes // 2 > _MAX_OBJECTS:
+            raise InvalidRequestError(
+                f"the JSON has more than {_MAX_VALUES:,} values, or {_MAX_OBJECTS:,} texts, lists and objects",
+                reason="MESSAGE_TOO_LARGE",
+            )
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise InvalidRequestError(f"{fault}: {exc}") from exc
+
+
+_INLINE_BYTES = 1 << 16
+_LARGE = ThreadPoolExecutor(2, "large-input")
+
+
+async def aside(work: Callable[[], T], *, size_bytes: int) -> T:
+    """Returns the result of `work` on an input of some size. If it is large, a thread does it, of at most two."""
+    if size_bytes <= _INLINE_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_LARGE, work)
+
+
+async def read_json(request: Request, body: type[B]) -> B:
+    """Reads a body that is JSON.
+
+    Raises InvalidRequestError if it is not JSON or has another content type, which a form of a web page could have.
+    """
+    text = await request.body()
+    if not is_json(request):
+        raise InvalidRequestError("the body is not JSON; send it with the header Content-Type: application/json")
+    return await aside(lambda: validate(body, decode_json(text)), size_bytes=len(text))
+
+
+def is_json(request: Request) -> bool:
+    """Returns whether the content type of a request's body is JSON."""
+    kind, _ = parse_options_header(request.headers.get("content-type", ""))
+    return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+
+
+class FormFile(NamedTuple):
+    """A file of a form."""
+
+    content: bytes
+    media_type: str
+    """The media type that the caller states, or an empty text."""
 
 
 class Form(NamedTuple):
-    """The parts of a form: the fields by name, and the content of the file."""
+    """The parts of a form: the fields by name, and the files."""
 
     fields: dict[str, str]
-    data: bytes
+    files: list[FormFile]
 
 
-async def read_form(request: Request, *, file: str, max_bytes: int) -> Form:
-    """Reads a form with the file `file`. A name that ends with [] has this end removed.
+_MAX_FIELDS = 64
+_MAX_FIELD_BYTES = 1 << 20
+_MAX_NAME = 100
+_MAX_PART_HEAD_BYTES = 4096
 
-    Raises InvalidRequestError if the body is not a form, or if the file is missing, empty, or larger than `max_bytes`.
+
+async def read_form(
+    request: Request, *, file: str, min_files: int = 1, max_files: int = 1, max_bytes: int | None = None
+) -> Form:
+    """Reads a form whose files have the name `file`. A name that ends with [] has this end removed.
+
+    Raises ParameterError if the body is not a form, if it has too many or too large parts, or if a file is missing,
+    empty, larger than `max_bytes`, or has another name.
     """
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise InvalidRequestError(f"the body is not a form; send multipart/form-data with the file {file!r}")
-    fields = dict[str, str]()
-    data: bytes | None = None
-    async with request.form(max_files=1) as form:
-        for key, value in form.multi_items():
-            name = key.removesuffix("[]")
-            if not isinstance(value, UploadFile):
-                fields[name] = value
-            elif name != file:
-                raise ParameterError(name, "this parameter is not supported")
-            elif (value.size or 0) > max_bytes:
-                raise ParameterError(
-                    file,
-                    f"it has {value.size} bytes, and may have {max_bytes}; send a shorter or a compressed file",
-                    reason="FILE_TOO_LARGE",
-                )
-            else:
-                data = await value.read()
-    if data is None:
-        raise ParameterError(file, "it is missing; send it as a file")
-    if not data:
-        raise ParameterError(file, "it is empty", reason="INVALID_MEDIA")
-    return Form(fields, data)
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        raise ParameterError(file, f"the body is not a form; send multipart/form-data with the file {file!r}")
+    body, most_parts = await request.body(), _MAX_FIELDS + max_files
+    form = await aside(
+        lambda: _parse_form(body, options[b"boundary"], file=file, most_parts=most_parts), size_bytes=len(body)
+    )
+    if not min_files <= len(form.files) <= max_files:
+        problem = f"the form has {len(form.files)} files; send at most {max_files}"
+        raise ParameterError(file, problem if form.files else "it is missing; send it as a file")
+    for content, _ in form.files:
+        if not content:
+            raise ParameterError(file, "it is empty", reason="INVALID_MEDIA")
+        if max_bytes is not None and len(content) > max_bytes:
+            raise ParameterError(
+                file,
+                f"it has {len(content)} bytes, and may have {max_bytes}; send a shorter or a compressed file",
+                reason="FILE_TOO_LARGE",
+            )
+    return form
 
 
-_TOO_LARGE = 413
+def _parse_form(body: bytes, boundary: bytes, *, file: str, most_parts: int) -> Form:
+    form = Form({}, [])
+    # The first delimiter may begin the body. What is before it is ignored.
+    _, *parts = (b"\r\n" + body).split(b"\r\n--" + boundary, most_parts + 2)
+    if not parts or len(parts) > most_parts + 1 or not parts.pop().startswith(b"--"):
+        raise ParameterError(file, f"the form is incomplete, or has more than {most_parts} parts")
+    for part in parts:
+        head, _, content = part.partition(b"\r\n\r\n")
+        lines = (line.partition(b":") for line in head[:_MAX_PART_HEAD_BYTES].split(b"\r\n"))
+        headers = {name.lower(): value.strip() for name, _, value in lines}
+        _, options = parse_options_header(headers.get(b"content-disposition"))
+        name = options.get(b"name", b"").decode(errors="replace").removesuffix("[]")[:_MAX_NAME]
+        if b"filename" not in options:
+            if len(content) > _MAX_FIELD_BYTES:
+                raise ParameterError(name, f"it has {len(content)} bytes; a field has at most {_MAX_FIELD_BYTES}")
+            form.fields[name] = content.decode(errors="replace")
+        elif name != file:
+            raise ParameterError(name, "this parameter is not supported")
+        else:
+            form.files.append(FormFile(content, headers.get(b"content-type", b"").decode(errors="replace")))
+    return form
+
+
+_BODY_S = 20.0
+_BODY_BYTES_PER_S = 65_536
 
 
 class BodyLimit:
-    """An ASGI middleware that ends requests with status 413 whose body exceeds a number of bytes."""
+    """An ASGI middleware that limits the bodies of requests.
 
-    def __init__(self, app: "ASGIApp", max_bytes: int) -> None:
+    - A body has at most `max_bytes`. A larger one is rejected when it is announced, or when it exceeds them.
+    - It arrives within 20 s and a second for each 64 KiB.
+    - The bodies of all running requests have at most `total_bytes`, and the bodies of one caller half of it.
+    """
+
+    def __init__(self, app: "ASGIApp", *, max_bytes: int, total_bytes: int) -> None:
         self._app, self._max_bytes = app, max_bytes
+        self._free_bytes, self._caller_bytes = max(total_bytes, max_bytes), max(total_bytes // 2, max_bytes)
+        self._held_bytes = Counter[str]()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length = dict(scope["headers"]).get(b"content-length", b"")
-        if length.isdigit():
-            # The server reads no more than this.
-            app = self._app if int(length) <= self._max_bytes else self._reject
-            await app(scope, receive, send)
+        connection = HTTPConnection(scope)
+        callers: Callers = connection.app.state.callers
+        length = connection.headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > self._max_bytes:
+            await reject(self._too_large(), scope, receive, send)
             return
-        received, rejected = 0, False
+        caller = callers.name(connection)
+        until_s: float | None = asyncio.get_running_loop().time() + _BODY_S
+        received = 0
 
         async def limited() -> "Message":
-            nonlocal received, rejected
-            message = await receive()
-            received += len(message.get("body", b""))
+            nonlocal received, until_s
+            try:
+                async with asyncio.timeout_at(until_s):
+                    message = await receive()
+            except TimeoutError:
+                raise InvalidRequestError(f"only {received} bytes of the body have arrived in time") from None
+            if message["type"] == "http.disconnect" and until_s is not None:
+                raise CancelledRequestError("the caller disconnected", reason="CALLER_DISCONNECTED")
+            size = len(message.get("body", b""))
+            self._hold(caller, size)
+            received += size
             if received > self._max_bytes:
-                # A body of unknown length: the rest is not read.
-                rejected = True
-                raise InvalidRequestError(f"the body exceeds {self._max_bytes} bytes", reason="MESSAGE_TOO_LARGE")
+                raise self._too_large()
+            until_s = until_s + size / _BODY_BYTES_PER_S if until_s and message.get("more_body") else None
             return message
 
-        started = False
-
-        async def track(message: "Message") -> None:
-            nonlocal started
-            if not rejected:
-                started = True
-                await send(message)
-
         try:
-            await self._app(scope, limited, track)
-        except InvalidRequestError:
-            if not rejected:
-                raise
-        if rejected and not started:
-            await self._reject(scope, receive, send)
+            await self._app(scope, limited, send)
+        finally:
+            self._hold(caller, -received)
 
-    async def _reject(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        error = InvalidRequestError(
+    def _hold(self, caller: str, size: int) -> None:
+        if size > min(self._free_bytes, self._caller_bytes - self._held_bytes[caller]):
+            raise OverloadedError(
+                "the bodies of running requests have the size that this gateway can hold; try again later, or use "
+                "another gateway",
+                reason="CALL_LIMIT",
+                retry_after_s=1.0,
+            )
+        self._free_bytes -= size
+        self._held_bytes[caller] += size
+        if not self._held_bytes[caller]:
+            del self._held_bytes[caller]
+
+    def _too_large(self) -> InvalidRequestError:
+        return InvalidRequestError(
             f"the body exceeds {self._max_bytes} bytes; send less, or upload large files to the pipeline's store",
             reason="MESSAGE_TOO_LARGE",
         )
-        response = error_response(error)
-        response.status_code = _TOO_LARGE
-        response.headers["Connection"] = "close"
-        await response(scope, receive, send)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, TypeAlias
-from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
 
@@ -178,8 +177,8 @@ class Catalog:
 
     @property
     def is_used(self) -> bool:
-        """Whether a request or a session runs."""
-        return any(server.client.running or server.client.sessions for server in self._servers)
+        """Whether a request, a session or the request for a description runs."""
+        return any(each.client.running or each.client.sessions or each.lock.locked() for each in self._servers)
 
     async def models(self) -> list[Model]:
         """Returns the models whose orchestrators can be reached, without adapters."""
@@ -190,6 +189,17 @@ class Catalog:
             for server, description in pairs
             if isinstance(description, DescribePipelineResponse)
         ]
+
+    async def check_caller(self) -> None:
+        """Returns if an orchestrator accepts the caller. Raises the last orchestrator's error if none does."""
+        for number, server in enumerate(self._servers, 1):
+            try:
+                await server.describe()
+            except StagemeshError:
+                if number == len(self._servers):
+                    raise
+            else:
+                return
 
     async def owner(self) -> str:
         """Returns the owner of what the caller stores, as a name of a folder.
@@ -223,31 +233,43 @@ class Callers:
 
     def __init__(self, servers: Sequence[Sequence[str]], tls: str | None, *, forwards_tokens: bool) -> None:
         self._servers, self._tls = servers, tls
-        self._forwards_tokens = forwards_tokens
+        self.forwards_tokens = forwards_tokens
+        """Whether each request has the token of its caller, which the orchestrators check."""
         self._catalogs = OrderedDict[str, Catalog]()
 
     async def catalog(self, request: HTTPConnection) -> Catalog:
         """Returns the catalog of the caller of a request. Raises UnauthenticatedError if the caller needs a token."""
         token = ""
-        if self._forwards_tokens:
-            token = _token(request)
+        if self.forwards_tokens:
+            token = find_token(request)
             if not token:
                 raise UnauthenticatedError(
                     "the request has no token; send Authorization: Bearer TOKEN", reason="NO_TOKEN"
                 )
             if not (token.isascii() and token.isprintable()):
                 raise UnauthenticatedError("the token has characters that no token has", reason="INVALID_TOKEN")
-        elif not _has_own_origin(request):
-            # The same-origin policy of browsers does not apply to WebSockets, which a page of any site may open.
-            raise PermissionDeniedError(
-                "the request is one of a web page of another origin; serve the page from the gateway's origin, or use "
-                "tokens"
-            )
         catalog = self._catalogs.pop(token, None) or self._connect(token)
         self._catalogs[token] = catalog
         if len(self._catalogs) > _MAX_CALLERS:
             await self._drop_idle()
         return catalog
+
+    async def authenticate(self, request: HTTPConnection) -> None:
+        """Raises the errors of `catalog` and `Catalog.check_caller` if no orchestrator accepts the request's token."""
+        catalog = await self.catalog(request)
+        try:
+            await catalog.check_caller()
+        except (UnauthenticatedError, PermissionDeniedError):
+            if (token := find_token(request)) in self._catalogs:
+                # The next one to drop: connections of rejected callers must not displace connections of others.
+                self._catalogs.move_to_end(token, last=False)
+            raise
+
+    def name(self, request: HTTPConnection) -> str:
+        """Returns a name of the caller for limits: the token, or the host if the gateway does not know its callers."""
+        if self.forwards_tokens:
+            return find_token(request)
+        return "" if request.client is None else request.client.host
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -258,10 +280,10 @@ class Callers:
         options: ClientOptions = {"retry_policy": _RETRIES}
         if self._tls is not None:
             options["tls"] = self._tls
-        if self._forwards_tokens:
+        if self.forwards_tokens:
             options["token"] = token
         clients = [AsyncClient(*addresses, **options) for addresses in self._servers]
-        return Catalog(clients, is_shared=not self._forwards_tokens)
+        return Catalog(clients, is_shared=not self.forwards_tokens)
 
     async def _drop_idle(self) -> None:
         """Closes the connections of the caller whose last request is the oldest, among those without a request.
@@ -302,7 +324,7 @@ def offered_protocol(websocket: HTTPConnection) -> str | None:
     return next((each for each in _protocols(websocket) if not each.startswith(_PROTOCOL_OF_TOKEN)), None)
 
 
-def _token(request: HTTPConnection) -> str:
+def find_token(request: HTTPConnection) -> str:
     """Returns the token of a request, or an empty text.
 
     Web pages cannot set headers of a WebSocket. OpenAI's clients offer the token as one of its subprotocols.
@@ -318,8 +340,3 @@ def _token(request: HTTPConnection) -> str:
 
 def _protocols(request: HTTPConnection) -> list[str]:
     return [each.strip() for each in request.headers.get("sec-websocket-protocol", "").split(",") if each.strip()]
-
-
-def _has_own_origin(request: HTTPConnection) -> bool:
-    origin = request.headers.get("origin")
-    return request.scope["type"] != "websocket" or origin is None or urlsplit(origin).netloc == request.headers["host"]

@@ -1,9 +1,37 @@
 """The config of a gateway."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import NamedTuple
 
 from stagemesh.common.process.config import ProcessConfig
+
+_NAME = re.compile(r"[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
+_HOST = re.compile(r"(\[[^\]]*\]|[^\[\]:]*)(?::([0-9]{1,5}))?")
+
+
+class Host(NamedTuple):
+    """A host of a URL. Hosts with the same name are the same."""
+
+    name: str
+    """A name in lower case without a final dot, or an IP address in its shortest form without brackets."""
+    port: str | None
+    """None if the URL has none."""
+    is_address: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "Host | None":
+        """Returns the host of "host" or "host:port", or None if the text has another form."""
+        found = _HOST.fullmatch(text.lower())
+        if found is None:
+            return None
+        try:
+            return cls(str(ip_address(found[1].strip("[]"))), found[2], is_address=True)
+        except ValueError:
+            name = found[1].removesuffix(".")
+            return cls(name, found[2], is_address=False) if _NAME.fullmatch(name) else None
 
 
 @dataclass(frozen=True)
@@ -22,8 +50,19 @@ class GatewayConfig(ProcessConfig):
     """
     https: str | None = None
     """The folder with `tls.crt` and `tls.key`, with which the gateway serves HTTPS. None for HTTP."""
-    max_body_bytes: int = 64 << 20
+    hosts: Sequence[str] | None = None
+    """The further names of the gateway's host by which clients call it, without a port. None if there are none.
+
+    A gateway without the tokens of its callers rejects requests for other hosts than these, `listen` and localhost.
+    """
+    metrics_listen: str | None = None
+    """The address at which the process serves its metrics to Prometheus, as "host:port", or None for no metrics."""
+    max_body_bytes: int = 16 << 20
     """The limit for the body of an HTTP request in bytes."""
+    max_bodies_bytes: int = 256 << 20
+    """The limit for the bodies of all running HTTP requests in bytes. One caller may have half of it."""
+    max_connections: int = 4096
+    """The maximum number of open connections. Further ones are closed."""
     max_websockets: int = 256
     """The maximum number of open WebSockets. Each may hold 48 MiB of the audio of its caller."""
     page: bool = True
@@ -37,5 +76,14 @@ class GatewayConfig(ProcessConfig):
     def __post_init__(self) -> None:
         if not self.servers or not all(self.servers):
             raise ValueError("servers: name the address of an orchestrator of each pipeline")
-        if self.max_websockets < 1:
-            raise ValueError(f"max_websockets is {self.max_websockets}; it must be at least 1")
+        for name in ("max_body_bytes", "max_bodies_bytes", "max_connections", "max_websockets"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.hosts is not None and not self.hosts:
+            raise ValueError("hosts is empty; name at least one host, or omit the key")
+        for host in self.hosts or ():
+            if (parsed := Host.parse(host)) is None or parsed.port is not None:
+                raise ValueError(
+                    f"hosts: {host!r} is not a host; write each name or IP address (IPv6 in brackets) without scheme, "
+                    "port, path and wildcards, such as ai.example.com"
+                )

@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Annotated, Literal, TypeAlias
 
@@ -10,7 +9,7 @@ from pydantic import Field
 
 from stagemesh.client import AudioFile, ImageFile, MediaFile, Message, Part, ToolCall, VideoFile
 from stagemesh.client.content import media_type_of
-from stagemesh.gateway.body import Body
+from stagemesh.gateway.body import Body, Items
 from stagemesh.gateway.errors import ParameterError
 
 _AUDIO_TYPES = {"wav": "audio/wav", "mp3": "audio/mpeg", "flac": "audio/flac", "ogg": "audio/ogg", "opus": "audio/ogg"}
@@ -91,11 +90,11 @@ class MessageBody(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[PartBody] | None = None
+    content: str | Items[PartBody] | None = None
     name: None = None
     refusal: None = None
-    annotations: Sequence[None] = ()
-    tool_calls: list[ToolCallBody] | None = None
+    annotations: Items[None] | None = None
+    tool_calls: Items[ToolCallBody] | None = None
     tool_call_id: str | None = None
 
     def to_message(self, index: int) -> Message:

@@ -1,16 +1,20 @@
 """Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.websockets import WebSocket
 
 from stagemesh.common.errors import Code, InternalError, InvalidRequestError, StagemeshError
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
 _INVALID, _RATE_LIMIT, _SERVER = "invalid_request_error", "rate_limit_error", "server_error"
 _STATUSES: Mapping[Code, tuple[int, str]] = {
@@ -28,8 +32,13 @@ _STATUSES: Mapping[Code, tuple[int, str]] = {
     Code.DEADLINE_EXCEEDED: (504, _SERVER),
 }
 """The HTTP status and OpenAI's type of error by the code of an error. Others are 500."""
-_STORE_STATUSES: Mapping[str, int] = {"STORAGE_FULL": 507, "STORE_DENIED": 500, "STORE_UNREACHABLE": 503}
-"""The HTTP status of errors of a store by their reason, which the caller cannot remedy."""
+_REASON_STATUSES: Mapping[str, tuple[int, str]] = {
+    "MESSAGE_TOO_LARGE": (413, _INVALID),
+    "STORAGE_FULL": (507, _SERVER),
+    "STORE_DENIED": (500, _SERVER),
+    "STORE_UNREACHABLE": (503, _SERVER),
+}
+"""The HTTP status and OpenAI's type of errors with these reasons, whatever their code."""
 _MODEL_REASONS = frozenset({"UNKNOWN_PIPELINE", "UNKNOWN_ADAPTER"})
 """The reasons with OpenAI's code model_not_found. Other reasons are codes themselves, in lower case."""
 
@@ -70,6 +79,14 @@ def error_response(error: StagemeshError) -> JSONResponse:
     return JSONResponse(error_body(error), status, headers)
 
 
+async def reject(error: StagemeshError, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    """Answers a request, or a WebSocket that has not been accepted, with an error."""
+    if scope["type"] == "websocket":
+        await WebSocket(scope, receive, send).send_denial_response(error_response(error))
+    else:
+        await error_response(error)(scope, receive, send)
+
+
 async def on_stagemesh_error(_request: Request, exc: Exception) -> JSONResponse:
     """Handles a StagemeshError that a route raises."""
     assert isinstance(exc, StagemeshError)
@@ -77,18 +94,28 @@ async def on_stagemesh_error(_request: Request, exc: Exception) -> JSONResponse:
 
 
 async def on_invalid_body(_request: Request, exc: Exception) -> JSONResponse:
-    """Handles a body that is not JSON, or that has unknown, missing or wrong parameters. Names each of them."""
+    """Handles wrong parameters of a URL. Names each of them."""
     assert isinstance(exc, RequestValidationError)
-    return error_response(validation_error(exc.errors()))
+    return error_response(validation_error(exc))
 
 
-def validation_error(errors: Sequence[Mapping[str, Any]], *, under: str = "") -> StagemeshError:
-    """Returns the error for values that pydantic rejects. Names each of them. `under` is the name of their object."""
-    problems = [_problem(error, under) for error in errors]
-    if not problems[0][0]:
-        return InvalidRequestError("; ".join(text for _, text in problems))
+_MAX_PROBLEMS = 20
+_MAX_NAME, _MAX_PROBLEM, _MAX_TEXT = 100, 300, 4096
+
+
+def validation_error(
+    rejection: ValidationError | RequestValidationError, *, under: str = "", skip: int = 0
+) -> InvalidRequestError:
+    """Returns the error for values that pydantic rejects. Names the first 20 of them, but not what was given.
+
+    `under` is the name of their object. `skip` is the number of parts of their names that are not in the input.
+    """
+    if isinstance(rejection, ValidationError):
+        rejection = RequestValidationError(rejection.errors(include_url=False, include_input=False))
+    problems = (_problem(error, under, skip) for error in rejection.errors()[:_MAX_PROBLEMS])
     (param, first), *others = problems
-    return ParameterError(param, "; ".join((first, *(f"{name}: {text}" for name, text in others))))
+    text = "; ".join((first, *(f"{name}: {text}" for name, text in others)))[:_MAX_TEXT]
+    return ParameterError(param, text) if param else InvalidRequestError(text)
 
 
 async def on_http_error(_request: Request, exc: Exception) -> JSONResponse:
@@ -104,18 +131,13 @@ async def on_defect(_request: Request, exc: Exception) -> JSONResponse:
 
 
 def _status_and_type(error: StagemeshError) -> tuple[int, str]:
-    if error.reason in _STORE_STATUSES:
-        return _STORE_STATUSES[error.reason], _SERVER
-    return _STATUSES.get(error.code, (500, _SERVER))
+    return _REASON_STATUSES.get(error.reason) or _STATUSES.get(error.code, (500, _SERVER))
 
 
-def _problem(error: Mapping[str, Any], under: str) -> tuple[str, str]:
+def _problem(error: Mapping[str, Any], under: str, skip: int) -> tuple[str, str]:
     """Returns the name of a parameter, such as messages.0.content, and what is wrong with it."""
-    path = [str(part) for part in ((under,) if under else ()) + tuple(error["loc"]) if part != "body"]
-    if error["type"] == "json_invalid":
-        return "", f"the body is not JSON: {error['ctx']['error']}"
+    path = ".".join(str(part)[:_MAX_NAME] for part in ((under,) if under else ()) + tuple(error["loc"])[skip:])
+    text = error["msg"]
     if error["type"] == "extra_forbidden":
-        return ".".join(path), "this parameter is not supported"
-    given = json.dumps(error.get("input"), default=str)[:100]
-    text = error["msg"][0].lower() + error["msg"][1:]
-    return ".".join(path), text if error["type"] == "missing" else f"{text}, but it is {given}"
+        text = "this parameter is not supported"
+    return path[:_MAX_PROBLEM], text[:1].lower() + text[1:_MAX_PROBLEM]

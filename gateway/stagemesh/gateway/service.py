@@ -5,7 +5,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,21 +13,23 @@ from typing import TYPE_CHECKING
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
 from stagemesh.gateway import errors
+from stagemesh.gateway.access import Access
 from stagemesh.gateway.body import BodyLimit
 from stagemesh.gateway.catalog import Callers
 from stagemesh.gateway.config import GatewayConfig
+from stagemesh.gateway.connections import HttpConnection, WebSocketConnection
 from stagemesh.gateway.realtime import connection
 from stagemesh.gateway.routes import chat, completions, images, models, speech, transcriptions, videos, voices
 from stagemesh.gateway.voices import VoiceStore
 from stagemesh.gateway.websockets import WebSocketLimit
 from stagemesh.rpc.credentials import CERTIFICATE, KEY, Credentials
-from stagemesh.rpc.server import listen_error, parse_address
+from stagemesh.rpc.server import listen_error, parse_address, serving_metrics
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -84,7 +86,8 @@ def create_app(config: GatewayConfig) -> FastAPI:
         yield
         await callers.close()
 
-    app = FastAPI(title="Stagemesh", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Stagemesh", lifespan=lifespan, openapi_url=None)
+    app.state.metrics = registry
     app.state.voices = None if config.voices is None else VoiceStore(Path(config.voices))
     for module in (chat, completions, images, models, connection, speech, transcriptions, videos, voices):
         app.include_router(module.router)
@@ -96,17 +99,13 @@ def create_app(config: GatewayConfig) -> FastAPI:
         """Reports that the gateway serves. `/v1/models` lists the pipelines that can be reached."""
         return {"status": "ok"}
 
-    @app.get("/metrics")
-    async def read_metrics() -> Response:
-        """Returns the metrics of the gateway."""
-        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
-
     app.add_exception_handler(StagemeshError, errors.on_stagemesh_error)
     app.add_exception_handler(RequestValidationError, errors.on_invalid_body)
     app.add_exception_handler(HTTPException, errors.on_http_error)
     app.add_exception_handler(Exception, errors.on_defect)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, total_bytes=config.max_bodies_bytes)
     app.add_middleware(WebSocketLimit, most=config.max_websockets)
+    app.add_middleware(Access, config=config)
     app.add_middleware(Metrics, registry=registry)
     return app
 
@@ -114,22 +113,30 @@ def create_app(config: GatewayConfig) -> FastAPI:
 async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
     """Serves until `stopping` is set. Running requests then have 10 seconds to end.
 
-    Raises NotReadyError if the port cannot be bound, and InvalidRequestError (INVALID_TLS) if a certificate is missing
+    Raises NotReadyError if a port cannot be bound, and InvalidRequestError (INVALID_TLS) if a certificate is missing
     or damaged.
     """
     # Each caller has credentials of its own, which are made of this folder when its first request arrives.
     Credentials(config.tls, needs_certificate=False)
     certificate, key = (None, None) if config.https is None else _https_files(Path(config.https))
+    app = create_app(config)
     settings = uvicorn.Config(
-        create_app(config),
-        http="httptools",
+        app,
+        http=HttpConnection,
+        ws=WebSocketConnection,
+        # A compressed message could be a thousand times as large.
+        ws_per_message_deflate=False,
+        limit_concurrency=config.max_connections + 1,
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_GRACE_S,
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
-    with _bind(config.listen) as bound:
+    async with AsyncExitStack() as stack:
+        bound = stack.enter_context(_bind(config.listen))
+        if config.metrics_listen is not None:
+            await stack.enter_async_context(serving_metrics(app.state.metrics.collect, config.metrics_listen))
         _log.info("listening on %s:%d", *bound.getsockname()[:2])
         server = _Server(settings)
         serving = asyncio.create_task(server.serve([bound]))
@@ -173,7 +180,6 @@ class Metrics:
 
     def __init__(self, app: "ASGIApp", registry: CollectorRegistry) -> None:
         self._app = app
-        ProcessCollector(registry=registry)
         self._requests = Counter(
             "stagemesh_gateway_requests",
             "HTTP requests that have ended, by endpoint and status.",

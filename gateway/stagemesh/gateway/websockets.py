@@ -1,7 +1,8 @@
 """WebSockets on which both sides send events as JSON, and the limit of their number."""
 
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Collection
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
@@ -10,9 +11,9 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from stagemesh.common.errors import InvalidRequestError, OverloadedError, StagemeshError
-from stagemesh.gateway.body import Body
+from stagemesh.gateway.body import Body, aside, decode_json
 from stagemesh.gateway.catalog import offered_protocol
-from stagemesh.gateway.errors import error_body, error_response, validation_error
+from stagemesh.gateway.errors import error_body, error_response, reject, validation_error
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -36,7 +37,7 @@ async def accept(websocket: WebSocket, preparation: Awaitable[T]) -> T | None:
     try:
         result = await preparation
     except ValidationError as exc:
-        await websocket.send_denial_response(error_response(validation_error(exc.errors())))
+        await websocket.send_denial_response(error_response(validation_error(exc)))
     except StagemeshError as exc:
         await websocket.send_denial_response(error_response(exc))
     else:
@@ -66,35 +67,44 @@ class JsonSocket:
         """Sends an error. `cause` is the id of the client's event that caused it, or None."""
         await self.send("error", error={**error_body(error)["error"], "event_id": cause})
 
-    async def events(self, kinds: TypeAdapter[E]) -> AsyncGenerator[E]:
+    async def events(self, kinds: TypeAdapter[E], *, large: Collection[str] = ()) -> AsyncGenerator[E]:
         """Yields the events of the client until it disconnects. Reports those that are invalid to the client.
 
-        `kinds` is a union of events that their field `type` distinguishes.
+        - `kinds` is a union of events that their field `type` distinguishes.
+        - `large` are the types of events that contain media. Others have at most 1 MiB.
         """
         while (message := await self._websocket.receive())["type"] != "websocket.disconnect":
             cause: str | None = None
             try:
-                data = _parse(message.get("text"))
+                if (text := message.get("text")) is None:
+                    raise InvalidRequestError("a frame is binary; send each event as JSON in a text frame")
+                data = await aside(partial(_decode, text, large), size_bytes=len(text))
                 given = data.get("event_id")
-                cause = given if isinstance(given, str) else None
-                event = kinds.validate_python(data)
+                cause = given if isinstance(given, str) and len(given) <= _MAX_ID else None
+                event = await aside(partial(kinds.validate_python, data), size_bytes=len(text))
             except ValidationError as exc:
                 # The first part of a location is the type of the event.
-                located = [{**error, "loc": error["loc"][1:]} for error in exc.errors()]
-                await self.send_error(validation_error(located), cause=cause)
+                await self.send_error(validation_error(exc, skip=1), cause=cause)
             except StagemeshError as exc:
                 await self.send_error(exc, cause=cause)
             else:
                 yield event
 
 
-def _parse(text: str | None) -> dict[str, Any]:
-    if text is None:
-        raise InvalidRequestError("a frame is binary; send each event as JSON in a text frame")
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.MsgspecError as exc:
-        raise InvalidRequestError(f"the event is not a JSON object: {exc}") from exc
+_MAX_BYTES = 1 << 20
+_MAX_ID = 512
+
+
+def _decode(text: str, large: Collection[str]) -> dict[str, Any]:
+    data = decode_json(text.encode(), fault="the event is not a JSON object")
+    if not isinstance(data, dict):
+        raise InvalidRequestError("the event is not a JSON object; send an object with its type")
+    if len(text) > _MAX_BYTES and data.get("type") not in large:
+        raise InvalidRequestError(
+            f"the event has more than {_MAX_BYTES:,} bytes; only events with media may have more",
+            reason="MESSAGE_TOO_LARGE",
+        )
+    return data
 
 
 _RETRY_AFTER_S = 5.0
@@ -118,7 +128,7 @@ class WebSocketLimit:
                 reason="CALL_LIMIT",
                 retry_after_s=_RETRY_AFTER_S,
             )
-            await WebSocket(scope, receive, send).send_denial_response(error_response(error))
+            await reject(error, scope, receive, send)
             return
         self._open += 1
         try:

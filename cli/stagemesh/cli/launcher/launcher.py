@@ -66,7 +66,7 @@ class Launcher:
     - `listener` is called with a process's new status after each change of the process's state.
     - `policy` limits the restarts of each process. If it is None, the defaults of RestartPolicy apply.
     - `authority` issues the certificates of the processes. If it is None, they do not use TLS.
-    - With `metrics`, the orchestrator and each replica serve metrics to Prometheus (`metrics_endpoints`).
+    - With `metrics`, the orchestrator, each replica and the gateway serve metrics to Prometheus (`metrics_endpoints`).
     - `gateway_listen` is the address at which a gateway serves OpenAI's API, in the form of `listen`. If it is None, no
       gateway runs. With an authority, the gateway calls the orchestrator as "client/gateway", for all its HTTP callers.
     - With `jobs`, a job server runs requests as jobs. With an authority, it calls the orchestrator as "client/jobs".
@@ -251,9 +251,8 @@ class Launcher:
         endpoint = self.gateway_endpoint
         if endpoint is None:
             return None
-        if self._metrics:
-            self.metrics_endpoints[_GATEWAY] = endpoint
-        return GatewayConfig(endpoint, [[self.endpoint]], voices=str(settings.voices_dir()))
+        metrics = self._metrics_listen(_GATEWAY)
+        return GatewayConfig(endpoint, [[self.endpoint]], voices=str(settings.voices_dir()), metrics_listen=metrics)
 
     def _addresses(self, stage: Stage) -> tuple[ReplicaAddress, ...]:
         count = range(0 if stage.is_external else stage.replicas)

@@ -47,6 +47,8 @@ _HEALTH_LISTEN = option(
     Kind.ADDRESS, "Answer health checks without TLS at this further address.", show_default="only at --listen"
 )
 
+_METRICS_LISTEN = option(Kind.ADDRESS, "Serve metrics to Prometheus at this address.", show_default="no metrics")
+
 
 @command(app, {"config": _CONFIG})
 def orchestrator(config: str) -> None:
@@ -82,7 +84,7 @@ _STAGE: Parameters = {
     ),
     "tls": _TLS,
     "health_listen": _HEALTH_LISTEN,
-    "metrics_listen": option(Kind.ADDRESS, "Serve metrics to Prometheus at this address.", show_default="no metrics"),
+    "metrics_listen": _METRICS_LISTEN,
 }
 
 
@@ -220,6 +222,14 @@ _GATEWAY: Parameters = {
         metavar="FOLDER",
         show_default="callers cannot create voices",
     ),
+    "host": option(
+        list[str],
+        "Accept requests for this further host name. Repeatable. A gateway that does not forward tokens accepts only "
+        "requests for these, for its own address and for localhost.",
+        metavar="NAME",
+        show_default="none",
+    ),
+    "metrics_listen": _METRICS_LISTEN,
     "no_page": flag("Serve only the API, without the page at / on which people try a pipeline.", "--no-page"),
 }
 
@@ -237,12 +247,17 @@ def gateway(config: str | None, **values: Any) -> None:
         servers = [split_addresses(each) for each in values["server"] or [DEFAULT_SERVER]]
     except ValueError as exc:
         raise InvalidRequestError(f"--server: {exc}") from exc
-    derived = GatewayConfig(
-        values["listen"] or _GATEWAY_LISTEN,
-        servers,
-        tls=values["tls"],
-        https=values["https"],
-        page=not values["no_page"],
-        voices=values["voices"],
-    )
+    try:
+        derived = GatewayConfig(
+            values["listen"] or _GATEWAY_LISTEN,
+            servers,
+            tls=values["tls"],
+            https=values["https"],
+            hosts=values["host"] or None,
+            metrics_listen=values["metrics_listen"],
+            page=not values["no_page"],
+            voices=values["voices"],
+        )
+    except ValueError as exc:
+        raise InvalidRequestError(f"--host: {exc}") from exc
     replace_process("stagemesh.gateway", standard_input(derived))

@@ -55,7 +55,9 @@ _UP: Parameters = {
         "Connect all processes by TLS, with certificates of the authority in this folder, which is created if it does "
         "not exist. Users connect with the certificates in its folders client and operator.",
     ),
-    "metrics": flag("Serve metrics of the orchestrator and of each replica to Prometheus.", "--metrics"),
+    "metrics": flag(
+        "Serve metrics of the orchestrator, of each replica and of the gateway to Prometheus.", "--metrics"
+    ),
     "gateway": option(
         Kind.ADDRESS,
         "Serve OpenAI's API at this address, such as 127.0.0.1:8000, by a gateway (docs/gateway.md). Port 0 chooses a "

@@ -1,8 +1,9 @@
 """`/v1/realtime`: a conversation over a WebSocket, with the client's events and detected speech."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 from uuid import uuid4
 
@@ -13,7 +14,7 @@ from starlette.websockets import WebSocket
 from stagemesh.client import SpeechDetected, TurnCommitted
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.gateway import websockets
-from stagemesh.gateway.body import Object
+from stagemesh.gateway.body import Object, aside
 from stagemesh.gateway.catalog import find_model
 from stagemesh.gateway.errors import ParameterError, RealtimeError, validation_error
 from stagemesh.gateway.realtime.input_audio import Heard, InputBuffer, Listener
@@ -115,6 +116,8 @@ ClientEvent: TypeAlias = (
     | CreateResponse
     | CancelResponse
 )
+_LARGE_EVENTS = ("input_audio_buffer.append", "conversation.item.create", "response.create")
+"""The types of the events that may contain audio and images."""
 CLIENT_EVENT: TypeAdapter[ClientEvent] = TypeAdapter(Annotated[ClientEvent, Field(discriminator="type")])
 
 
@@ -142,7 +145,7 @@ class Connection:
         """Serves the client until it disconnects."""
         try:
             await self._send("session.created", session=self._session())
-            async with aclosing(self._socket.events(CLIENT_EVENT)) as received:
+            async with aclosing(self._socket.events(CLIENT_EVENT, large=_LARGE_EVENTS)) as received:
                 async for event in received:
                     await self._receive(event)
         finally:
@@ -193,7 +196,7 @@ class Connection:
         try:
             settings = self._settings.updated(changes)
         except ValidationError as exc:
-            raise validation_error(exc.errors(), under="session") from exc
+            raise validation_error(exc, under="session") from None
         vad = settings.audio.input.turn_detection
         model = await find_model(self._websocket, settings.model)
         settings.arguments(model)
@@ -212,7 +215,7 @@ class Connection:
         return {"object": "realtime.session", "id": self._session_id, **self._settings.model_dump()}
 
     async def _add_item(self, item: Item, *, previous_id: str | None = None) -> None:
-        to_messages(None, [item])
+        await asyncio.to_thread(to_messages, None, [item])
         item.status = "completed"
         before = self._conversation.insert(item, previous_id=previous_id)
         await self._send("conversation.item.added", previous_item_id=before, item=item.to_json())
@@ -223,6 +226,7 @@ class Connection:
         if not isinstance(item, AssistantMessage):
             raise ParameterError("item_id", "only spoken messages of the model can be truncated")
         item.truncate(event.audio_end_ms)
+        self._conversation.measure(item)
         await self._send(
             "conversation.item.truncated", item_id=item.key, content_index=0, audio_end_ms=event.audio_end_ms
         )
@@ -230,7 +234,7 @@ class Connection:
     # -- audio of the user
 
     async def _append(self, data: str) -> None:
-        samples = self._buffer.append(data)
+        samples = await aside(partial(self._buffer.append, data), size_bytes=len(data))
         vad = self._settings.audio.input.turn_detection
         if vad is None:
             return
@@ -311,7 +315,7 @@ class Connection:
         settings = body.settings(self._settings)
         model = await find_model(self._websocket, settings.model)
         arguments = settings.arguments(model)
-        arguments["messages"] = to_messages(settings.instructions, self._input(body))
+        arguments["messages"] = await asyncio.to_thread(to_messages, settings.instructions, self._input(body))
         if not arguments["messages"]:
             raise NotReadyError("the conversation is empty; create an item first", reason="EMPTY_TURN")
         if self._response is not None:
@@ -331,9 +335,9 @@ class Connection:
             self._others = {each for each in self._others if each.is_running} | {response}
         await response.start()
 
-    def _input(self, body: ResponseBody) -> list[Item]:
+    def _input(self, body: ResponseBody) -> Sequence[Item]:
         if body.input is None:
-            return list(self._conversation.items)
+            return self._conversation.items
         return [
             self._conversation.find(each.id, param="response.input.id") if isinstance(each, ItemReference) else each
             for each in body.input

@@ -2,9 +2,10 @@
 
 import base64
 import io
+import sys
 import wave
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, cast
 from uuid import uuid4
 
 from pydantic import Field, PrivateAttr
@@ -13,13 +14,16 @@ from stagemesh.client import AudioFile, Message, Part, ToolCall
 from stagemesh.common.errors import OverloadedError
 from stagemesh.common.requests.turn_content import shorten
 from stagemesh.gateway.audio import PCM_RATE_HZ
-from stagemesh.gateway.body import Body
+from stagemesh.gateway.body import MAX_ITEMS, Body, Items
 from stagemesh.gateway.content import Url, decode_base64, file_at
 from stagemesh.gateway.errors import ParameterError, RealtimeError
 
 PCM_BYTES_PER_S = 2 * PCM_RATE_HZ
 _MAX_BYTES = 32 << 20
-"""The limit for the items of a conversation, as JSON."""
+"""The limit for the items of a conversation, in memory."""
+_ROOT = "root"
+_OBJECT_BYTES = 1200
+"""The memory of an item, or of a content of it, without its texts."""
 
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 ItemId: TypeAlias = Annotated[str, Field(min_length=1, max_length=64)]
@@ -111,7 +115,7 @@ class UserMessage(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["user"]
-    content: Annotated[list[InputContent], Field(min_length=1)]
+    content: Annotated[Items[InputContent], Field(min_length=1)]
 
 
 class SystemMessage(_Item):
@@ -119,7 +123,7 @@ class SystemMessage(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["system"]
-    content: Annotated[list[InputText], Field(min_length=1)]
+    content: Annotated[Items[InputText], Field(min_length=1)]
 
 
 class AssistantMessage(_Item):
@@ -127,7 +131,7 @@ class AssistantMessage(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
-    content: Annotated[list[OutputContent], Field(min_length=1)]
+    content: Annotated[Items[OutputContent], Field(min_length=1)]
     _audio_bytes: int = PrivateAttr(default=0)
 
     @property
@@ -191,11 +195,15 @@ Item: TypeAlias = UserMessage | SystemMessage | AssistantMessage | FunctionCallI
 
 
 class Conversation:
-    """The items of a conversation, in order."""
+    """The items of a conversation, in order. An insertion takes the same time for any number of items."""
 
     def __init__(self) -> None:
         self.id = f"conv_{uuid4().hex}"
-        self._items: list[Item] = []
+        self._items: dict[str, Item] = {}
+        # A ring of ids: the order of the items, which starts and ends at the root.
+        self._after, self._before = {_ROOT: _ROOT}, {_ROOT: _ROOT}
+        self._sizes: dict[str, int] = {}
+        self._size_bytes = 0
 
     def insert(self, item: Item, *, previous_id: str | None = None) -> str | None:
         """Inserts an item after another one, or at the end. "root" stands for the begin. Returns the id before it.
@@ -205,46 +213,59 @@ class Conversation:
         """
         if item.id is None:
             item.id = f"item_{uuid4().hex}"
-        elif any(each.id == item.id for each in self._items):
+        elif item.id in self._after:
             raise RealtimeError(
                 f"an item with the id {item.id!r} exists; use another id",
                 code="item_create_duplicate_item_id",
                 param="item.id",
             )
-        size_bytes = _size_bytes(item)
-        if size_bytes + sum(map(_size_bytes, self._items)) > _MAX_BYTES:
+        if self._size_bytes + _size_bytes(item) > _MAX_BYTES or len(self._items) >= MAX_ITEMS:
             raise OverloadedError(
-                f"the conversation would exceed {_MAX_BYTES:,} bytes; delete older items", reason="SESSION_TOO_LARGE"
+                f"the conversation would exceed {_MAX_BYTES:,} bytes or {MAX_ITEMS:,} items; delete older items",
+                reason="SESSION_TOO_LARGE",
             )
-        index = len(self._items)
-        if previous_id is not None:
-            index = 0 if previous_id == "root" else self._index(previous_id, param="previous_item_id") + 1
-        self._items.insert(index, item)
-        return self._items[index - 1].key if index else None
+        before = previous_id or self._before[_ROOT]
+        if before != _ROOT:
+            self.find(before, param="previous_item_id")
+        after = self._after[before]
+        self._after[before] = self._before[after] = item.id
+        self._after[item.id], self._before[item.id] = after, before
+        self._items[item.id] = item
+        self.measure(item)
+        return None if before == _ROOT else before
+
+    def measure(self, item: Item) -> None:
+        """Counts the size of an item of the conversation again, after it was inserted or changed."""
+        if item.key in self._items:
+            size_bytes = _size_bytes(item)
+            self._size_bytes += size_bytes - self._sizes.get(item.key, 0)
+            self._sizes[item.key] = size_bytes
 
     def find(self, item_id: str, *, param: str = "item_id") -> Item:
         """Returns an item. Raises ParameterError if it does not exist."""
-        return self._items[self._index(item_id, param=param)]
+        if item_id not in self._items:
+            raise ParameterError(param, f"the conversation has no item {item_id!r}")
+        return self._items[item_id]
 
     def delete(self, item_id: str) -> None:
         """Removes an item. Raises ParameterError if it does not exist."""
-        del self._items[self._index(item_id, param="item_id")]
+        del self._items[self.find(item_id).key]
+        after, before = self._after.pop(item_id), self._before.pop(item_id)
+        self._after[before], self._before[after] = after, before
+        self._size_bytes -= self._sizes.pop(item_id)
 
     @property
     def last_id(self) -> str | None:
         """The id of the last item, or None if there is none."""
-        return self._items[-1].key if self._items else None
+        return self._before[_ROOT] if self._items else None
 
     @property
     def items(self) -> Sequence[Item]:
         """All items."""
-        return self._items
-
-    def _index(self, item_id: str, *, param: str) -> int:
-        for index, item in enumerate(self._items):
-            if item.id == item_id:
-                return index
-        raise ParameterError(param, f"the conversation has no item {item_id!r}")
+        found = list[Item]()
+        while (item_id := self._after[found[-1].key if found else _ROOT]) != _ROOT:
+            found.append(self._items[item_id])
+        return found
 
 
 def to_messages(instructions: str | None, items: Sequence[Item]) -> list[Message]:
@@ -280,22 +301,10 @@ def audio_item(pcm: bytes, *, item_id: str | None) -> UserMessage:
     return UserMessage(role="user", content=[content], id=item_id, status="completed")
 
 
-def _size_bytes(item: Item) -> int:
-    texts: Sequence[str]
-    match item:
-        case UserMessage() | SystemMessage():
-            texts = [
-                each.text
-                if isinstance(each, InputText)
-                else each.audio
-                if isinstance(each, InputAudioContent)
-                else each.image_url
-                for each in item.content
-            ]
-        case AssistantMessage():
-            texts = [item.text]
-        case FunctionCallItem():
-            texts = [item.name, item.arguments]
-        case FunctionCallOutput():
-            texts = [item.output]
-    return 200 + sum(map(len, texts))
+def _size_bytes(value: object) -> int:
+    """Returns the memory of an item, or of a value in it, in bytes."""
+    if isinstance(value, Body):
+        return _OBJECT_BYTES + sum(map(_size_bytes, vars(value).values()))
+    if isinstance(value, list):
+        return sys.getsizeof(value) + sum(map(_size_bytes, cast("list[object]", value)))
+    return sys.getsizeof(value) if isinstance(value, str) else 0

@@ -188,6 +188,7 @@ class Response:
         fields = {"response_id": self.id, "output_index": self._output.index(item), "item": item.to_json()}
         await self._send("response.output_item.done", **fields)
         if self._conversation is not None:
+            self._conversation.measure(item)
             await self._send("conversation.item.done", item=item.to_json())
 
     async def _end(self, status: Status, details: Mapping[str, Any]) -> None:

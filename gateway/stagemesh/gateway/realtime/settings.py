@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 from pydantic import Field
 
 from stagemesh.client import GenerateArguments, TurnDetection
-from stagemesh.gateway.body import Body, Function, Object, StageBody, option_values
+from stagemesh.gateway.body import Body, Function, Items, Object, StageBody, option_values
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.realtime.items import ItemBody, ItemReference
@@ -98,7 +98,7 @@ class CommonSettings(Body):
     """The settings that conversations and single responses have in common."""
 
     instructions: str | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     parallel_tool_calls: Literal[True] | None = None
     prompt: None = None
     reasoning: None = None
@@ -183,7 +183,7 @@ class ResponseBody(CommonSettings):
     tool_choice: ToolChoice | None = None
     audio: ResponseAudio | None = None
     conversation: Literal["auto", "none"] = "auto"
-    input: list[ItemBody | ItemReference] | None = None
+    input: Items[ItemBody | ItemReference] | None = None
     metadata: dict[str, str] | None = None
 
     def settings(self, of_conversation: Settings) -> Settings:

@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, cast
 from uuid import uuid4
 
@@ -22,7 +23,7 @@ from stagemesh.client import (
 )
 from stagemesh.gateway.answers import DONE, limit_logprob, now_s, respond, sse, usage_of
 from stagemesh.gateway.audio import AudioFormat, make_encoder
-from stagemesh.gateway.body import Body, Function, Object, SamplingBody, option_values
+from stagemesh.gateway.body import Body, Function, Items, Object, SamplingBody, aside, option_values, read_json
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import MessageBody
 from stagemesh.gateway.errors import ParameterError
@@ -94,23 +95,23 @@ class StructuredOutputs(Body):
 
     json_: Annotated[Object | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
 
 
 class ChatBody(SamplingBody):
     """The body of a request for a chat completion."""
 
-    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    messages: Annotated[Items[MessageBody], Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0)] = None
-    tools: list[ToolBody] | None = None
+    tools: Items[ToolBody] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    modalities: list[Literal["text", "audio"]] | None = None
+    modalities: Items[Literal["text", "audio"]] | None = None
     audio: AudioBody | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -196,10 +197,12 @@ class ChatBody(SamplingBody):
 
 
 @router.post("/v1/chat/completions")
-async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation."""
+    body = await read_json(request, ChatBody)
     model = await find_model(request, body.model)
-    events = model.client.generate(**body.arguments(model))
+    arguments = await aside(partial(body.arguments, model), size_bytes=len(await request.body()))
+    events = model.client.generate(**arguments)
     answer = _Answer(body, model, f"chatcmpl-{events.request_id}")
     return await respond(request, events, streams=body.stream, chunks=answer.chunks, whole=answer.whole)
 

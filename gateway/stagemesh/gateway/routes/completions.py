@@ -17,7 +17,7 @@ from stagemesh.client import (
     TokenLogprobs,
 )
 from stagemesh.gateway.answers import DONE, limit_logprob, now_s, respond, sse, usage_of
-from stagemesh.gateway.body import SamplingBody
+from stagemesh.gateway.body import Items, SamplingBody, TokenIds, read_json
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.routes.chat import FINISH_REASONS
@@ -30,7 +30,7 @@ _MAX_TOKENS = 16
 class CompletionBody(SamplingBody):
     """The body of a request for a completion."""
 
-    prompt: str | list[str] | list[int]
+    prompt: str | Items[str] | TokenIds
     max_tokens: int | None = None
     """16 by default, as in OpenAI's API."""
     logprobs: Annotated[int | None, Field(ge=0)] = None
@@ -53,8 +53,9 @@ class CompletionBody(SamplingBody):
 
 
 @router.post("/v1/completions")
-async def create_completion(body: CompletionBody, request: Request) -> Response:
+async def create_completion(request: Request) -> Response:
     """Continues a text."""
+    body = await read_json(request, CompletionBody)
     model = await find_model(request, body.model)
     events = model.client.generate(**body.arguments(model))
     fields = {"id": f"cmpl-{events.request_id}", "object": "text_completion", "created": now_s(), "model": model.id}

@@ -6,17 +6,16 @@ import base64
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
-from starlette.datastructures import UploadFile
 
 from stagemesh.client import AsyncResponseStream, Content, Event, GenerateArguments, Image, ImageFile
 from stagemesh.common.errors import InternalError
 from stagemesh.gateway.answers import now_s, respond, sse
-from stagemesh.gateway.body import StageBody, validate
+from stagemesh.gateway.body import Form, StageBody, read_form, read_json, validate
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
 
@@ -76,45 +75,26 @@ def size_options(size: str | None, model: Model) -> Mapping[str, int]:
 
 
 @router.post("/v1/images/generations")
-async def create_image(body: ImageBody, request: Request) -> Response:
+async def create_image(request: Request) -> Response:
     """Makes images of a prompt."""
+    body = await read_json(request, ImageBody)
     return await _answer(body, request, body.prompt)
 
 
 @router.post("/v1/images/edits")
 async def edit_image(request: Request) -> Response:
     """Makes images of images and a prompt. The body is a form with files."""
-    form = await read_images(request, name="image", max_files=_MAX_FILES)
-    if not form.images:
-        raise ParameterError("image", "it is missing; send at least one file")
+    form = await read_form(request, file="image", max_files=_MAX_FILES)
     body = validate(ImageBody, form.fields)
-    return await _answer(body, request, [*form.images, body.prompt])
+    return await _answer(body, request, [*images_of(form, param="image"), body.prompt])
 
 
-class ImageForm(NamedTuple):
-    """The parts of a form: the fields by name, and the files, which are images."""
-
-    fields: dict[str, str]
-    images: list[ImageFile]
-
-
-async def read_images(request: Request, *, name: str, max_files: int) -> ImageForm:
-    """Reads a form whose files are images with the name `name`. A name that ends with [] has this end removed.
-
-    Raises ParameterError if a file has another name, or is not an image of a known type.
-    """
-    images = list[ImageFile]()
-    async with request.form(max_files=max_files) as form:
-        for key, file in form.multi_items():
-            if not isinstance(file, UploadFile):
-                continue
-            param, media_type = key.removesuffix("[]"), file.content_type
-            if param != name:
-                raise ParameterError(param, "this parameter is not supported")
-            if media_type not in _MEDIA_TYPES:
-                raise ParameterError(param, f"its type is {media_type!r}; send one of {', '.join(_MEDIA_TYPES)}")
-            images.append(ImageFile(await file.read(), media_type))
-        return ImageForm({key: value for key, value in form.items() if isinstance(value, str)}, images)
+def images_of(form: Form, *, param: str) -> list[ImageFile]:
+    """Returns the files of a form as images. Raises ParameterError if one is not an image of a known type."""
+    for file in form.files:
+        if file.media_type not in _MEDIA_TYPES:
+            raise ParameterError(param, f"its type is {file.media_type[:100]!r}; send one of {', '.join(_MEDIA_TYPES)}")
+    return [ImageFile(file.content, file.media_type) for file in form.files]
 
 
 async def _answer(body: ImageBody, request: Request, prompt: Content) -> Response:

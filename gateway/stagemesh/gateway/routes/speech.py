@@ -28,7 +28,7 @@ from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, token_counts
 from stagemesh.gateway.audio import MEDIA_TYPES, PCM_RATE_HZ, AudioFormat, make_encoder
-from stagemesh.gateway.body import Object, StageBody, option_values
+from stagemesh.gateway.body import Object, StageBody, option_values, read_json
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import Url, file_at
 from stagemesh.gateway.errors import ParameterError
@@ -88,8 +88,9 @@ class SpeechBody(VoiceBody):
 
 
 @router.post("/v1/audio/speech")
-async def create_speech(body: SpeechBody, request: Request) -> Response:
+async def create_speech(request: Request) -> Response:
     """Speaks a text. A pipeline whose language model would answer it speaks it without the language model."""
+    body = await read_json(request, SpeechBody)
     model = await find_model(request, body.model)
     reference = body.reference()
     created = None if body.voice is None else await find_created_voice(request, body.voice, model)

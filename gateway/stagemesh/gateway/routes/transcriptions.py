@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import Field, field_validator
-from pydantic_core import from_json
 
 from stagemesh.client import AsyncResponseStream, AudioFile, Event, Finished, GenerateArguments, Message, Text
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.gateway.answers import sse, stream, token_counts, until_disconnected
 from stagemesh.gateway.audio import find_media_type, measure
-from stagemesh.gateway.body import SamplingBody, option_values, read_form, validate
+from stagemesh.gateway.body import SamplingBody, decode_json, option_values, read_form, validate
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
 
@@ -36,7 +36,10 @@ class TranscriptionBody(SamplingBody):
     @classmethod
     def _parse(cls, value: object) -> object:
         """Returns the object of a field, which a form contains as JSON."""
-        return from_json(value) if isinstance(value, str) else value
+        try:
+            return decode_json(value.encode(), fault="it is not JSON") if isinstance(value, str) else value
+        except InvalidRequestError as exc:
+            raise ValueError(exc.message) from exc
 
     def arguments(self, model: Model, audio: AudioFile) -> GenerateArguments:
         """Returns the arguments of the client for this request, without the prompt of a pipeline without messages."""
@@ -66,16 +69,17 @@ class TranscriptionBody(SamplingBody):
 async def create_transcription(request: Request) -> Response:
     """Transcribes speech. The body is a form with the file `file`."""
     form = await read_form(request, file=_FILE, max_bytes=_MAX_BYTES)
+    data = form.files[0].content
     body = validate(TranscriptionBody, form.fields)
     if body.stream and body.response_format != "json":
         raise ParameterError("response_format", f"a stream has json alone, but it is {body.response_format!r}")
     model = await find_model(request, body.model)
     if not model.reads_media:
         raise ParameterError("model", f"the model {model.id!r} reads no audio; use a model that reads audio")
-    audio = AudioFile(form.data, await asyncio.to_thread(find_media_type, form.data, param=_FILE))
+    audio = AudioFile(data, await asyncio.to_thread(find_media_type, data, param=_FILE))
     details: dict[str, Any] = {}
     if body.response_format == "verbose_json":
-        measured = await asyncio.to_thread(measure, form.data, param=_FILE)
+        measured = await asyncio.to_thread(measure, data, param=_FILE)
         details = {"task": "transcribe", "language": body.language, "duration": round(measured.duration_s, 3)}
     arguments = body.arguments(model, audio)
     events = model.client.generate(None if "messages" in arguments else [audio], **arguments)

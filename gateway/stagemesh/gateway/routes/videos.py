@@ -1,23 +1,21 @@
 """`/v1/videos`: videos that a pipeline makes as jobs."""
 
-import shutil
-import tempfile
+import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import FileResponse
+from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
-from starlette.background import BackgroundTask
 
-from stagemesh.client import Content, GenerateArguments, Job
+from stagemesh.client import Content, GenerateArguments, Job, MediaFile
+from stagemesh.client.media_transfer import stream_file
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError
-from stagemesh.gateway.body import StageBody, option_values, validate
+from stagemesh.gateway.body import StageBody, is_json, option_values, read_form, read_json, validate
 from stagemesh.gateway.catalog import Model, find_model, find_models
-from stagemesh.gateway.errors import ParameterError
-from stagemesh.gateway.routes.images import read_images, size_options
+from stagemesh.gateway.errors import ParameterError, error_response
+from stagemesh.gateway.routes.images import images_of, size_options
 
 router = APIRouter()
 
@@ -25,6 +23,8 @@ _MARK = "openai_object"
 """The label of jobs that are videos."""
 _VIDEO = "video"
 _LABEL_LENGTH = 1024
+_IMAGE = "input_reference"
+_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 _STATUSES: Mapping[str, str] = {
     "queued": "queued",
     "running": "in_progress",
@@ -103,22 +103,55 @@ async def read_video(video_id: str, request: Request) -> dict[str, Any]:
     return _to_object((await _find(request, video_id)).job)
 
 
-@router.get("/v1/videos/{video_id}/content")
-async def read_content(video_id: str, request: Request, variant: str = _VIDEO) -> FileResponse:
-    """Returns the file of a video."""
+@router.api_route("/v1/videos/{video_id}/content", methods=["GET", "HEAD"])
+async def read_content(video_id: str, request: Request, variant: str = _VIDEO) -> Response:
+    """Returns the file of a video, or one range of it, while it is read from the store."""
     if variant != _VIDEO:
         raise ParameterError("variant", f"{variant[:40]!r} is not supported; use {_VIDEO!r}")
     model, job = await _find(request, video_id)
     if job.state != "succeeded":
         raise NotReadyError(f"the video {video_id} is {_STATUSES[job.state]}; read its content when it is completed")
     file = next(file for output in job.outputs for file in output.files)
-    folder = Path(tempfile.mkdtemp(prefix="video-"))
-    try:
-        await model.client.download(file, folder / _VIDEO)
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-    return FileResponse(folder / _VIDEO, media_type=file.media_type, background=BackgroundTask(shutil.rmtree, folder))
+    headers = {"Accept-Ranges": "bytes", "ETag": f'"{file.sha256.hex()}"'}
+    begin, end, status = 0, file.size_bytes, 200
+    wanted = request.headers.get("range", "")
+    if wanted.startswith("bytes=") and request.headers.get("if-range") in {None, headers["ETag"]}:
+        found = _find_range(wanted, file.size_bytes)
+        if found is None:
+            error = ParameterError(
+                "Range", f"it is not one range of the {file.size_bytes} bytes; send bytes=FIRST-LAST"
+            )
+            response = error_response(error)
+            response.status_code, response.headers["Content-Range"] = 416, f"bytes */{file.size_bytes}"
+            return response
+        (begin, end), status = found, 206
+        headers["Content-Range"] = f"bytes {begin}-{end - 1}/{file.size_bytes}"
+    headers["Content-Length"] = str(end - begin)
+    if request.method == "HEAD":
+        return Response(None, status, headers, file.media_type)
+    return StreamingResponse(_read(model, file, begin, end), status, headers, file.media_type)
+
+
+def _find_range(wanted: str, size_bytes: int) -> tuple[int, int] | None:
+    """Returns the first byte and the end of a range. None if it is none of the file, or if there are several."""
+    found = _RANGE.fullmatch(wanted)
+    if found is None or not any(found.groups()):
+        return None
+    first, last = (int(each) if each else None for each in found.groups())
+    begin = max(0, size_bytes - (last or 0)) if first is None else first
+    end = size_bytes if first is None or last is None else min(last + 1, size_bytes)
+    return (begin, end) if begin < end else None
+
+
+async def _read(model: Model, file: MediaFile, begin: int, end: int) -> AsyncGenerator[bytes]:
+    async with aclosing(stream_file(model.client, file, offset=begin)) as responses:
+        async for response in responses:
+            data, offset = response.media.data, response.media.offset
+            if part := data[max(0, begin - offset) : max(0, end - offset)]:
+                yield part
+            if offset + len(data) >= end:
+                return
+    raise InvalidRequestError(f"{file.uri} ends before byte {end}; make the video again", reason="MEDIA_MISMATCH")
 
 
 @router.delete("/v1/videos/{video_id}")
@@ -130,16 +163,12 @@ async def delete_video(video_id: str, request: Request) -> dict[str, Any]:
 
 
 async def _read_body(request: Request) -> tuple[VideoBody, Content]:
-    if request.headers.get("content-type", "").startswith("application/json"):
-        try:
-            values = await request.json()
-        except ValueError as exc:
-            raise InvalidRequestError(f"the body is not JSON: {exc}") from exc
-        body = validate(VideoBody, values)
+    if is_json(request):
+        body = await read_json(request, VideoBody)
         return body, body.prompt
-    form = await read_images(request, name="input_reference", max_files=1)
+    form = await read_form(request, file=_IMAGE, min_files=0)
     body = validate(VideoBody, form.fields)
-    return body, [*form.images, body.prompt] if form.images else body.prompt
+    return body, [*images_of(form, param=_IMAGE), body.prompt] if form.files else body.prompt
 
 
 async def _models(request: Request) -> list[Model]:

@@ -46,10 +46,11 @@ async def create_voice(request: Request) -> dict[str, Any]:
     # Raises an error for a caller that the orchestrator rejects, before the body is read.
     owner = await find_owner(request)
     form = await read_form(request, file=_FILE, max_bytes=MAX_BYTES)
+    data = form.files[0].content
     body = validate(CreateVoiceBody, form.fields)
     _check_name(body.name, await find_models(request))
-    voice = await asyncio.to_thread(_describe, body, form.data)
-    await asyncio.to_thread(store.create, owner, StoredVoice(voice, form.data))
+    voice = await asyncio.to_thread(_describe, body, data)
+    await asyncio.to_thread(store.create, owner, StoredVoice(voice, data))
     return _to_object(voice)
 
 
