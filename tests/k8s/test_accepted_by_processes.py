@@ -68,7 +68,7 @@ def test_orchestrators_accept_their_tokens(tmp_path: Path) -> None:
 def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) -> None:
     release = Release(at("gateway", {"enabled": True, **settings}))
     config = read_config(GatewayConfig, release.pod("gateway").annotations["stagemesh.dev/gateway"], tmp_path)
-    assert config.max_body_bytes == settings.get("maxBodyBytes", 64 << 20)
+    assert config.max_body_bytes == settings.get("maxBodyBytes", 16 << 20)
     assert config.max_websockets == settings.get("maxWebsockets", 256)
     assert config.page == settings.get("page", True)
     assert (config.voices is not None) == ("voicesClaim" in settings)

@@ -27,7 +27,14 @@ def test_probes_ask_for_the_health_of_the_gateway(secret: str, scheme: str) -> N
     container = Release(GATEWAY, at("gateway.httpsSecret", secret)).container("gateway")
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert container[probe]["httpGet"] == {"port": "http", "path": "/health", "scheme": scheme}
-    assert container["ports"] == [{"name": "http", "containerPort": HTTP, "protocol": "TCP"}]
+    assert {"name": "http", "containerPort": HTTP, "protocol": "TCP"} in container["ports"]
+
+
+def test_gateways_know_the_names_at_which_clients_call_them() -> None:
+    ingress = at("gateway.ingress", {"enabled": True, "host": "ai.example.com"})
+    hosts = Release(GATEWAY, ingress, at("gateway.hosts", ["ai.example.net"])).config("gateway")["hosts"]
+    inside = ["release-gateway", "release-gateway.models", "release-gateway.models.svc"]
+    assert hosts == [*inside, "release-gateway.models.svc.cluster.local", "ai.example.com", "ai.example.net"]
 
 
 def test_a_gateway_stores_voices_in_the_given_claim() -> None:
@@ -80,5 +87,9 @@ def test_prometheus_scrapes_the_gateways(monitor: str) -> None:
     kind = monitor[0].upper() + monitor[1:]
     endpoints = "endpoints" if kind == "ServiceMonitor" else "podMetricsEndpoints"
     (endpoint,) = release[f"{kind}/release-gateway"]["spec"][endpoints]
-    assert settings(endpoint, "port", "path", "scheme") == ["http", "/metrics", "https"]
-    assert Network(release).sources("gateway 8000") == {"prometheus"}
+    assert settings(endpoint, "port", "path", "scheme") == ["metrics", "/metrics", None]
+    assert release.config("gateway")["metrics_listen"] == "0.0.0.0:9464"
+    assert {"name": "metrics", "containerPort": 9464, "protocol": "TCP"} in release.container("gateway")["ports"]
+    assert field(release["Service/release-gateway-metrics"], "spec.ports.0.port") == 9464
+    assert Network(release).sources("gateway 8000") == set()
+    assert Network(release).sources("gateway 9464") == {"prometheus"}

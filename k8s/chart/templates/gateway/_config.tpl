@@ -3,6 +3,8 @@
 {{- $config := dict
   "listen" "0.0.0.0:8000"
   "servers" (list (list (include "stagemesh.clientAddress" .)))
+  "hosts" (include "stagemesh.gatewayHosts" . | fromJsonArray)
+  "metrics_listen" "0.0.0.0:9464"
   "max_body_bytes" .Values.gateway.maxBodyBytes
   "max_websockets" .Values.gateway.maxWebsockets
   "page" .Values.gateway.page
@@ -17,6 +19,17 @@
   {{- $_ := set $config "voices" "/voices" -}}
 {{- end -}}
 {{- toPrettyJson $config -}}
+{{- end -}}
+
+{{/* The names by which clients may call the gateways, as a JSON array. Argument: the root. */}}
+{{- define "stagemesh.gatewayHosts" -}}
+{{- $name := printf "%s-gateway" (include "stagemesh.fullname" .) -}}
+{{- $inside := list $name (printf "%s.%s" $name .Release.Namespace) (printf "%s.%s.svc" $name .Release.Namespace) -}}
+{{- $hosts := append $inside (include "stagemesh.serviceHost" (list . $name)) -}}
+{{- if .Values.gateway.ingress.enabled -}}
+  {{- $hosts = append $hosts .Values.gateway.ingress.host -}}
+{{- end -}}
+{{- concat $hosts .Values.gateway.hosts | uniq | toJson -}}
 {{- end -}}
 
 {{/* A probe by HTTP. Arguments: (list root period timeout failures). The kubelet accepts any certificate. */}}
