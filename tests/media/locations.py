@@ -3,7 +3,7 @@
 import socket
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -66,7 +66,14 @@ def web_server(content: bytes | None) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Prints nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with running_server(Handler) as url:
+        yield url
+
+
+@contextmanager
+def running_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Runs a web server in a thread. Yields its URL."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
@@ -74,6 +81,29 @@ def web_server(content: bytes | None) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def redirecting_server(target: str, *, status: int, methods: Sequence[str]) -> Iterator[str]:
+    """Redirects requests by these methods to `target`, and answers others with 7 bytes. Yields its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(status if self.command in methods else 200)
+            self.send_header("Location", target)
+            self.send_header("Content-Length", "7")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.do_HEAD()
+            with suppress(ConnectionError):
+                self.wfile.write(b"content")
+
+        def log_message(self, *_: object) -> None:
+            """Prints nothing."""
+
+    with running_server(Handler) as url:
+        yield url
 
 
 class Bucket(NamedTuple):

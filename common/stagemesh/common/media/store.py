@@ -12,7 +12,7 @@ from contextlib import aclosing, closing, suppress
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 from urllib.parse import quote
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, PermissionDeniedError
@@ -29,10 +29,12 @@ from stagemesh.common.process.media_config import LOCAL, Location, MediaConfig, 
 from stagemesh.v1 import request_pb2
 
 if TYPE_CHECKING:
+    from aiohttp import ClientResponse
     from fsspec import AbstractFileSystem
 
 _PARTIAL = ".partial"
 _READ_BLOCK_BYTES = 4 << 20
+_WEB = frozenset({"http", "https"})
 
 _Result = TypeVar("_Result")
 
@@ -203,10 +205,15 @@ class MediaStore:
             raise IsADirectoryError(errno.EISDIR, "not a regular file")
 
     def _file_system(self, location: Location) -> "AbstractFileSystem":
+        options: dict[str, Any] = {**self.config.storage_options.get(location.protocol, {})}
+        if location.protocol in _WEB:
+            # A redirection could lead out of the root.
+            session = {**options.get("client_kwargs", {}), "raise_for_status": _refuse_redirection}
+            options |= {"allow_redirects": False, "client_kwargs": session}
         try:
             import fsspec
 
-            return fsspec.filesystem(location.protocol, **self.config.storage_options.get(location.protocol, {}))
+            return fsspec.filesystem(location.protocol, **options)
         except ImportError as exc:
             raise NotReadyError(
                 f"{location.protocol}:// needs a Python package that is not installed: {exc}", reason="MISSING_MODULE"
@@ -283,6 +290,11 @@ def _with_duplicate(file: FetchedFile, function: Callable[[FetchedFile], _Result
             return function(duplicate)
 
     return call
+
+
+async def _refuse_redirection(response: "ClientResponse") -> None:
+    if response.status in range(300, 400):
+        raise OSError(f"{response.url} is a redirection, which is not followed")
 
 
 def _by_descriptor(descriptor: int) -> str:

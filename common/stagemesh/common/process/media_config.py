@@ -4,6 +4,7 @@ A URI is a protocol of fsspec and a path, for example "s3://bucket/key" or "file
 percent-encoded.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,12 @@ from stagemesh.common.process.config import ClientServiceConfig
 LOCAL = "file"
 """The protocol of files in folders."""
 _MAX_URI_LENGTH = 2048
+_EXACT = frozenset({LOCAL, "memory", "s3", "s3a", "gs", "gcs", "az", "abfs"})
+"""The protocols whose libraries request exactly the path of a URI. Others may decode, cut or normalize a path."""
+_UNCHANGED = re.compile(r"[\w.~+,=:/\[\]-]*", re.ASCII)
+"""The paths that no library decodes, cuts or normalizes, if none of their names is empty, "." or ".."."""
+_WRAPPERS = re.compile("async.*|(block|file|simple)cache|cached|data|dir|generic|libarchive|local|reference|tar|zip")
+"""The protocols of fsspec that read files of other file systems, without the checks of those."""
 
 
 class Location(NamedTuple):
@@ -75,6 +82,8 @@ class MediaConfig:
             problem = f"is longer than {_MAX_URI_LENGTH} characters, or contains unprintable ones"
         elif not separator or {"", ".", ".."}.intersection(path.removeprefix("/").split("/")):
             problem = "is not of the form protocol://path without empty names, '.' and '..'"
+        elif not _is_exact(protocol, path):
+            problem = f"has a character other than letters, digits and ._~+,=:[]- of ASCII, which {protocol} may decode"
         elif not any(parse_root(root).contains(Location(protocol, path)) for root in self.roots):
             problem = (
                 f"is outside the allowed roots: {', '.join(parse_root(root).uri for root in self.roots) or 'none'}"
@@ -114,6 +123,12 @@ def parse_root(root: str) -> Location:
         protocol, path = LOCAL, str(Path(root).expanduser())
     stripped = path.rstrip("/")
     names = stripped.removeprefix("/").split("/")
-    if {"", ".", ".."}.intersection(names) or not protocol.isalnum() or (protocol == LOCAL) != path.startswith("/"):
+    is_path = not {"", ".", ".."}.intersection(names) and (protocol == LOCAL) == path.startswith("/")
+    if not is_path or not protocol.isalnum() or _WRAPPERS.fullmatch(protocol) or not _is_exact(protocol, path):
         raise ValueError(f"{root!r} is not a location; write an absolute folder, or a URL such as s3://bucket/prefix")
     return Location(protocol, stripped)
+
+
+def _is_exact(protocol: str, path: str) -> bool:
+    """Returns whether the library of a protocol requests exactly this path."""
+    return protocol in _EXACT or _UNCHANGED.fullmatch(path) is not None
