@@ -1,5 +1,6 @@
 """Qwen-Image-Edit: a prompt has an input image, and invalid images are rejected."""
 
+import io
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -62,7 +63,17 @@ def damaged(at: int) -> bytes:
     return bytes(data)
 
 
-UNREADABLE = (b"", b"not an image", encoded(PIXELS)[:200], damaged(8), damaged(60), b"RIFF\x24\x00\x00\x00WAVEfmt ")
+def bomb() -> bytes:
+    file = io.BytesIO()
+    Image.new("1", (9_500, 9_500)).save(file, "PNG")
+    return file.getvalue()
+
+
+UNREADABLE = (
+    *(b"", b"not an image", encoded(PIXELS)[:200], damaged(8), damaged(60), b"RIFF\x24\x00\x00\x00WAVEfmt "),
+    # Pillow would read the first, and start Ghostscript for the second.
+    *(encoded(PIXELS, "TIFF"), encoded(PIXELS, "EPS"), bomb()),
+)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from PIL import Image
 
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.media.decoding import DecodedBytes
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.fragments import decode_fragment, encode_fragment, split_into_fragments
 from stagemesh.connectors.packets import EdgeKey, Packet
@@ -30,7 +31,7 @@ from stagemesh.orchestrator.session.settings import read_settings
 from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.services.engines.diffusion.serialization import deserialize, serialize
 from stagemesh.services.engines.function.engine import RequestCheckpoints
-from stagemesh.services.engines.media_decoding import DecodedBytes, read_audio, read_image, read_video
+from stagemesh.services.engines.media_decoding import read_audio, read_image, read_video
 from stagemesh.services.engines.prompts import MediaFile, MediaKind
 from stagemesh.services.stage.step.spec import checkpoint_to_wire, rebinding_from_wire, spec_from_wire
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, request_pb2, stage_pb2, tensor_pb2

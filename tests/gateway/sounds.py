@@ -2,7 +2,9 @@
 
 import io
 import wave
+from typing import Any
 
+import av
 import numpy as np
 import numpy.typing as npt
 
@@ -31,3 +33,24 @@ def encode(samples: npt.NDArray[np.float32], media_type: str) -> bytes:
     """Returns a file of a media type."""
     encoder = AudioEncoder(media_type, sample_rate_hz=RATE_HZ)
     return bytes(encoder.push(samples)) + bytes(encoder.finish())
+
+
+def audio_file(codec: str, container: str, *, seconds: float = 1.0, rate_hz: int = 16_000) -> bytes:
+    """Returns a file with silence in one channel, by the names of the codec and the format in FFmpeg."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        stream: Any = output.add_stream(codec, rate=rate_hz)
+        for start in range(0, round(seconds * rate_hz), 1 << 20):
+            samples = min(1 << 20, round(seconds * rate_hz) - start)
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, samples), np.int16), "s16", "mono")
+            frame.sample_rate, frame.pts = rate_hz, start
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    return file.getvalue()
+
+
+def hours_of_silence() -> bytes:
+    """Returns a FLAC file of four megabytes with five hours of silence. The frames of five minutes are repeated."""
+    minutes = audio_file("flac", "flac", seconds=300)
+    begin = minutes.index(b"\xff\xf8")
+    return minutes[:begin] + 60 * minutes[begin:]

@@ -1,6 +1,8 @@
 """Transcriptions, at a gateway in this process, whose orchestrator follows a script."""
 
+import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,13 +11,15 @@ import httpx
 import openai
 import pytest
 
-from stagemesh.common.errors import OverloadedError
+from stagemesh.common.errors import CancelledRequestError, OverloadedError
+from stagemesh.common.media.decoding import DecodedBytes
+from stagemesh.gateway.routes import transcriptions
 from stagemesh.v1.request_pb2 import ROLE_USER
 from stagemesh.v1.signature_pb2 import OptionSpec, Signature
 from stagemesh.v1.tensor_pb2 import TypedValue
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, ended, finished, served, text
 from tests.gateway.making import asking, describe, error_of, serving
-from tests.gateway.sounds import encode, tone, wav
+from tests.gateway.sounds import encode, hours_of_silence, tone, wav
 
 SPEECH = wav(tone(1.5))
 LANGUAGE_MODEL = Signature(media=True, sampling=True)
@@ -187,3 +191,36 @@ async def test_a_caller_that_leaves_cancels_its_request(stream: str) -> None:
             with pytest.raises(httpx.ReadTimeout):
                 await http.post(f"http://{address}/v1/audio/transcriptions", data=form, files=files)
             await orchestrator.hung_up.wait()
+
+
+async def test_a_small_file_with_hours_of_audio_is_rejected() -> None:
+    hours = hours_of_silence()
+    assert len(hours) < 5_000_000
+    async with hearing() as (orchestrator, ai):
+        with pytest.raises(openai.BadRequestError, match="omit response_format verbose_json") as caught:
+            await transcribe(ai, hours, response_format="verbose_json")
+        assert caught.value.code == "media_too_large"
+        assert orchestrator.requests == []
+
+
+async def test_decoding_ends_when_the_caller_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended_early = threading.Event(), threading.Event()
+
+    class Endless(DecodedBytes):
+        """A budget without a limit. Only the end of the request stops the decoder."""
+
+        def add(self, size_bytes: int, kind: str) -> None:
+            begun.set()
+            try:
+                super().add(0, kind)
+            except CancelledRequestError:
+                ended_early.set()
+                raise
+
+    monkeypatch.setattr(transcriptions, "decoding_budget", lambda: Endless(1))
+    async with hearing() as (_, ai):
+        call = asyncio.create_task(transcribe(ai, hours_of_silence(), response_format="verbose_json"))
+        assert await asyncio.to_thread(begun.wait, 20)
+        call.cancel()
+        assert await asyncio.to_thread(ended_early.wait, 20)
+        await asyncio.wait([call])

@@ -13,6 +13,7 @@ from av.container import InputContainer
 from av.error import FFmpegError
 
 from stagemesh.client import AudioChunk
+from stagemesh.common.media.decoding import DecodedBytes, check_codec, open_container
 from stagemesh.common.media.encodings import AudioEncoder
 from stagemesh.gateway.errors import ParameterError
 
@@ -27,6 +28,9 @@ _MEDIA_TYPES: Mapping[str, str] = {
 }
 """The media types of audio files by the name of FFmpeg's format."""
 FORMATS = "wav, mp3, flac, ogg, aac, mp4 or webm"
+MAX_DECODED_BYTES = 1 << 30
+"""The limit for decoded audio of one request, mixed to one channel of float32: 93 minutes at 48 kHz."""
+_BLOCK_SAMPLES = 1 << 16
 _WAV_HEADER_BYTES = 8
 _WAV_SLACK_BYTES = 64
 _WAV_UNKNOWN_BYTES = 0x7FFF_0000
@@ -41,6 +45,11 @@ class Measured(NamedTuple):
     """The largest absolute value of a sample, at most 1."""
 
 
+def decoding_budget() -> DecodedBytes:
+    """Returns the budget of one request for decoded audio."""
+    return DecodedBytes(MAX_DECODED_BYTES, remedy="omit response_format verbose_json, which needs the audio's length")
+
+
 def find_media_type(data: bytes, *, param: str) -> str:
     """Returns the media type of an audio file by its content. Blocks for a short time.
 
@@ -50,16 +59,18 @@ def find_media_type(data: bytes, *, param: str) -> str:
         return _media_type_of(container)
 
 
-def measure(data: bytes, *, param: str, max_s: float | None = None) -> Measured:
+def measure(data: bytes, *, param: str, max_s: float | None = None, decoded: DecodedBytes | None = None) -> Measured:
     """Decodes an audio file, and measures its audio. Blocks. Stops when the audio exceeds `max_s` seconds.
 
-    Raises ParameterError (INVALID_MEDIA) if it is not a file of a known format with audio, or is damaged.
+    Adds the size of the audio to `decoded`, or to a new budget. Raises ParameterError (INVALID_MEDIA) if it is not a
+    file of a known format with audio, or is damaged, and the errors of `DecodedBytes.add`.
     """
     _check_wav_size(data, param)
-    samples, peak = 0, 0.0
+    samples, peak, decoded = 0, 0.0, decoded or decoding_budget()
     with _opened(data, param) as container:
         rate_hz = container.streams.audio[0].rate
         for fragment in _fragments(container):
+            decoded.add(fragment.nbytes, "audio")
             if not np.isfinite(fragment).all():
                 raise _damaged(param, "not all of its samples are finite")
             samples, peak = samples + len(fragment), max(peak, float(np.abs(fragment).max(initial=0.0)))
@@ -72,7 +83,7 @@ def measure(data: bytes, *, param: str, max_s: float | None = None) -> Measured:
 
 def _fragments(container: InputContainer) -> Iterator[npt.NDArray[np.float32]]:
     stream = container.streams.audio[0]
-    resampler = av.AudioResampler(format="fltp", layout="mono", rate=stream.rate)
+    resampler = av.AudioResampler(format="fltp", layout="mono", rate=stream.rate, frame_size=_BLOCK_SAMPLES)
     # None flushes the resampler.
     for frame in chain(container.decode(stream), [None]):
         for resampled in resampler.resample(frame):
@@ -82,13 +93,13 @@ def _fragments(container: InputContainer) -> Iterator[npt.NDArray[np.float32]]:
 @contextmanager
 def _opened(data: bytes, param: str) -> Generator[InputContainer]:
     try:
-        # FFmpeg would open the addresses that playlist formats list.
-        with av.open(io.BytesIO(data), "r", options={"format_whitelist": ",".join(_MEDIA_TYPES)}) as container:
+        with open_container(io.BytesIO(data), list(_MEDIA_TYPES)) as container:
             if not container.streams.audio:
                 raise _damaged(param, "it has no audio")
+            check_codec(container.streams.audio[0])
             yield container
-    except FFmpegError as exc:
-        raise _damaged(param, exc.strerror or str(exc)) from exc
+    except (FFmpegError, ValueError) as exc:
+        raise _damaged(param, getattr(exc, "strerror", None) or str(exc)) from exc
 
 
 def _media_type_of(container: InputContainer) -> str:

@@ -16,8 +16,9 @@ from pydantic import JsonValue
 from vllm.multimodal.parse import MultiModalDataParser
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnsupportedError
+from stagemesh.common.media.decoding import DecodedBytes
 from stagemesh.services.engines.base import Checkpoint, SamplingOptions, Task
-from stagemesh.services.engines.media_decoding import DecodedBytes, read_video
+from stagemesh.services.engines.media_decoding import read_video
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile, Medium, Part, RawPrompt, Samples
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.media import check_audio_tracks, decode_media
@@ -207,6 +208,12 @@ async def test_audio_is_resampled_to_the_models_rate(audio_engine: VllmEngine) -
     events = await collect(audio_engine.submit(asked(audio_samples(1.0, rate_hz=48_000))))
     expected = await collect(audio_engine.submit(asked(audio_samples(1.0))))
     assert events[-1] == expected[-1]
+
+
+async def test_samples_of_a_low_rate_count_as_they_are_after_resampling(audio_engine: VllmEngine) -> None:
+    hours = Samples(np.zeros(5_000, np.float32), 1)
+    with raises(InvalidRequestError, reason="MEDIA_TOO_LARGE"):
+        await collect(audio_engine.submit(asked(hours)))
 
 
 # -- video: video models need torchvision, so these tests end at vLLM's input

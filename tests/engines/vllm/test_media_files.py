@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.engines.media_decoding import DecodedBytes, read_audio, read_image, read_samples, read_video
+from stagemesh.common.media.decoding import DecodedBytes
+from stagemesh.services.engines.media_decoding import read_audio, read_image, read_samples, read_video
 from stagemesh.services.engines.prompts import MediaFile, Samples
 from tests.engines.vllm.media_files import encoded, pixels, tone, video_file, wav
 

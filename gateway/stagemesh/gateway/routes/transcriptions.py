@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import closing
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -10,8 +12,9 @@ from pydantic import Field, field_validator
 
 from stagemesh.client import AsyncResponseStream, AudioFile, Event, Finished, GenerateArguments, Message, Text
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.process.host import bulk_threads
 from stagemesh.gateway.answers import sse, stream, token_counts, until_disconnected
-from stagemesh.gateway.audio import find_media_type, measure
+from stagemesh.gateway.audio import decoding_budget, find_media_type, measure
 from stagemesh.gateway.body import SamplingBody, decode_json, option_values, read_form, validate
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
@@ -79,7 +82,11 @@ async def create_transcription(request: Request) -> Response:
     audio = AudioFile(data, await asyncio.to_thread(find_media_type, data, param=_FILE))
     details: dict[str, Any] = {}
     if body.response_format == "verbose_json":
-        measured = await asyncio.to_thread(measure, data, param=_FILE)
+        # If the caller disconnects, decoding ends.
+        with closing(decoding_budget()) as decoded:
+            work = partial(measure, data, param=_FILE, decoded=decoded)
+            running = asyncio.get_running_loop().run_in_executor(bulk_threads(), work)
+            measured = await until_disconnected(request, running)
         details = {"task": "transcribe", "language": body.language, "duration": round(measured.duration_s, 3)}
     arguments = body.arguments(model, audio)
     events = model.client.generate(None if "messages" in arguments else [audio], **arguments)

@@ -5,13 +5,14 @@ import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.media.decoding import DecodedBytes, check_codec, open_container
 from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.prompts import MEDIA_TYPES, MediaFile, MediaKind, Medium, Samples
 
@@ -50,40 +51,24 @@ class DecodedVideo(NamedTuple):
     """vLLM's metadata of the whole video. Includes the indices of the decoded frames."""
 
 
-class DecodedBytes:
-    """The total size of the decoded media of one request, in bytes. Must not exceed `limit_bytes`."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._bytes = 0
-
-    def add(self, size_bytes: int, kind: MediaKind) -> None:
-        """Adds the decoded size of a medium, or of a part of a medium, in bytes.
-
-        Raises InvalidRequestError (MEDIA_TOO_LARGE) if the total size exceeds the limit.
-        """
-        self._bytes += size_bytes
-        if self._bytes > self._limit_bytes:
-            raise InvalidRequestError(
-                f"the request's media have at least {self._bytes} bytes when decoded (the {kind} exceeds the limit of "
-                f"{self._limit_bytes}); send smaller or fewer media, or start the stage with a larger media_bytes",
-                reason="MEDIA_TOO_LARGE",
-            )
-
-
 def read_image(file: MediaFile, decoded: DecodedBytes) -> Image.Image:
     """Decodes the first image of a file. Adds the image's decoded size to `decoded`.
 
     Raises InvalidRequestError if the image is damaged, too large or too narrow.
     """
     with file.open() as content:
-        with _reading("image"):
-            # Only the declared format is allowed, because some of Pillow's formats start other programs.
-            image = Image.open(content, formats=[MEDIA_TYPES["image"][file.media_type]])
-        _check_sides("image", image.width, image.height)
-        decoded.add(image.width * image.height * _RGB, "image")
-        with _reading("image"):
-            image.load()
+        return read_open_image(content, decoded, formats=[MEDIA_TYPES["image"][file.media_type]])
+
+
+def read_open_image(content: IO[bytes], decoded: DecodedBytes, *, formats: list[str]) -> Image.Image:
+    """Decodes the first image of an open file of one of the formats, by their names in Pillow. See `read_image`."""
+    with _reading("image"):
+        # Some of Pillow's other formats start other programs.
+        image = Image.open(content, formats=formats)
+    _check_sides("image", image.width, image.height)
+    decoded.add(image.width * image.height * _RGB, "image")
+    with _reading("image"):
+        image.load()
     return image
 
 
@@ -116,6 +101,7 @@ def read_audio(file: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
         from av import AudioResampler
 
         stream = container.streams.audio[0]
+        check_codec(stream)
         resampler = AudioResampler(format="fltp", layout="mono", rate=stream.rate)
         # None flushes the resampler.
         for frame in chain(container.decode(stream), [None]):
@@ -152,6 +138,7 @@ def read_video(file: MediaFile, decoded: DecodedBytes, *, max_frames: int) -> De
         if not container.streams.video:
             raise _damaged("video", "it has no frames")
         stream = container.streams.video[0]
+        check_codec(stream)
         width, height = stream.codec_context.width, stream.codec_context.height
         _check_sides("video", width, height)
         # With several threads, FFmpeg's decoder of VP8 hangs on some damaged files.
@@ -161,7 +148,7 @@ def read_video(file: MediaFile, decoded: DecodedBytes, *, max_frames: int) -> De
         count = _count_frames(container, stream, max_frames=_MAX_DECODED_PIXELS // (width * height))
         wanted = np.unique(np.linspace(0, count - 1, num=min(max_frames, count)).round().astype(int)).tolist()
         decoded.add(len(wanted) * width * height * _RGB, "video")
-        frames = dict(_frames(container, stream, wanted))
+        frames = dict(_frames(container, stream, wanted, decoded))
         rate_hz = float(stream.average_rate or 1)
     if not frames:
         raise _damaged("video", "none of its frames can be decoded")
@@ -193,12 +180,10 @@ def _reading(kind: MediaKind) -> Generator[None]:
 @contextmanager
 def _opened(file: MediaFile) -> "Generator[InputContainer]":
     with _needs_av(file.media_type, "send audio as samples"):
-        import av
         from av.error import FFmpegError
     try:
-        # Only the declared format is allowed, because FFmpeg would open the addresses that playlist formats list.
-        form = MEDIA_TYPES[file.kind][file.media_type]
-        with file.open() as content, av.open(content, "r", format=form) as container:
+        formats = [MEDIA_TYPES[file.kind][file.media_type]]
+        with file.open() as content, open_container(content, formats) as container:
             yield container
     except FFmpegError as exc:
         raise _damaged(file.kind, exc.strerror or str(exc)) from exc
@@ -270,11 +255,12 @@ def _count_frames(container: "InputContainer", stream: "VideoStream", *, max_fra
 
 
 def _frames(
-    container: "InputContainer", stream: "VideoStream", wanted: list[int]
+    container: "InputContainer", stream: "VideoStream", wanted: list[int], decoded: DecodedBytes
 ) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
     left = set(wanted)
     width, height = stream.codec_context.width, stream.codec_context.height
     for index, frame in enumerate(container.decode(stream)):
+        decoded.add(0, "video")
         if index in left:
             left.remove(index)
             # The frame size may change within a video.

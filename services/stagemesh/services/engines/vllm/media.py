@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from functools import wraps
 from importlib.util import find_spec
@@ -24,9 +24,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.audio import AudioResampler
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.media.decoding import DecodedBytes
 from stagemesh.services.engines import media_decoding
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.media_decoding import DecodedAudio, DecodedBytes
+from stagemesh.services.engines.media_decoding import DecodedAudio
 from stagemesh.services.engines.prompts import MediaFile, Medium, RawPrompt, media_of
 from stagemesh.services.engines.vllm.features import RequestFeature, RequestPrompt
 from stagemesh.services.engines.vllm.requests import check_tokens, prompt_tokens
@@ -76,7 +77,9 @@ class Media(RequestFeature):
         info = self._checked_info(media)
         loop = asyncio.get_running_loop()
         ids = await loop.run_in_executor(self._tokenizer_thread, prompt_tokens, task.prompt, self.llm)
-        data = await loop.run_in_executor(self._decoding_thread, self._decode, media, info)
+        # If the task is cancelled, decoding ends.
+        with closing(DecodedBytes(self._media_bytes)) as decoded:
+            data = await loop.run_in_executor(self._decoding_thread, self._decode, media, info, decoded)
         given = TokensPrompt(prompt_token_ids=ids, multi_modal_data=data)
         if any(map(_has_audio_track, media)):
             given["mm_processor_kwargs"] = {"use_audio_in_video": True}
@@ -145,11 +148,12 @@ class Media(RequestFeature):
         assert processor is not None, "a model without a processor accepts no media"
         return processor.info
 
-    def _decode(self, media: Sequence[Medium], info: "BaseProcessingInfo") -> dict[str, list[object]]:
+    def _decode(
+        self, media: Sequence[Medium], info: "BaseProcessingInfo", decoded: DecodedBytes
+    ) -> dict[str, list[object]]:
         config = self.llm.model_config.get_multimodal_config()
         frames = int(config.media_io_kwargs.get("video", {}).get("num_frames", _FRAMES))
-        decoded = DecodedBytes(self._media_bytes)
-        return decode_media(media, decoded, max_frames=frames, resample=lambda audio: _resample(audio, info))
+        return decode_media(media, decoded, max_frames=frames, resample=lambda audio: _resample(audio, info, decoded))
 
 
 def decode_media(
@@ -212,7 +216,7 @@ def check_placeholders(features: "MultiModalInput") -> None:
         )
 
 
-def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
+def _resample(audio: DecodedAudio, info: "BaseProcessingInfo", decoded: DecodedBytes) -> object:
     """Resamples audio to the model's sample rate, if the model has one.
 
     Returns the audio in the form that vLLM accepts. Uses any resampling library that is installed. vLLM itself would
@@ -221,6 +225,8 @@ def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
     wanted = info.data_parser.audio_resampler
     if wanted.target_sr is None:
         return audio.samples
+    # Resampling from a low rate multiplies the samples.
+    decoded.add(int(audio.samples.nbytes * max(0.0, wanted.target_sr / audio.sample_rate_hz - 1)), "audio")
     resampler = wanted
     # vLLM's default is torchaudio even if torchaudio is not installed.
     for method in sorted(_RESAMPLERS, key=lambda each: each != wanted.method):

@@ -11,10 +11,11 @@ import numpy.typing as npt
 from pydantic import Field, JsonValue
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError, needs_extra
+from stagemesh.common.media.decoding import DecodedBytes
 from stagemesh.common.wire.tensors import Array, Value
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
-from stagemesh.services.engines.media_decoding import DecodedBytes, read_sound, resample
+from stagemesh.services.engines.media_decoding import read_sound, resample
 from stagemesh.services.engines.options import parse_options
 from stagemesh.services.engines.prompts import Medium
 from stagemesh.services.models.checkpoint import load_error, require_folder

@@ -19,15 +19,18 @@ from diffusers.modular_pipelines.modular_pipeline import (
     PipelineState,
     SequentialPipelineBlocks,
 )
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from stagemesh.common.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.errors import NotReadyError
+from stagemesh.common.media.decoding import DecodedBytes
 from stagemesh.services.engines.diffusion.caches import PromptCache
 from stagemesh.services.engines.diffusion.model.families import FAMILIES, Family
 from stagemesh.services.engines.diffusion.model.loading import Loader, load_image_processor
 from stagemesh.services.engines.diffusion.model.shared_forwards import Call, CallRecorder, SharedForwards, replay
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+from stagemesh.services.engines.media_decoding import read_open_image
+from stagemesh.services.engines.prompts import MEDIA_TYPES
 
 diffusers: Any = _diffusers
 
@@ -36,6 +39,7 @@ _DENOISER = "denoiser"
 _GUIDED = 2.0
 """A guidance scale that enables guidance, so that both guidance branches are computed."""
 _IMAGE_ENCODER = "vae_encoder"
+_MAX_IMAGE_BYTES = 256 << 20
 _SUB_BLOCKS: Mapping[str, tuple[str, ...]] = {
     "encode": ("text_encoder", _IMAGE_ENCODER),
     "denoise": ("denoise",),
@@ -368,7 +372,5 @@ def _is_image(value: Any) -> bool:
 
 
 def _read_image(data: bytes) -> Any:
-    try:
-        return Image.open(io.BytesIO(data)).convert("RGB")
-    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as exc:
-        raise InvalidRequestError(f"the image cannot be read: {exc}", reason="INVALID_MEDIA") from exc
+    formats = list(MEDIA_TYPES["image"].values())
+    return read_open_image(io.BytesIO(data), DecodedBytes(_MAX_IMAGE_BYTES), formats=formats).convert("RGB")

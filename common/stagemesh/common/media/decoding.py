@@ -1,0 +1,66 @@
+"""Opens audio and video files that are not trusted, and limits what a request may decode."""
+
+from collections.abc import Sequence
+from typing import IO, TYPE_CHECKING
+
+from stagemesh.common.errors import CancelledRequestError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.stream import Stream
+
+_PCM = "pcm_alaw,pcm_f32le,pcm_f64le,pcm_mulaw,pcm_s16be,pcm_s16le,pcm_s24be,pcm_s24le,pcm_s32le,pcm_u8"
+_AUDIO = f"aac,ac3,adpcm_ima_wav,adpcm_ms,alac,eac3,flac,mp3,mp3float,opus,vorbis,{_PCM}"
+CODECS = f"av1,gif,h264,hevc,libdav1d,mjpeg,mpeg4,vp8,vp9,{_AUDIO}"
+"""FFmpeg's decoders that may read a caller's file, separated by commas. Others are old, and rarely examined."""
+
+
+class DecodedBytes:
+    """The total size of the decoded media of one request, in bytes. Must not exceed `limit_bytes`.
+
+    `remedy` is what a user can do to decode more, in addition to smaller media.
+    """
+
+    def __init__(self, limit_bytes: int, *, remedy: str = "start the stage with a larger media_bytes") -> None:
+        self._limit_bytes, self._remedy = limit_bytes, remedy
+        self._bytes = 0
+        self._is_closed = False
+
+    def add(self, size_bytes: int, kind: str) -> None:
+        """Adds the decoded size of a media item, or of a part of one, in bytes. A decoder calls it for each frame.
+
+        Raises InvalidRequestError (MEDIA_TOO_LARGE) if the total size exceeds the limit, and CancelledRequestError
+        after `close`.
+        """
+        self._bytes += size_bytes
+        if self._is_closed:
+            raise CancelledRequestError("the request was cancelled while its media were decoded")
+        if self._bytes > self._limit_bytes:
+            raise InvalidRequestError(
+                f"the request's media have at least {self._bytes} bytes when decoded (the {kind} exceeds the limit of "
+                f"{self._limit_bytes}); send smaller or fewer media, or {self._remedy}",
+                reason="MEDIA_TOO_LARGE",
+            )
+
+    def close(self) -> None:
+        """Ends decoding: a decoder that still runs in another thread stops at its next frame."""
+        self._is_closed = True
+
+
+def open_container(content: IO[bytes], formats: Sequence[str]) -> "InputContainer":
+    """Opens an audio or video file that has one of the formats, by their names in FFmpeg.
+
+    FFmpeg opens nothing but `content`, also if the file names other files or addresses. Raises FFmpegError if the file
+    is damaged or of another format, and ImportError if PyAV is not installed.
+    """
+    import av
+
+    options = {"format_whitelist": ",".join(formats), "codec_whitelist": CODECS, "protocol_whitelist": "none"}
+    return av.open(content, "r", format=formats[0] if len(formats) == 1 else None, options=options)
+
+
+def check_codec(stream: "Stream") -> None:
+    """Raises ValueError if the decoder of an audio or video stream is not among `CODECS`. Call it before decoding."""
+    name = stream.codec_context.name if stream.codec_context else "unknown"
+    if name not in CODECS.split(","):
+        raise ValueError(f"its codec {name} is not supported; supported are {CODECS}")

@@ -1,0 +1,157 @@
+"""Limits of decoders: formats, codecs and sizes, in stages and in the gateway."""
+
+import io
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+from av.error import FFmpegError
+from PIL import Image
+
+from stagemesh.common.errors import CancelledRequestError, InvalidRequestError, StagemeshError
+from stagemesh.common.media.decoding import DecodedBytes, open_container
+from stagemesh.gateway.audio import find_media_type, measure
+from stagemesh.services.engines.media_decoding import read_audio, read_image, read_video
+from stagemesh.services.engines.prompts import MediaFile
+from tests.gateway.sounds import audio_file, encode, hours_of_silence, tone, wav
+
+PLENTY = 1 << 30
+
+
+def video_file(codec: str, container: str, *, frames: int = 3) -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        stream: Any = output.add_stream(codec, rate=Fraction(10))
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for _ in range(frames):
+            output.mux(stream.encode(av.VideoFrame(64, 64, "yuv420p")))
+        output.mux(stream.encode(None))
+    return file.getvalue()
+
+
+def failure(call: Callable[[], object]) -> StagemeshError:
+    with pytest.raises(StagemeshError) as caught:
+        call()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("codec", "container", "media_type"), [("adpcm_yamaha", "wav", "audio/wav"), ("mp2", "matroska", "audio/webm")]
+)
+def test_an_audio_codec_that_is_not_permitted_is_not_decoded(codec: str, container: str, media_type: str) -> None:
+    data = audio_file(codec, container)
+    calls: list[Callable[[], object]] = [
+        lambda: read_audio(MediaFile("audio", data, media_type), DecodedBytes(PLENTY)),
+        lambda: measure(data, param="file"),
+        lambda: find_media_type(data, param="file"),
+    ]
+    for call in calls:
+        error = failure(call)
+        assert error.reason == "INVALID_MEDIA"
+        assert "codec" in error.message
+
+
+@pytest.mark.parametrize(
+    ("codec", "container", "media_type"),
+    [
+        ("ffv1", "matroska", "video/x-matroska"),
+        ("ffv1", "avi", "video/x-msvideo"),
+        ("mpeg2video", "mov", "video/quicktime"),
+    ],
+)
+def test_a_video_codec_that_is_not_permitted_is_not_decoded(codec: str, container: str, media_type: str) -> None:
+    file = MediaFile("video", video_file(codec, container), media_type)
+    error = failure(lambda: read_video(file, DecodedBytes(PLENTY), max_frames=4))
+    assert error.reason == "INVALID_MEDIA"
+    assert f"its codec {codec} is not supported" in error.message
+
+
+@pytest.mark.parametrize(
+    ("codec", "container", "media_type"),
+    [("libx264", "mp4", "video/mp4"), ("mpeg4", "avi", "video/x-msvideo"), ("libvpx-vp9", "webm", "video/webm")],
+)
+def test_common_video_codecs_are_decoded(codec: str, container: str, media_type: str) -> None:
+    file = MediaFile("video", video_file(codec, container), media_type)
+    assert read_video(file, DecodedBytes(PLENTY), max_frames=4).metadata["total_num_frames"] == 3
+
+
+def test_the_picture_of_a_cover_does_not_matter() -> None:
+    cover = io.BytesIO()
+    Image.new("RGB", (30, 30)).save(cover, "PNG")
+    content = b"\0image/png\0\x03\0" + cover.getvalue()
+    frame = b"APIC" + struct.pack(">I", len(content)) + b"\0\0" + content
+    tag = b"ID3\x03\0\0" + bytes((len(frame) >> shift) & 127 for shift in (21, 14, 7, 0)) + frame
+    data = tag + encode(tone(1.0), "audio/mpeg")
+    assert find_media_type(data, param="file") == "audio/mpeg"
+    assert len(read_audio(MediaFile("audio", data, "audio/mpeg"), DecodedBytes(PLENTY)).samples) > 10_000
+
+
+@pytest.mark.parametrize("form", ["concat", "hls", "dash"])
+def test_a_file_that_names_another_file_does_not_open_it(form: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.wav"
+    secret.write_bytes(wav(tone(1.0)))
+    playlists = {
+        "concat": f"ffconcat version 1.0\nfile {secret.name}\n",
+        "hls": f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile://{secret}\n#EXT-X-ENDLIST\n",
+        "dash": f"<MPD><BaseURL>file://{secret}</BaseURL></MPD>",
+    }
+    with pytest.raises((FFmpegError, OSError)), open_container(io.BytesIO(playlists[form].encode()), [form]):
+        pass
+
+
+def test_a_small_file_with_hours_of_audio_ends_at_the_limit() -> None:
+    hours = hours_of_silence()
+    assert len(hours) < 5_000_000
+    for call in (
+        lambda: measure(hours, param="file"),
+        lambda: read_audio(MediaFile("audio", hours, "audio/flac"), DecodedBytes(PLENTY >> 2)),
+    ):
+        error = failure(call)
+        assert (type(error), error.reason) == (InvalidRequestError, "MEDIA_TOO_LARGE")
+
+
+@pytest.mark.parametrize(
+    ("codec", "container"), [("flac", "ogg"), ("aac", "adts"), ("libopus", "matroska"), ("libmp3lame", "mp3")]
+)
+def test_the_limit_applies_to_every_format(codec: str, container: str) -> None:
+    data = audio_file(codec, container, seconds=20, rate_hz=48_000)
+    assert failure(lambda: measure(data, param="file", decoded=DecodedBytes(1_000_000))).reason == "MEDIA_TOO_LARGE"
+
+
+def test_decoding_stops_when_its_request_has_ended() -> None:
+    begun = threading.Event()
+
+    class Watched(DecodedBytes):
+        def add(self, size_bytes: int, kind: str) -> None:
+            super().add(size_bytes, kind)
+            begun.set()
+
+    errors = list[StagemeshError]()
+    with closing(Watched(PLENTY * 100)) as decoded:
+        work = partial(measure, hours_of_silence(), param="file", decoded=decoded)
+        thread = threading.Thread(target=lambda: errors.append(failure(work)))
+        thread.start()
+        assert begun.wait(10)
+    thread.join(10)
+    assert isinstance(errors[0], CancelledRequestError)
+
+
+def test_no_reader_of_a_stage_continues_after_its_request_has_ended() -> None:
+    ended = DecodedBytes(PLENTY)
+    ended.close()
+    image = io.BytesIO()
+    Image.new("RGB", (30, 30)).save(image, "PNG")
+    video = MediaFile("video", video_file("mpeg4", "avi"), "video/x-msvideo")
+    for call in (
+        lambda: read_audio(MediaFile("audio", wav(tone(1.0)), "audio/wav"), ended),
+        lambda: read_image(MediaFile("image", image.getvalue(), "image/png"), ended),
+        lambda: read_video(video, ended, max_frames=4),
+    ):
+        assert isinstance(failure(call), CancelledRequestError)
