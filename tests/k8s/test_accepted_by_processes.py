@@ -26,6 +26,7 @@ JOB_SETTINGS = {
     "max_request_bytes": "maxRequestBytes",
     "max_failures": "maxFailures",
     "lease_s": "leaseSeconds",
+    "max_wait_s": "maxWaitSeconds",
     "keep_s": "keepSeconds",
 }
 
@@ -80,7 +81,14 @@ def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) 
     [
         ({}, {}),
         (
-            {"databaseSecret": "database", "replicas": 2, "maxQueued": 2**33, "leaseSeconds": 2.5, "keepSeconds": 1e7},
+            {
+                "databaseSecret": "database",
+                "replicas": 2,
+                "maxQueued": 2**33,
+                "leaseSeconds": 2.5,
+                "maxWaitSeconds": 9,
+                "keepSeconds": 1e7,
+            },
             {"enabled": True, "issuer": {"name": "ca"}, "tokens": {"secret": "callers"}},
         ),
     ],

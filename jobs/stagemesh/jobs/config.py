@@ -46,6 +46,8 @@ class JobServerConfig(ClientServiceConfig):
     """
     lease_s: float = 15.0
     """The time in seconds after which a job whose server no longer renews its lease is run by another job server."""
+    max_wait_s: float = 604_800.0
+    """The time in seconds after its submission after which a job that still waits for an attempt is deleted."""
     keep_s: float = 86_400.0
     """The time in seconds for which a job and its files are kept after its end."""
 
@@ -62,7 +64,7 @@ class JobServerConfig(ClientServiceConfig):
         for field in ("max_running", "max_queued", "max_queued_per_caller", "max_request_bytes", "max_failures"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
-        for field in ("lease_s", "keep_s"):
+        for field in ("lease_s", "max_wait_s", "keep_s"):
             if not getattr(self, field) >= 1:
                 raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1 second")
 

@@ -2,12 +2,13 @@
 
 import secrets
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Integer, Row, case, func, select
+from sqlalchemy import Column, Connection, Integer, Row, case, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql import ColumnElement
 
@@ -18,15 +19,22 @@ from stagemesh.v1 import jobs_pb2
 
 QUEUED, RUNNING = jobs_pb2.JOB_STATE_QUEUED, jobs_pb2.JOB_STATE_RUNNING
 SUCCEEDED, FAILED, CANCELLED = jobs_pb2.JOB_STATE_SUCCEEDED, jobs_pb2.JOB_STATE_FAILED, jobs_pb2.JOB_STATE_CANCELLED
+ENDED = (SUCCEEDED, FAILED, CANCELLED)
 _SEEDS = 1 << 63
 _FULL_RETRY_S = 5.0
 _CANDIDATES = 8
 """The number of jobs from which a process claims one, so that processes that claim at the same time find another."""
 _EXPIRED_AT_ONCE = 100
+_READ_AT_ONCE = 500
+_AGED_S = 600.0
+"""The age in seconds from which a job has the highest priority. Otherwise others could overtake it forever."""
+_MAX_PRIORITY = 10
 _REPORTED = set(JOBS.c.keys()).intersection(jobs_pb2.Job.DESCRIPTOR.fields_by_name)
 """The columns that callers receive in fields of the same name."""
 # Requests may be large, and are read only to run them.
 _SHOWN = [column for column in JOBS.c if column is not JOBS.c.submitted]
+# The lease changes each second.
+_WATCHED = [column for column in _SHOWN if column.name in {"number", "report", *_REPORTED}]
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,19 @@ class JobTable:
 
     async def get(self, caller: str, job_id: str) -> jobs_pb2.Job:
         """Returns a job. Raises NotFoundError (UNKNOWN_JOB) if the caller has none with this id."""
-        return await self._database.call(lambda connection: _job_of(self._find(connection, caller, job_id)))
+        return job_of(await self.find(caller, job_id))
+
+    async def find(self, caller: str, job_id: str) -> Row[Any]:
+        """Returns the row of a job, for `job_of` and `read`. Raises NotFoundError (UNKNOWN_JOB)."""
+        return await self._database.call(lambda connection: self._find(connection, caller, job_id, _WATCHED))
+
+    async def read(self, numbers: Sequence[int]) -> Mapping[int, Row[Any]]:
+        """Returns the rows of the jobs with these numbers that exist, by their numbers."""
+        rows = dict[int, Row[Any]]()
+        for start in range(0, len(numbers), _READ_AT_ONCE):
+            read = partial(_read, numbers[start : start + _READ_AT_ONCE])
+            rows |= {row.number: row for row in await self._database.call(read)}
+        return rows
 
     async def list_page(self, caller: str, *, states: Collection[int], before: int | None, size: int) -> Page:
         """Returns at most `size` jobs of a caller, the newest first, without their outputs.
@@ -119,7 +139,7 @@ class JobTable:
         if before is not None:
             wanted = wanted.where(JOBS.c.number < before)
         rows = await self._database.call(lambda connection: connection.execute(wanted.limit(size + 1)).all())
-        jobs = [_job_of(row) for row in rows[:size]]
+        jobs = [job_of(row) for row in rows[:size]]
         for job in jobs:
             job.ClearField("outputs")
         return Page(jobs, rows[size - 1].number if len(rows) > size else None)
@@ -189,8 +209,12 @@ class JobTable:
         return await self._database.call(lambda connection: connection.execute(found).first() is None)
 
     async def find_expired(self) -> Sequence[tuple[int, str]]:
-        """Returns the numbers of some expired jobs, each with the prefix of the names of its folders in the store."""
-        expired = select(JOBS.c.number, JOBS.c.uid).where(self._is_ours, JOBS.c.expires_s < now_s())
+        """Returns the numbers of some expired jobs, each with the prefix of the names of its folders in the store.
+
+        Jobs that have waited for too long have expired, too.
+        """
+        has_waited = (JOBS.c.state == QUEUED) & (JOBS.c.created_s < now_s() - self._config.max_wait_s)
+        expired = select(JOBS.c.number, JOBS.c.uid).where(self._is_ours, (JOBS.c.expires_s < now_s()) | has_waited)
         rows = await self._database.call(lambda connection: connection.execute(expired.limit(_EXPIRED_AT_ONCE)).all())
         return [(row.number, prefix_of(row.uid)) for row in rows]
 
@@ -200,8 +224,10 @@ class JobTable:
 
     # -- transactions
 
-    def _find(self, connection: Connection, caller: str, job_id: str) -> Row[Any]:
-        row = connection.execute(select(*_SHOWN).where(self._is(caller, job_id))).first()
+    def _find(
+        self, connection: Connection, caller: str, job_id: str, columns: Sequence[Column[Any]] = _SHOWN
+    ) -> Row[Any]:
+        row = connection.execute(select(*columns).where(self._is(caller, job_id))).first()
         if row is None:
             raise NotFoundError(
                 f"no job has the id {job_id[:140]!r}; it never existed, was deleted, has expired, or is not yours; "
@@ -219,7 +245,7 @@ class JobTable:
         content = connection.execute(known).scalar()
         if content is not None:
             _check_same(submitted, jobs_pb2.SubmitJobRequest.FromString(content))
-            return _job_of(self._find(connection, request.caller, request.request_id))
+            return job_of(self._find(connection, request.caller, request.request_id))
         self._check_limits(connection, request.caller)
         stored = jobs_pb2.SubmitJobRequest()
         stored.CopyFrom(submitted)
@@ -231,13 +257,13 @@ class JobTable:
             "caller": request.caller,
             "job_id": request.request_id,
             "submitted": stored.SerializeToString(),
-            "priority": max(-10, min(10, request.priority)),
+            "priority": max(-_MAX_PRIORITY, min(_MAX_PRIORITY, request.priority)),
             "state": QUEUED,
             "report": report_of(stored).SerializeToString(),
             "created_s": now_s(),
         }
         connection.execute(JOBS.insert().values(values))
-        return _job_of(self._find(connection, request.caller, request.request_id))
+        return job_of(self._find(connection, request.caller, request.request_id))
 
     def _check_limits(self, connection: Connection, caller: str) -> None:
         by_caller = func.sum((JOBS.c.caller == caller).cast(Integer))
@@ -270,7 +296,7 @@ class JobTable:
         }
         unended = (JOBS.c.number == row.number) & JOBS.c.state.in_((QUEUED, RUNNING))
         connection.execute(JOBS.update().where(unended).values(values))
-        return _job_of(self._find(connection, caller, job_id))
+        return job_of(self._find(connection, caller, job_id))
 
     def _claim(self, connection: Connection) -> Claim | None:
         waits = (JOBS.c.state == QUEUED) & (JOBS.c.not_before_s <= now_s())
@@ -281,12 +307,13 @@ class JobTable:
             .group_by(JOBS.c.caller)
             .subquery()
         )
+        priority = case((JOBS.c.created_s < now_s() - _AGED_S, _MAX_PRIORITY), else_=JOBS.c.priority)
         candidates = (
             select(*_SHOWN)
             .select_from(JOBS)
             .join(running, running.c.caller == JOBS.c.caller, isouter=True)
             .where(self._is_ours, waits | is_abandoned)
-            .order_by(JOBS.c.priority.desc(), func.coalesce(running.c.running, 0), JOBS.c.number)
+            .order_by(priority.desc(), func.coalesce(running.c.running, 0), JOBS.c.number)
             .limit(_CANDIDATES)
         )
         for row in connection.execute(candidates).all():
@@ -329,6 +356,10 @@ class JobTable:
         return await self._database.call(leave)
 
 
+def _read(numbers: Sequence[int], connection: Connection) -> Sequence[Row[Any]]:
+    return connection.execute(select(*_WATCHED).where(JOBS.c.number.in_(numbers))).all()
+
+
 def prefix_of(uid: str) -> str:
     """Returns the prefix of the names of a job's requests and of its folders in the store."""
     return f"job-{uid}."
@@ -353,7 +384,7 @@ def _check_same(submitted: jobs_pb2.SubmitJobRequest, stored: jobs_pb2.SubmitJob
         )
 
 
-def _job_of(row: Row[Any]) -> jobs_pb2.Job:
+def job_of(row: Row[Any]) -> jobs_pb2.Job:
     """Returns the message of a job."""
     job = jobs_pb2.Job.FromString(row.report)
     job.MergeFrom(jobs_pb2.Job(**{name: getattr(row, name) for name in _REPORTED}))

@@ -15,6 +15,7 @@ from stagemesh.jobs.config import JobServerConfig, check_database_url
 from stagemesh.jobs.database import Database, when_available
 from stagemesh.jobs.job_table import JobTable
 from stagemesh.jobs.servicer import SERVICE_NAME, JobServicer
+from stagemesh.jobs.watcher import JobWatcher
 from stagemesh.jobs.worker import Worker
 from stagemesh.rpc.call_limits import CALLS_PER_CALLER
 from stagemesh.rpc.callers import CLIENT
@@ -41,13 +42,14 @@ async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
     table = JobTable(database, config)
     client = AsyncClient(*config.servers)
     worker = Worker(config, table, client=client, store=store, spool=settings.spool_dir())
-    servicer = JobServicer(config, table, store=store, worker=worker)
+    watcher = JobWatcher(table)
+    servicer = JobServicer(config, table, store=store, worker=worker, watcher=watcher)
     server.add(SERVICE_NAME, jobs_pb2_grpc.add_JobServiceServicer_to_server, servicer)
     async with AsyncExitStack() as stack:
         stack.callback(database.close)
         stack.push_async_callback(client.close)
         await stack.enter_async_context(server.serving(grace_s=_GRACE_S))
-        working = asyncio.create_task(_work(database, worker, server), name="work")
+        working = asyncio.create_task(_work(database, worker, watcher, server), name="work")
         waiting = asyncio.create_task(stopping.wait())
         await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
         # Closed clients do not stop their requests, so that the next job server attaches to them.
@@ -75,7 +77,9 @@ def _database_url(config: JobServerConfig) -> str | URL:
     return url
 
 
-async def _work(database: Database, worker: Worker, server: Server) -> None:
+async def _work(database: Database, worker: Worker, watcher: JobWatcher, server: Server) -> None:
     await when_available(database.migrate)
     server.set_health("", SERVICE_NAME, serving=True)
-    await worker.run()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(worker.run(), name="run jobs")
+        group.create_task(watcher.run(), name="watch jobs")

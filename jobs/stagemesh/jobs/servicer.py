@@ -1,14 +1,15 @@
 """The servicer of JobService. Checks requests, and converts messages."""
 
-import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError
 from stagemesh.common.media.store import MediaStore
 from stagemesh.common.requests.request_checks import check_caller, check_input, check_known, check_request_id
 from stagemesh.jobs.config import JobServerConfig
-from stagemesh.jobs.job_table import CANCELLED, FAILED, SUCCEEDED, JobTable
+from stagemesh.jobs.job_table import JobTable
+from stagemesh.jobs.watcher import JobWatcher
 from stagemesh.jobs.worker import Worker, remove_files
 from stagemesh.rpc.callers import caller_of
 from stagemesh.rpc.handlers import Context, answered, streaming
@@ -17,17 +18,16 @@ from stagemesh.v1 import jobs_pb2, jobs_pb2_grpc
 
 SERVICE_NAME = jobs_pb2.DESCRIPTOR.services_by_name["JobService"].full_name
 _MAX_LABELS, _MAX_NAME_LENGTH, _MAX_LABEL_LENGTH = 16, 64, 1024
-_WATCH_S = 0.5
-"""The pause between two looks at a watched job, in seconds."""
-_ENDED = (SUCCEEDED, FAILED, CANCELLED)
 
 
 @answered
 class JobServicer(jobs_pb2_grpc.JobServiceServicer):
     """Implements JobService for the jobs of one pipeline."""
 
-    def __init__(self, config: JobServerConfig, table: JobTable, *, store: MediaStore, worker: Worker) -> None:
-        self._config, self._table, self._store, self._worker = config, table, store, worker
+    def __init__(
+        self, config: JobServerConfig, table: JobTable, *, store: MediaStore, worker: Worker, watcher: JobWatcher
+    ) -> None:
+        self._config, self._table, self._store, self._worker, self._watcher = config, table, store, worker, watcher
 
     async def SubmitJob(self, request: jobs_pb2.SubmitJobRequest, context: Context) -> jobs_pb2.SubmitJobResponse:
         generate = request.request
@@ -55,16 +55,9 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
     async def WatchJob(
         self, request: jobs_pb2.WatchJobRequest, context: Context
     ) -> AsyncIterator[jobs_pb2.WatchJobResponse]:
-        caller = _caller(request.caller)
-        shown: jobs_pb2.Job | None = None
-        while True:
-            job = await self._table.get(caller, request.job_id)
-            if job != shown:
-                shown = job
+        async with aclosing(self._watcher.follow(_caller(request.caller), request.job_id)) as jobs:
+            async for job in jobs:
                 yield jobs_pb2.WatchJobResponse(job=job)
-            if job.state in _ENDED:
-                return
-            await asyncio.sleep(_WATCH_S)
 
     async def CancelJob(self, request: jobs_pb2.CancelJobRequest, context: Context) -> jobs_pb2.CancelJobResponse:
         return jobs_pb2.CancelJobResponse(job=await self._table.cancel(_caller(request.caller), request.job_id))

@@ -12,6 +12,7 @@
   "max_request_bytes" $settings.maxRequestBytes
   "max_failures" $settings.maxFailures
   "lease_s" $settings.leaseSeconds
+  "max_wait_s" $settings.maxWaitSeconds
   "keep_s" $settings.keepSeconds
 -}}
 {{- if $settings.databaseSecret -}}
