@@ -127,7 +127,10 @@ def _make_engine(url: str | URL) -> Engine:
         assert parsed.database is not None, "the config has been checked"
         folder = Path(parsed.database).parent
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if (file := Path(parsed.database)).exists():
+                # An earlier version has created it for all users of the host. SQLite's other files have the same mode.
+                file.chmod(0o600)
         except OSError as exc:
             raise InvalidRequestError(
                 f"the folder {folder} of the database cannot be created: {exc.strerror}; make it writable, or set "

@@ -1,6 +1,7 @@
 """`stagemesh up` and `stagemesh demo`: run a pipeline on this machine, until a signal arrives or for one prompt."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
@@ -206,13 +207,18 @@ async def _run_until_signal(
     from stagemesh.common.process.lifecycle import stop_on_signals
 
     stopping = stop_on_signals()
-    async with launcher.running() as logs:
-        edges = await result_before(stopping, launcher.wait_ready)
-        if edges is None:
-            return None
-        display.ready(launcher, edges, hint=hint, logs=logs, operator=operator)
-        return await result_before(stopping, work)
-    raise AssertionError("the launcher ends the block only by an error")
+    # The files of a run contain requests and keys.
+    umask = os.umask(0o077)
+    try:
+        async with launcher.running() as logs:
+            edges = await result_before(stopping, launcher.wait_ready)
+            if edges is None:
+                return None
+            display.ready(launcher, edges, hint=hint, logs=logs, operator=operator)
+            return await result_before(stopping, work)
+        raise AssertionError("the launcher ends the block only by an error")
+    finally:
+        os.umask(umask)
 
 
 async def result_before(stopping: asyncio.Event, work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result | None:

@@ -36,6 +36,8 @@ def run_service(main: Main, *, parent_pid: int | None = None) -> int:
     if parent_pid is not None:
         die_with_parent(parent_pid)
     raise_open_files_limit()
+    # What the process creates contains requests and outputs, so only its user may read it.
+    os.umask(0o077)
     try:
         configure_logging()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
