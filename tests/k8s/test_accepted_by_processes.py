@@ -95,7 +95,12 @@ def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) 
     ids=["sqlite", "postgresql"],
 )
 def test_job_servers_accept_their_config(settings: dict[str, Any], tls: dict[str, Any], tmp_path: Path) -> None:
-    options = {"storage_options": {"s3": {"anon": False}}, "max_file_bytes": 2**33}
+    options = {
+        "storage_options": {"s3": {"anon": False}},
+        "max_file_bytes": 2**33,
+        "max_uploads": 7,
+        "keep_uploads_s": 9.5,
+    }
     media: dict[str, Any] = {"store": "s3://bucket/media", **options}
     release = Release(at("pipeline.media", media), at("jobs", {"enabled": True, **settings}), at("tls", tls))
     config = read_config(JobServerConfig, release.pod("jobs").annotations["stagemesh.dev/jobs"], tmp_path)

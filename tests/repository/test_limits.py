@@ -46,6 +46,7 @@ _CODE = {
     "tensors of a chunk, and dimensions of a tensor": [wire.MAX_TENSORS, tensors.MAX_DIMENSIONS],
     "metadata values and tickets of a chunk": [wire.MAX_METADATA, wire.MAX_TICKETS],
     "bytes of a media file in a store": [MediaConfig.max_file_bytes],
+    "files that a caller has uploaded, and their bytes": [MediaConfig.max_uploads, MediaConfig.max_upload_bytes],
     "pixels of a video that are decoded": [vars(media_decoding)["_MAX_DECODED_PIXELS"]],
     "bytes of the decoded media of a request, vllm stages": [StageOptions().media_bytes],
     "bytes of the decoded audio of a transcription with `verbose_json`, gateways": [audio.MAX_DECODED_BYTES],

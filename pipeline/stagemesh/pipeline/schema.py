@@ -441,6 +441,9 @@ class MediaEntry(MediaConfig):
     allowed: tuple[Root, ...] = ()
     storage_options: dict[str, dict[str, JsonValue]] = field(default_factory=dict[str, dict[str, JsonValue]])
     max_file_bytes: Size = MediaConfig.max_file_bytes
+    max_uploads: Size = MediaConfig.max_uploads
+    max_upload_bytes: Size = MediaConfig.max_upload_bytes
+    keep_uploads_s: Annotated[Number, Field(ge=1)] = MediaConfig.keep_uploads_s
 
 
 class SessionsEntry(Entry, frozen=True):

@@ -7,7 +7,8 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Collection
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing, closing, suppress
 from functools import partial
 from io import BufferedReader
@@ -139,6 +140,14 @@ class MediaStore:
         root = parse_root(self.config.store)
         await call_store(lambda: self._remove_folders(root, parent, prefix, keep), what=f"{root.uri}/{parent}")
 
+    async def remove_old_files(self, folder: str, *, age_s: float) -> Sequence[int]:
+        """Deletes the files in a folder of the store, and below it, that were stored more than `age_s` seconds ago.
+
+        Returns the sizes of the other files in bytes. Raises the errors of `create` about the store.
+        """
+        remove = partial(self._remove_old_files, folder, time.time() - age_s)
+        return await call_store(remove, what=f"{self.config.store}/{folder}")
+
     # -- internals, which block
 
     def _remove_folders(self, root: Location, parent: str, prefix: str, keep: Collection[str]) -> None:
@@ -154,6 +163,24 @@ class MediaStore:
         for path in file_system.glob(f"{root.uri}/{parent}/{glob.escape(prefix)}*"):
             if path.rpartition("/")[2] not in keep:
                 file_system.rm(path, recursive=True)
+
+    def _remove_old_files(self, folder: str, oldest_s: float) -> Sequence[int]:
+        root = parse_root(self.config.store)
+        file_system = self._file_system(root)
+        # Another process may have changed the store since this one has listed it.
+        file_system.invalidate_cache()
+        sizes, old = list[int](), list[str]()
+        for path, found in file_system.find(f"{root.uri}/{folder}", detail=True).items():
+            # Another process may delete a file meanwhile, and some stores know no times.
+            with suppress(FileNotFoundError, IsADirectoryError, NotImplementedError):
+                sizes.append(found["size"])
+                if file_system.modified(path).timestamp() < oldest_s:
+                    old.append(path)
+                    sizes.pop()
+        for path in old:
+            with suppress(FileNotFoundError):
+                file_system.rm_file(path)
+        return sizes
 
     @property
     def _partial_folder(self) -> Path:

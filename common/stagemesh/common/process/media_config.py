@@ -53,6 +53,12 @@ class MediaConfig:
     """The arguments of fsspec's file systems, by protocol."""
     max_file_bytes: int = 1 << 30
     """The maximum size in bytes of a file that is uploaded, or to which a request refers."""
+    max_uploads: int = 1000
+    """The maximum number of files that a caller has uploaded and that are still stored."""
+    max_upload_bytes: int = 64 << 30
+    """The maximum size of these files in bytes. Several media services that count at the same time may exceed both."""
+    keep_uploads_s: float = 604_800.0
+    """The time in seconds for which an uploaded file is stored."""
 
     def __post_init__(self) -> None:
         for root in self.roots:

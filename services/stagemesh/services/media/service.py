@@ -1,23 +1,46 @@
-"""The process that serves MediaService: its servicer, and the uploads."""
+"""The process that serves MediaService: its servicer, the uploads, and their quota."""
 
 import asyncio
+import hashlib
+import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
-from stagemesh.common.errors import DeadlineError, InvalidRequestError
+from stagemesh.common.errors import DeadlineError, InvalidRequestError, OverloadedError, StagemeshError
 from stagemesh.common.media.files import MEDIA_PART_BYTES, check_content, suffix_of
 from stagemesh.common.media.store import MediaStore
 from stagemesh.common.media.stored_file import StoredFileWriter
 from stagemesh.common.process import settings
-from stagemesh.common.process.media_config import MediaServiceConfig
+from stagemesh.common.process.media_config import MediaConfig, MediaServiceConfig
+from stagemesh.common.tasks import end_tasks
 from stagemesh.rpc.call_limits import CALLS_PER_CALLER
-from stagemesh.rpc.callers import CLIENT
+from stagemesh.rpc.callers import CLIENT, caller_of
 from stagemesh.rpc.handlers import Context, answered, streaming
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import media_pb2, media_pb2_grpc, request_pb2
 
 _FOLDER = "uploads"
+_SWEEP_S = 600.0
+_log = logging.getLogger(__name__)
+
+
+class CallerUploads:
+    """The uploads of one caller that are in the store, or run in this process."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """Begins with files of these sizes in bytes."""
+        self.files, self.size_bytes, self.running = len(sizes), sum(sizes), 0
+
+    def check(self, config: MediaConfig) -> None:
+        """Raises OverloadedError (STORAGE_FULL) if there are too many files or bytes."""
+        if self.files > config.max_uploads or self.size_bytes > config.max_upload_bytes:
+            raise OverloadedError(
+                f"the uploads of this caller would be {self.files} files with {self.size_bytes} bytes; the limits are "
+                f"{config.max_uploads} (media.max_uploads) and {config.max_upload_bytes} (media.max_upload_bytes); "
+                f"upload again when older files have expired, each after {config.keep_uploads_s:g} s",
+                reason="STORAGE_FULL",
+            )
 
 
 class Upload:
@@ -25,8 +48,13 @@ class Upload:
     file unless `finish` has succeeded.
     """
 
-    def __init__(self, store: MediaStore) -> None:
-        self._store = store
+    def __init__(self, store: MediaStore, *, caller: str, running: dict[str, CallerUploads]) -> None:
+        """`running` has the uploads of the callers whose uploads run, by the names of their folders."""
+        self._store, self._running = store, running
+        # Others may know the URI of a file, which does not contain the name of its owner.
+        self._folder = f"{_FOLDER}/{hashlib.blake2b(caller.encode(), digest_size=8).hexdigest()}"
+        self._uploads: CallerUploads | None = None
+        self._counted_bytes = 0
         self._stated = request_pb2.MediaFile()
         """The properties of the whole file that the client states."""
         self._writer: StoredFileWriter | None = None
@@ -45,15 +73,17 @@ class Upload:
         size_bytes = self._writer.size_bytes if self._writer is not None else 0
         self._check(part, size_bytes)
         limit_bytes = self._store.config.max_file_bytes
-        if max(self._stated.size_bytes, size_bytes + len(part.data)) > limit_bytes:
+        needed_bytes = max(self._stated.size_bytes, size_bytes + len(part.data))
+        if needed_bytes > limit_bytes:
             raise InvalidRequestError(
                 f"the file has over {limit_bytes} bytes, the pipeline's media.max_file_bytes; upload a smaller one",
                 reason="FILE_TOO_LARGE",
                 metadata={"limit_bytes": str(limit_bytes)},
             )
+        await self._count(needed_bytes)
         if self._writer is None:
             name = f"{uuid.uuid4().hex}{suffix_of(part.media_type)}"
-            self._writer = await self._store.create(self._store.config.uri_of(_FOLDER, name), part.media_type)
+            self._writer = await self._store.create(self._store.config.uri_of(self._folder, name), part.media_type)
         await self._writer.write(part.data)
         self._is_complete = part.last
 
@@ -73,8 +103,28 @@ class Upload:
 
     async def aclose(self) -> None:
         """Discards the file unless `finish` has succeeded."""
+        if self._uploads is not None:
+            self._uploads.running -= 1
+            if not self._is_stored:
+                self._uploads.files -= 1
+                self._uploads.size_bytes -= self._counted_bytes
+            if not self._uploads.running:
+                del self._running[self._folder]
         if self._writer is not None and not self._is_stored:
             await self._writer.discard()
+
+    async def _count(self, size_bytes: int) -> None:
+        """Counts `size_bytes` for this upload. Raises the errors of `CallerUploads.check` and of the store."""
+        if self._uploads is None:
+            if self._folder not in self._running:
+                sizes = await self._store.remove_old_files(self._folder, age_s=self._store.config.keep_uploads_s)
+                self._running.setdefault(self._folder, CallerUploads(sizes))
+            self._uploads = self._running[self._folder]
+            self._uploads.running += 1
+            self._uploads.files += 1
+        self._uploads.size_bytes += size_bytes - self._counted_bytes
+        self._counted_bytes = size_bytes
+        self._uploads.check(self._store.config)
 
     def _check(self, part: request_pb2.Media, size_bytes: int) -> None:
         if self._is_complete:
@@ -111,7 +161,18 @@ async def serve(config: MediaServiceConfig, stopping: asyncio.Event) -> None:
     server.add(SERVICE_NAME, media_pb2_grpc.add_MediaServiceServicer_to_server, MediaServicer(store))
     async with server.serving(grace_s=_GRACE_S):
         server.set_health("", SERVICE_NAME, serving=True)
+        removing = asyncio.create_task(_remove_old_uploads(store), name="remove old uploads")
         await stopping.wait()
+        await end_tasks([removing])
+
+
+async def _remove_old_uploads(store: MediaStore) -> None:
+    while True:
+        try:
+            await store.remove_old_files(_FOLDER, age_s=store.config.keep_uploads_s)
+        except StagemeshError as exc:
+            _log.warning("old uploads remain in the store: %s", exc.message)
+        await asyncio.sleep(_SWEEP_S)
 
 
 @answered
@@ -120,6 +181,7 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
 
     def __init__(self, store: MediaStore) -> None:
         self._store = store
+        self._uploads = dict[str, CallerUploads]()
         self.where: dict[str, str] = {}
 
     async def UploadMedia(  # noqa: N802
@@ -127,7 +189,7 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
         request_iterator: AsyncIterator[media_pb2.UploadMediaRequest],
         context: Context,  # noqa: ARG002
     ) -> media_pb2.UploadMediaResponse:
-        async with aclosing(Upload(self._store)) as upload:
+        async with aclosing(Upload(self._store, caller=caller_of(claimed=""), running=self._uploads)) as upload:
             while (message := await _next(request_iterator)) is not None:
                 await upload.add(message)
             return media_pb2.UploadMediaResponse(file=await upload.finish())
