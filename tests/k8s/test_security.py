@@ -73,6 +73,51 @@ def test_pods_connect_to_nothing_else(network: Network) -> None:
         assert not network.allows(name, anywhere, port=443)
 
 
+@pytest.mark.parametrize(
+    ("host", "collectors"),
+    [
+        ("collector", {"own"}),
+        ("collector.tracing", {"tracing"}),
+        ("collector.tracing.svc", {"tracing"}),
+        ("collector.tracing.svc.cluster.local", {"tracing"}),
+        ("10.9.8.7", {"10.9.8.7"}),
+        ("[2001:db8::7]", {"2001:db8::7"}),
+    ],
+)
+def test_pods_export_traces_to_the_collector_alone(host: str, collectors: set[str]) -> None:
+    release = Release(at("gateway.enabled", True), MEDIA, at("otlp.endpoint", f"http://{host}:4317"))
+    network = Network(release)
+    endpoints = {
+        "own": Endpoint({"app": "collector"}),
+        "tracing": Endpoint({"app": "collector"}, "tracing"),
+        "other": Endpoint({"app": "collector"}, "other"),
+        **{
+            address: Endpoint({}, address=address) for address in ("10.9.8.7", "10.9.8.8", "2001:db8::7", "2001:db8::8")
+        },
+    }
+    for name in ("orchestrator", "thinker", "voice", "media", "gateway"):
+        assert {peer for peer, end in endpoints.items() if network.allows(name, end, port=4317)} == collectors
+        assert not any(network.allows(name, end, port=443) for end in endpoints.values())
+
+
+def test_a_collector_outside_the_cluster_is_named_by_its_peers() -> None:
+    release = Release(
+        at("otlp.endpoint", "https://otlp.example.org"),
+        at("networkPolicy.collector", [{"ipBlock": {"cidr": "192.0.2.0/24"}}]),
+    )
+    network = Network(release)
+    assert network.allows("thinker", Endpoint({}, address="192.0.2.9"), port=443)
+    assert not network.allows("thinker", Endpoint({}, address="198.51.100.9"), port=443)
+
+
+def test_all_scratch_volumes_have_a_size() -> None:
+    release = Release(MEDIA, at("gateway.enabled", True), at("jobs.enabled", True), at("scratch.home", "3Gi"))
+    volumes = [volume for pod in all_pods(release.objects) for volume in pod.spec["volumes"] if "emptyDir" in volume]
+    assert {volume["name"] for volume in volumes} == {"tmp", "home", "shm"}
+    assert all(volume["emptyDir"]["sizeLimit"] for volume in volumes)
+    assert {volume["emptyDir"]["sizeLimit"] for volume in volumes if volume["name"] == "home"} == {"3Gi"}
+
+
 def test_an_external_stage_exchanges_data_with_stages_and_orchestrators() -> None:
     release = Release(
         EXTERNAL,

@@ -105,10 +105,30 @@ ipBlock:
       port: 53
 {{- end }}
 {{- with .Values.otlp.endpoint }}
-- ports:
+- to:
+    {{- include "stagemesh.collectorPeers" $ | nindent 4 }}
+  ports:
     - protocol: TCP
       port: {{ regexFind "[0-9]+$" (trimSuffix "/" (urlParse .).host) | default (ternary "443" "4317" (hasPrefix "https:" .)) }}
 {{- end }}
+{{- end -}}
+
+{{/*
+The peers that the OTLP collector is: those that the values name, else those that its host in the endpoint names, which is
+an IP address, or a Service with or without its namespace. Empty if neither names any. Argument: the root.
+*/}}
+{{- define "stagemesh.collectorPeers" -}}
+{{- $host := (urlParse .Values.otlp.endpoint).hostname -}}
+{{- $names := splitList "." $host -}}
+{{- if .Values.networkPolicy.collector -}}
+{{- toYaml .Values.networkPolicy.collector -}}
+{{- else if include "stagemesh.isIp" $host -}}
+- {{ include "stagemesh.ipPeer" $host | nindent 2 | trim }}
+{{- else if and $host (eq (len $names) 1) -}}
+- podSelector: {}
+{{- else if or (eq (len $names) 2) (and (gt (len $names) 2) (eq (index $names 2) "svc")) -}}
+{{- include "stagemesh.namespacePeer" (index $names 1) -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* "true" if Prometheus scrapes the pods. Arguments: the root. */ -}}

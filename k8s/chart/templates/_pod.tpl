@@ -21,12 +21,14 @@ capabilities:
   {{- end }}
 {{- end -}}
 
-{{/* The writable volumes below a read-only root file system. */}}
+{{/* The writable volumes below a read-only root file system. Argument: the root. */}}
 {{- define "stagemesh.scratchVolumes" -}}
 - name: tmp
-  emptyDir: {}
+  emptyDir:
+    sizeLimit: {{ .Values.scratch.tmp | quote }}
 - name: home
-  emptyDir: {}
+  emptyDir:
+    sizeLimit: {{ .Values.scratch.home | quote }}
 {{- end -}}
 
 {{- define "stagemesh.scratchMounts" -}}

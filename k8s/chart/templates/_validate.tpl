@@ -44,6 +44,7 @@ that names the value and the remedy.
 {{- include "stagemesh.rule.jobs" . -}}
 {{- include "stagemesh.rule.tls" . -}}
 {{- include "stagemesh.rule.monitoring" . -}}
+{{- include "stagemesh.rule.collector" . -}}
 {{- end -}}
 
 {{/* The path of the value of a group's setting. Arguments: (list root plan groupName setting). */}}
@@ -722,6 +723,14 @@ stageDefaults.{{ $key }}
 {{- end -}}
 {{- if and $tls.issuer.name (not $tls.enabled) -}}
   {{- fail "tls.issuer.name is set, but tls.enabled is false; set tls.enabled: true, or remove the issuer" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "stagemesh.rule.collector" -}}
+{{- $root := index . 0 -}}
+{{- $endpoint := $root.Values.otlp.endpoint -}}
+{{- if and $endpoint $root.Values.networkPolicy.enabled (not (include "stagemesh.collectorPeers" $root)) -}}
+{{- fail (printf "otlp.endpoint is %s, whose host is neither an IP address nor a Service of the cluster, NAME.NAMESPACE or NAME.NAMESPACE.svc; set networkPolicy.collector to the peers that the collector is, for example [{ipBlock: {cidr: 192.0.2.0/24}}]" $endpoint) -}}
 {{- end -}}
 {{- end -}}
 
