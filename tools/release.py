@@ -3,7 +3,7 @@
 Run it in the repository's root: python -m tools.release [FOLDER]. The version is that of pyproject.toml. The wheel is
 built from the sdist, which proves that the sdist is complete. It is installed into a new environment without extras, in
 which a client then calls a pipeline that this repository runs. So is the npm package. Packages come from the configured
-index of pip, in the versions of requirements/cpu.txt, and from the configured registry of npm.
+index of pip, with the versions and hashes of requirements/client.txt, and from the configured registry of npm.
 """
 
 import json
@@ -94,13 +94,17 @@ def build(folder: Path) -> Path:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """Installs the wheel without extras into a new environment in `folder`, and returns its interpreter."""
+    """Installs the wheel without extras into a new environment in `folder`, and returns its interpreter.
+
+    Raises RuntimeError if requirements/client.txt lacks a package that the wheel needs.
+    """
     _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
     python = folder / "bin/python"
-    _run(
-        *(sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"),
-        *("--constraint", str(ROOT / "requirements/cpu.txt"), str(wheel)),
-    )
+    pip = (sys.executable, "-m", "pip", "--python", str(python))
+    locked = ("--require-hashes", "--requirement", str(ROOT / "requirements/client.txt"))
+    _run(*pip, "install", "--quiet", "--no-deps", *locked)
+    _run(*pip, "install", "--quiet", "--no-deps", str(wheel))
+    _run(*pip, "check")
     return python
 
 

@@ -38,11 +38,12 @@ def build(folder: Path, *, tag: str) -> dict[str, int]:
     _import_base(_DEBIAN, ["--variant=minbase"])
     _import_base(_PYTHON, ["--variant=extract", f"--include={_PYTHON_PACKAGES}"])
     _build_pause(folder)
-    bases = {"BUILD_BASE": _DEBIAN, "BASE": _PYTHON}
+    debian, python = _digest(_DEBIAN), _digest(_PYTHON)
+    bases = {"BUILD_BASE": _DEBIAN, "BUILD_BASE_DIGEST": debian, "BASE": _PYTHON, "BASE_DIGEST": python}
     _build("orchestrator", f"{ORCHESTRATOR}:{tag}", bases, folder)
     _build("gateway", f"{GATEWAY}:{tag}", bases, folder)
     _build("jobs", f"{JOBS}:{tag}", bases, folder)
-    _build("stage", f"{STAGE}:{tag}", {"BASE": _DEBIAN, "VARIANT": "cpu"}, folder)
+    _build("stage", f"{STAGE}:{tag}", {"BASE": _DEBIAN, "BASE_DIGEST": debian, "VARIANT": "cpu"}, folder)
     sizes = {f"{image}:{tag}": _size_bytes(f"{image}:{tag}") for image in (ORCHESTRATOR, GATEWAY, JOBS, STAGE)}
     check_orchestrator_size(sizes[f"{ORCHESTRATOR}:{tag}"])
     return sizes
@@ -64,6 +65,10 @@ def _size_bytes(image: str) -> int:
         return int(run("du", "--summarize", "--bytes", run("buildah", "mount", container)).split()[0])
     finally:
         run("buildah", "rm", container)
+
+
+def _digest(image: str) -> str:
+    return run("buildah", "images", "--format", "{{.Digest}}", image)
 
 
 def _import_base(image: str, arguments: list[str]) -> None:

@@ -1,14 +1,14 @@
 # A gateway, which serves OpenAI's API, and the command line. It contains no torch, no shell and no package manager.
-# Build it at the root of the repository. Pin both bases by digest, because a tag can move:
+# Build it at the root of the repository. Both bases need a digest, because a tag can move:
 #   --build-arg BUILD_BASE_DIGEST=sha256:… --build-arg BASE_DIGEST=sha256:…
 # Both bases must have the same Python at the same path: the environment of the first is copied into the second.
 ARG BUILD_BASE=docker.io/library/debian:12.11-slim
-ARG BUILD_BASE_DIGEST
+ARG BUILD_BASE_DIGEST=BUILD_BASE_DIGEST-is-missing
 # This repository has no tags for versions. Only a digest pins it.
 ARG BASE=gcr.io/distroless/python3-debian12:nonroot
-ARG BASE_DIGEST
+ARG BASE_DIGEST=BASE_DIGEST-is-missing
 
-FROM ${BUILD_BASE}${BUILD_BASE_DIGEST:+@${BUILD_BASE_DIGEST}} AS dependencies
+FROM ${BUILD_BASE}@${BUILD_BASE_DIGEST} AS dependencies
 # The base fixes the release of Debian. A pinned version would disappear from it with the next security update.
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -18,18 +18,20 @@ WORKDIR /build
 COPY requirements/gateway.txt requirements/
 COPY k8s/images/remove_unused.py .
 RUN python3 -m venv --without-pip /opt/stagemesh \
-    && python3 -m pip --python /opt/stagemesh install --no-cache-dir --no-deps --requirement requirements/gateway.txt \
+    && python3 -m pip --python /opt/stagemesh install --no-cache-dir --require-hashes --no-deps \
+        --requirement requirements/gateway.txt \
     && python3 remove_unused.py /opt/stagemesh
 
 # A layer of its own, so that a new version of Stagemesh does not transfer its dependencies again.
 FROM dependencies AS project
 COPY . .
-RUN PIP_CONSTRAINT=requirements/dev.txt \
-    python3 -m pip --python /opt/stagemesh install --no-cache-dir --no-deps --prefix /project .
+RUN python3 -m pip --python /opt/stagemesh install --no-cache-dir --require-hashes --no-deps \
+        --requirement requirements/build.txt \
+    && python3 -m pip --python /opt/stagemesh install --no-cache-dir --no-deps --no-build-isolation --prefix /project .
 
-FROM ${BASE}${BASE_DIGEST:+@${BASE_DIGEST}}
+FROM ${BASE}@${BASE_DIGEST}
 ARG BASE
-ARG BASE_DIGEST=unknown
+ARG BASE_DIGEST
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 ARG SOURCE=unknown

@@ -1,12 +1,12 @@
 # A replica of a stage, with all engines. It is built in two variants, at the root of the repository:
 #   stage-cpu:  --build-arg VARIANT=cpu
 #   stage-cuda: --build-arg VARIANT=cuda
-# Pin the base by digest, because a tag can move: --build-arg BASE_DIGEST=sha256:…
+# The base needs a digest, because a tag can move: --build-arg BASE_DIGEST=sha256:…
 ARG BASE=docker.io/library/debian:12.11-slim
-ARG BASE_DIGEST
+ARG BASE_DIGEST=BASE_DIGEST-is-missing
 ARG VARIANT=cpu
 
-FROM ${BASE}${BASE_DIGEST:+@${BASE_DIGEST}} AS cpu
+FROM ${BASE}@${BASE_DIGEST} AS cpu
 # libnuma and libgomp are needed by vLLM for CPUs.
 # The base fixes the release of Debian. A pinned version would disappear from it with the next security update.
 # hadolint ignore=DL3008
@@ -27,21 +27,23 @@ ENV NVIDIA_VISIBLE_DEVICES=all \
 # hadolint ignore=DL3006
 FROM ${VARIANT} AS dependencies
 ARG VARIANT
-# Where pip finds the CPU build of torch, if its index lacks it.
+# Where pip finds the CPU build of torch, if its index lacks it. Only files whose hashes are locked are installed.
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /build
 COPY requirements/${VARIANT}.txt requirements/
 RUN python3 -m venv /opt/stagemesh \
-    && /opt/stagemesh/bin/pip install --no-cache-dir --no-deps --requirement requirements/${VARIANT}.txt
+    && /opt/stagemesh/bin/pip install --no-cache-dir --require-hashes --no-deps \
+        --requirement requirements/${VARIANT}.txt
 
 FROM dependencies AS project
 COPY . .
-RUN PIP_CONSTRAINT=requirements/dev.txt /opt/stagemesh/bin/pip install --no-cache-dir --no-deps --prefix /project .
+RUN /opt/stagemesh/bin/pip install --no-cache-dir --require-hashes --no-deps --requirement requirements/build.txt \
+    && /opt/stagemesh/bin/pip install --no-cache-dir --no-deps --no-build-isolation --prefix /project .
 
 # Stagemesh is a layer of its own, so that a new version does not transfer the dependencies again.
 FROM dependencies
 ARG BASE
-ARG BASE_DIGEST=unknown
+ARG BASE_DIGEST
 ARG VARIANT
 ARG VERSION=0.1.0
 ARG REVISION=unknown

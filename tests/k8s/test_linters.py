@@ -59,6 +59,18 @@ def test_dockerfiles_satisfy_hadolint(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_a_base_without_a_digest_is_an_error_that_names_it(path: Path) -> None:
+    text = path.read_text()
+    bases = [base for base in re.findall(r"^FROM (\S+)", text, re.MULTILINE) if "BASE}" in base]
+    names = {re.sub(r"[${}]", "", base).partition("@")[2] for base in bases}
+    assert names == set(re.findall(r"^ARG (\w+)=\1-is-missing$", text, re.MULTILINE)) != set()
+    assert len(bases) == len([base for base in bases if re.fullmatch(r"\$\{(\w+)\}@\$\{\1_DIGEST\}", base)])
+    # Everything else is built from one of them.
+    stages = {*re.findall(r" AS (\w+)$", text, re.MULTILINE), "${VARIANT}"}
+    assert {base for base in re.findall(r"^FROM (\S+)", text, re.MULTILINE) if base not in bases} <= stages
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_images_name_their_source_and_their_base(path: Path) -> None:
     text = path.read_text()
     labels = set(re.findall(r"org\.opencontainers\.image\.([\w.]+)=", text))
