@@ -22,7 +22,7 @@ TARGETS = {
             f"tests/system/test_{name}.py"
             for name in (
                 *("forked_stages", "hidden_states", "qwen2_5_omni", "qwen3_omni", "qwen3_tts", "split", "spoken_input"),
-                *("spoken_turns", "thinker_and_talker", "verifying", "vocoder_checkpoints"),
+                *("sockets", "spoken_turns", "thinker_and_talker", "verifying", "vocoder_checkpoints"),
             )
         ),
     ),
