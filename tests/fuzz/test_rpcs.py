@@ -19,7 +19,7 @@ from tests.system.pipelines import pipeline_file
 MESSAGES = int(os.environ.get("STAGEMESH_FUZZ_MESSAGES", "1500"))
 """The number of messages to each of the two kinds of processes."""
 SEED = int(os.environ.get("STAGEMESH_FUZZ_SEED", "1"))
-_GROWTH_MB = 48
+GROWTH_MB = 48
 _ANSWER_S = 2.0
 PIPELINE = """\
 pipeline: fuzzed
@@ -58,7 +58,7 @@ async def _fuzz(endpoint: str, *services: str, running: Deployment) -> None:
     assert not _defects(running)
     assert {name: running.process_id(name) for name in running.statuses} == processes, "a process has ended"
     growth_mb = {name: after - before_mb[name] for name, after in _memory_mb(running).items()}
-    assert max(growth_mb.values()) < _GROWTH_MB, growth_mb
+    assert max(growth_mb.values()) < GROWTH_MB, growth_mb
     with running.client() as client:
         assert client.generate("hello", seed=1).result().text == client.generate("hello", seed=1).result().text != ""
 
