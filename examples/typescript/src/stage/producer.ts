@@ -42,7 +42,9 @@ export class Producer {
     let link = this.#links.get(endpoint);
     if (link === undefined) {
       const { pipeline, generation, replica, incarnation } = this.identity;
-      const hello = { replica, incarnation, pipeline, generation, protocol: PROTOCOL };
+      // All its streams are authenticated calls, which need no secret.
+      const localSecret = new Uint8Array();
+      const hello = { replica, incarnation, pipeline, generation, protocol: PROTOCOL, localSecret };
       link = new ConsumerLink(endpoint, consumer, hello, this.timeouts, () => this.#links.delete(endpoint));
       this.#links.set(endpoint, link);
     }
