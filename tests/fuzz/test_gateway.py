@@ -8,7 +8,7 @@ import httpx
 import psutil
 import pytest
 
-from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.rpc.handlers import Context, answering, streaming
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import signature_pb2, tensor_pb2
@@ -22,7 +22,7 @@ from stagemesh.v1.orchestrator_pb2 import (
 from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
 from stagemesh.v1.request_pb2 import Media, Output
 from tests.client.scripted import ScriptedOrchestrator, admitted, audio, ended, finished, text
-from tests.client.scripted_sessions import committed, generated, granted, opened, turn_ended
+from tests.client.scripted_sessions import committed, generated, granted, opened, rejected, turn_ended
 from tests.fuzz.gateway import EVENT_SEEDS, FORM_SEEDS, JSON_SEEDS, PNG, GatewayFuzzer
 from tests.fuzz.rpcs import defects_in_log
 from tests.fuzz.test_rpcs import GROWTH_MB, MESSAGES, SEED
@@ -50,17 +50,21 @@ class _AnsweringOrchestrator(ScriptedOrchestrator):
             yield finished(choices)
 
     @streaming
-    async def Converse(self, _requests: object, context: Context) -> AsyncIterator[ConverseResponse]:
+    async def Converse(
+        self, requests: AsyncIterator[ConverseRequest], context: Context
+    ) -> AsyncIterator[ConverseResponse]:
         async with answering(context):
             turn = 1
             yield opened()
-            async for event in _events(context):
+            async for event in requests:
                 yield granted(event.seq + (1 << 20), accepted=event.seq)
                 if event.WhichOneof("event") == "commit":
                     yield committed(turn)
                     yield generated(turn, audio([0.25] * 240))
                     yield turn_ended(turn)
                     turn += 1
+                elif event.WhichOneof("event") == "interrupt":
+                    yield rejected(event.seq, NotReadyError("the answer has ended", reason="TURN_ENDED"))
 
 
 def _content(output: str, index: int) -> Sequence[GenerateResponse]:
@@ -71,11 +75,6 @@ def _content(output: str, index: int) -> Sequence[GenerateResponse]:
         return [GenerateResponse(output=Output(name=output, index=index, image=image))]
     call = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
     return [text(word, output=output, index=index) for word in ("one ", call)]
-
-
-async def _events(context: Context) -> AsyncIterator[ConverseRequest]:
-    while isinstance(event := await context.read(), ConverseRequest):
-        yield event
 
 
 async def test_the_gateway_survives_any_body_and_any_event(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -251,6 +251,52 @@ async def test_a_message_of_endless_fragments_ends_the_websocket() -> None:
                     await socket.recv()
 
 
+def _upgrade(*headers: tuple[str, str]) -> bytes:
+    key = ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ==")
+    upgrade = [("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Version", "13"), key]
+    return head("GET", "/v1/realtime?model=p", [*upgrade, *headers])
+
+
+@pytest.mark.parametrize("opcode", [1, 2, 9, 10], ids=["texts", "bytes", "pings", "pongs"])
+async def test_endless_frames_end_the_websocket_and_do_not_stop_others(opcode: int) -> None:
+    empty = bytes([0x80 | opcode, 0x80, 0, 0, 0, 0])
+    async with served() as orchestrator, serving(orchestrator.endpoint) as address:
+        describe(orchestrator, "text")
+        async with connected(address) as (reader, writer), longest_block_s() as blocks, asyncio.timeout(20):
+            writer.write(_upgrade())
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101")
+            with suppress(ConnectionError):
+                while not reader.at_eof():
+                    writer.write(empty * 10_000)
+                    await writer.drain()
+        assert blocks[0] < 1
+
+
+async def test_a_response_refers_to_an_item_once() -> None:
+    item = {"type": "message", "role": "user", "id": "a", "content": [{"type": "input_text", "text": "hi"}]}
+    twice = [{"type": "item_reference", "id": "a"}] * 2
+    async with served() as orchestrator, serving(orchestrator.endpoint) as address:
+        describe(orchestrator, "text")
+        async with websockets.connect(f"ws://{address}/v1/realtime?model=p") as socket:
+            await socket.send(json.dumps({"type": "conversation.item.create", "item": item}))
+            await socket.send(json.dumps({"type": "response.create", "response": {"input": twice}}))
+            while (event := json.loads(await socket.recv()))["type"] != "error":
+                pass
+        assert "twice" in event["error"]["message"]
+        assert not orchestrator.requests
+
+
+@pytest.mark.parametrize("number", ["1.7777777777777777e-322", "1E+100", f"0.{'1' * 30}", "1" * 30])
+def test_numbers_that_take_long_are_rejected(number: str) -> None:
+    with raises(InvalidRequestError, reason="INVALID_REQUEST", match="number"):
+        decode_json(f"[1, {number}]".encode())
+
+
+def test_numbers_of_programs_are_accepted() -> None:
+    values = [0.1, -1e-99, 1.7976931348623157e98, (1 << 63) - 1, -0.1234567890123456]
+    assert decode_json(json.dumps([*values, "1e-322", "1" * 30]).encode()) == [*values, "1e-322", "1" * 30]
+
+
 # -- before the token
 
 
@@ -296,6 +342,8 @@ HALF_REQUESTS: Mapping[str, tuple[bytes, ...]] = {
         head("POST", "/v1/completions", [("Content-Type", "application/json"), ("Transfer-Encoding", "chunked")]),
         b"ff\r\n{",
     ),
+    "a WebSocket whose headers its parser rejects": (_upgrade(("X-Long", "y" * 9000)),),
+    "a WebSocket with a body": (_upgrade(("Content-Length", "5")),),
     "a body that is not read": (head("GET", "/health", [("Content-Length", "1000")]), b"x"),
 }
 
@@ -325,6 +373,11 @@ ENDLESS_HEADS: Mapping[str, tuple[bytes, bytes]] = {
     "one header": (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ", b"yyyyyyyyyy"),
     "the URL": (b"GET /", b"yyyyyyyyyy"),
     "line ends": (b"", b"\r\n"),
+    "requests": (b"", head("GET", "/health")),
+    "small chunks": (
+        head("POST", "/v1/completions", [("Content-Type", "application/json"), ("Transfer-Encoding", "chunked")]),
+        b"1\r\n \r\n",
+    ),
     "an extension of a chunk": (
         head("POST", "/v1/completions", [("Content-Type", "application/json"), ("Transfer-Encoding", "chunked")])
         + b"1;",

@@ -1,8 +1,9 @@
 """The bodies of HTTP requests: their limits, JSON, forms with files, and parameters that endpoints share."""
 
 import asyncio
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -60,10 +61,19 @@ class Body(BaseModel):
     @classmethod
     def _check_size(cls, given: object) -> object:
         """Rejects objects with too many keys, each of which could be an error."""
-        for each in (given, *given.values()) if isinstance(given, dict) else ():
-            if isinstance(each, dict) and len(each) > _MAX_KEYS:
-                raise PydanticCustomError("too_long", f"An object should have at most {_MAX_KEYS:,} keys")
+        check_keys(given)
         return given
+
+
+def check_keys(given: object) -> None:
+    """Raises PydanticCustomError if a JSON object, or an object that it contains directly, has too many keys."""
+    if any(len(_entries(each)) > _MAX_KEYS for each in (given, *_entries(given))):
+        raise PydanticCustomError("too_long", "An object should have at most {keys} keys", {"keys": _MAX_KEYS})
+
+
+def _entries(value: object) -> Collection[object]:
+    """Returns the values of a JSON object. Empty for another value."""
+    return cast("Object", value).values() if isinstance(value, dict) else ()
 
 
 class StreamOptions(Body):
@@ -126,7 +136,7 @@ class SamplingBody(StageBody):
     min_tokens: int | None = None
     ignore_eos: bool = False
     bad_words: Items[str] = []
-    n: Annotated[int | None, Field(ge=1)] = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_ITEMS)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -181,6 +191,8 @@ def validate(body: type[B], values: object) -> B:
 
 
 _COUNTED_BYTES = 1 << 16
+_SLOW_NUMBER = re.compile(rb"[-+.0-9eE]{26}|[0-9][eE][-+]?0*[1-9][0-9]{2}")
+"""Numbers whose conversion takes ten microseconds: long ones, and those next to the smallest float."""
 
 
 def decode_json(text: bytes, *, fault: str = "the body is not JSON") -> Any:
@@ -198,6 +210,10 @@ def decode_json(text: bytes, *, fault: str = "the body is not JSON") -> Any:
         quotes += len(parts) - 1
         values += outside.count(b",")
         objects += outside.count(b"[") + outside.count(b"{")
+        if _SLOW_NUMBER.search(outside):
+            raise InvalidRequestError(
+                "a number of the JSON has more than 25 characters, or an exponent of three digits; shorten it"
+            )
         if values > _MAX_VALUES or objects + quotes // 2 > _MAX_OBJECTS:
             raise InvalidRequestError(
                 f"the JSON has more than {_MAX_VALUES:,} values, or {_MAX_OBJECTS:,} texts, lists and objects",
@@ -205,7 +221,7 @@ def decode_json(text: bytes, *, fault: str = "the body is not JSON") -> Any:
             )
     try:
         return msgspec.json.decode(text)
-    except (msgspec.MsgspecError, RecursionError) as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise InvalidRequestError(f"{fault}: {exc}") from exc
 
 
@@ -320,12 +336,13 @@ class BodyLimit:
 
     - A body has at most `max_bytes`. A larger one is rejected when it is announced, or when it exceeds them.
     - It arrives within 20 s and a second for each 64 KiB.
-    - The bodies of all running requests have at most `total_bytes`, and the bodies of one caller half of it.
+    - The bodies of all running requests have at most `total_bytes`, and the bodies of one caller half of
+      what others leave.
     """
 
     def __init__(self, app: "ASGIApp", *, max_bytes: int, total_bytes: int) -> None:
         self._app, self._max_bytes = app, max_bytes
-        self._free_bytes, self._caller_bytes = max(total_bytes, max_bytes), max(total_bytes // 2, max_bytes)
+        self._free_bytes = max(total_bytes, 2 * max_bytes)
         self._held_bytes = Counter[str]()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
@@ -365,7 +382,7 @@ class BodyLimit:
             self._hold(caller, -received)
 
     def _hold(self, caller: str, size: int) -> None:
-        if size > min(self._free_bytes, self._caller_bytes - self._held_bytes[caller]):
+        if self._held_bytes[caller] + size > (self._free_bytes + self._held_bytes[caller]) // 2:
             raise OverloadedError(
                 "the bodies of running requests have the size that this gateway can hold; try again later, or use "
                 "another gateway",

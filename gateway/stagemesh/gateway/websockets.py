@@ -3,12 +3,12 @@
 from collections.abc import AsyncGenerator, Awaitable, Collection
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
 import msgspec
 from pydantic import TypeAdapter, ValidationError
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketDisconnected
 
 from stagemesh.common.errors import InvalidRequestError, OverloadedError, StagemeshError
 from stagemesh.gateway.body import Body, aside, decode_json
@@ -27,6 +27,9 @@ class ClientEvent(Body):
 
 E = TypeVar("E")
 T = TypeVar("T")
+
+_DISCONNECTED = (WebSocketDisconnect, WebSocketDisconnected)
+"""The errors of the first and of later calls that send to a client that has disconnected."""
 
 
 async def accept(websocket: WebSocket, preparation: Awaitable[T]) -> T | None:
@@ -55,12 +58,12 @@ class JsonSocket:
     async def send(self, event_type: str, /, **fields: Any) -> None:
         """Sends an event. Does nothing if the client has disconnected, which `events` reports by its end."""
         event = {"type": event_type, "event_id": f"event_{uuid4().hex}", **fields}
-        with suppress(WebSocketDisconnect):
+        with suppress(*_DISCONNECTED):
             await self._websocket.send_text(msgspec.json.encode(event).decode())
 
     async def send_bytes(self, data: bytes) -> None:
         """Sends a binary frame. Does nothing if the client has disconnected."""
-        with suppress(WebSocketDisconnect):
+        with suppress(*_DISCONNECTED):
             await self._websocket.send_bytes(data)
 
     async def send_error(self, error: StagemeshError, *, cause: str | None = None) -> None:
@@ -96,9 +99,10 @@ _MAX_ID = 512
 
 
 def _decode(text: str, large: Collection[str]) -> dict[str, Any]:
-    data = decode_json(text.encode(), fault="the event is not a JSON object")
-    if not isinstance(data, dict):
+    decoded = decode_json(text.encode(), fault="the event is not a JSON object")
+    if not isinstance(decoded, dict):
         raise InvalidRequestError("the event is not a JSON object; send an object with its type")
+    data = cast("dict[str, Any]", decoded)
     if len(text) > _MAX_BYTES and data.get("type") not in large:
         raise InvalidRequestError(
             f"the event has more than {_MAX_BYTES:,} bytes; only events with media may have more",

@@ -338,10 +338,14 @@ class Connection:
     def _input(self, body: ResponseBody) -> Sequence[Item]:
         if body.input is None:
             return self._conversation.items
-        return [
+        items = [
             self._conversation.find(each.id, param="response.input.id") if isinstance(each, ItemReference) else each
             for each in body.input
         ]
+        # Otherwise, a small event could have an item of many MiB copied thousands of times.
+        if len({id(each) for each in items}) < len(items):
+            raise ParameterError("response.input", "it refers to an item twice; refer to each once")
+        return items
 
     async def _cancel(self, response_id: str | None) -> None:
         reason: CancelReason = "client_cancelled"

@@ -306,5 +306,6 @@ def _size_bytes(value: object) -> int:
     if isinstance(value, Body):
         return _OBJECT_BYTES + sum(map(_size_bytes, vars(value).values()))
     if isinstance(value, list):
-        return sys.getsizeof(value) + sum(map(_size_bytes, cast("list[object]", value)))
+        values = cast("list[object]", value)
+        return sys.getsizeof(values) + sum(map(_size_bytes, values))
     return sys.getsizeof(value) if isinstance(value, str) else 0

@@ -15,7 +15,7 @@ from pydantic import Field
 from stagemesh.client import AsyncResponseStream, Content, Event, GenerateArguments, Image, ImageFile
 from stagemesh.common.errors import InternalError
 from stagemesh.gateway.answers import now_s, respond, sse
-from stagemesh.gateway.body import Form, StageBody, read_form, read_json, validate
+from stagemesh.gateway.body import MAX_ITEMS, Form, StageBody, read_form, read_json, validate
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
 
@@ -31,7 +31,7 @@ class ImageBody(StageBody):
 
     prompt: Annotated[str, Field(min_length=1)]
     negative_prompt: str = ""
-    n: Annotated[int | None, Field(ge=1)] = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_ITEMS)] = None
     size: str | None = None
     response_format: Literal["b64_json"] | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None

@@ -15,7 +15,7 @@ from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.process.host import bulk_threads
 from stagemesh.gateway.answers import sse, stream, token_counts, until_disconnected
 from stagemesh.gateway.audio import decoding_budget, find_media_type, measure
-from stagemesh.gateway.body import SamplingBody, decode_json, option_values, read_form, validate
+from stagemesh.gateway.body import SamplingBody, aside, check_keys, decode_json, option_values, read_form, validate
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
 
@@ -40,9 +40,11 @@ class TranscriptionBody(SamplingBody):
     def _parse(cls, value: object) -> object:
         """Returns the object of a field, which a form contains as JSON."""
         try:
-            return decode_json(value.encode(), fault="it is not JSON") if isinstance(value, str) else value
+            parsed = decode_json(value.encode(), fault="it is not JSON") if isinstance(value, str) else value
         except InvalidRequestError as exc:
             raise ValueError(exc.message) from exc
+        check_keys(parsed)
+        return parsed
 
     def arguments(self, model: Model, audio: AudioFile) -> GenerateArguments:
         """Returns the arguments of the client for this request, without the prompt of a pipeline without messages."""
@@ -73,7 +75,8 @@ async def create_transcription(request: Request) -> Response:
     """Transcribes speech. The body is a form with the file `file`."""
     form = await read_form(request, file=_FILE, max_bytes=_MAX_BYTES)
     data = form.files[0].content
-    body = validate(TranscriptionBody, form.fields)
+    size_bytes = sum(map(len, form.fields.values()))
+    body = await aside(partial(validate, TranscriptionBody, form.fields), size_bytes=size_bytes)
     if body.stream and body.response_format != "json":
         raise ParameterError("response_format", f"a stream has json alone, but it is {body.response_format!r}")
     model = await find_model(request, body.model)
