@@ -18,8 +18,8 @@ from stagemesh.rpc.interceptors import Interceptor, Metadata, RejectedBytes, abo
 CALLS_PER_CALLER = 4096
 _RETRY_AFTER_S = 1.0
 _FIELD_BYTES, _FREE_BYTES = 512, 64 << 10
-_TRANSIENT = {Code.CANCELLED, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED, Code.ABORTED, Code.UNAVAILABLE}
-"""The codes of errors that are due to the state of the service. The others are due to the caller's message."""
+_FAULTS = {Code.INVALID_ARGUMENT, Code.ALREADY_EXISTS, Code.PERMISSION_DENIED, Code.UNIMPLEMENTED}
+"""The codes of errors that are due to the caller's message. The others may be due to the state of the service."""
 
 
 class CallLimits(Interceptor):
@@ -143,7 +143,7 @@ class MessageLimits(Interceptor):
             yield given
         except (grpc.aio.AbortError, StagemeshError) as exc:
             error = exc if isinstance(exc, StagemeshError) else exc.__context__
-            if isinstance(error, StagemeshError) and error.code not in _TRANSIENT:
+            if isinstance(error, StagemeshError) and error.code in _FAULTS:
                 messages.reject()
             if isinstance(exc, StagemeshError):
                 await abort(context, exc)

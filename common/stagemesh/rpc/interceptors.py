@@ -60,12 +60,13 @@ def _kind(is_stream: bool) -> str:
 
 
 class RejectedBytes:
-    """Counts the bytes of rejected messages by caller. Each caller may send 2 MiB/s of them, and 16 MiB at once.
+    """Counts the bytes of rejected messages by caller. Each caller may send 8 MiB/s of them, and 32 MiB at once.
 
-    A rejected message costs its sender nothing, but takes time from all callers: at this rate, about a hundredth.
+    A rejected message costs its sender nothing, but takes time from all callers: at this rate, about a twentieth.
+    A caller that has sent more waits for at most 4 s: others may use the same credentials.
     """
 
-    _BYTES_A_SECOND, _AT_ONCE_S, _MAX_IDLE = 2 << 20, 8.0, 1024
+    _BYTES_A_SECOND, _AT_ONCE_S, _MAX_IDLE = 8 << 20, 4.0, 1024
 
     def __init__(self) -> None:
         self._paid_s: dict[str, float] = {}
@@ -80,7 +81,8 @@ class RejectedBytes:
         now_s = time.monotonic()
         if len(self._paid_s) > self._MAX_IDLE:
             self._paid_s = {name: paid_s for name, paid_s in self._paid_s.items() if paid_s > now_s}
-        self._paid_s[caller] = max(self._paid_s.get(caller, 0.0), now_s) + size_bytes / self._BYTES_A_SECOND
+        paid_s = max(self._paid_s.get(caller, 0.0), now_s) + size_bytes / self._BYTES_A_SECOND
+        self._paid_s[caller] = min(paid_s, now_s + 2 * self._AT_ONCE_S)
 
 
 _RECEIVE_S = 0.2
