@@ -24,7 +24,7 @@ LOOPBACK = "127.0.0.1"
 @pytest.fixture
 def certificates(tmp_path: Path) -> Iterator[None]:
     """Makes this process use certificates."""
-    with process_credentials(issue(tmp_path, "stage/a-0")):
+    with process_credentials(issue(tmp_path, "stage/a/a-0")):
         yield
 
 

@@ -157,7 +157,9 @@ async def test_closing_ends_running_requests(qwen_image: Path) -> None:
 # -- failing
 
 
-async def test_a_request_that_fails_in_a_batch_fails_alone(qwen_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_fails_in_a_batch_fails_alone(
+    qwen_image: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async with painting(qwen_image, max_batch=4) as engine:
         pipeline = worker_of(engine).runner.pipeline
         stock = pipeline.denoise_step
@@ -175,7 +177,8 @@ async def test_a_request_that_fails_in_a_batch_fails_alone(qwen_image: Path, mon
         assert (engine.load().running, engine.load().work_s) == (0, 0)
     error = made[1]
     assert isinstance(error, InternalError)
-    assert "RuntimeError: the sum overflowed" in error.message
+    assert "a RuntimeError; the service's log has the cause" in error.message
+    assert "RuntimeError: the sum overflowed" in caplog.text
     assert [type(one) for one in made] == [np.ndarray, InternalError, np.ndarray]
 
 

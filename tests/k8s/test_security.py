@@ -215,7 +215,10 @@ def test_cert_manager_makes_a_certificate_for_each_service() -> None:
 _LONG = "a" * 40
 _PODS = {
     "warm": (at("stages.thinker.warm.replicas", 1), "release-thinker-warm-7d9f8c5b6-x2v4k"),
-    "nodes": (at("stages.thinker.multiNode.nodes", 2), "release-thinker-3"),
+    "nodes": (
+        {**at("stages.thinker.multiNode.nodes", 2), **at("pipeline.stages.thinker.insecure_tcp", True)},
+        "release-thinker-3",
+    ),
     "a long name": (at("fullnameOverride", _LONG), f"{_LONG}-thinker-7d9f8c5b6x2v4k"),
     "the longest name": (at("fullnameOverride", _LONG + "b" * 10), f"{_LONG}{'b' * 10}-thinkerx2v4k"),
 }

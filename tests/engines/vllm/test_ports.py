@@ -53,8 +53,12 @@ def test_options_that_open_ports_are_accepted_if_permitted(text_model: Path) -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_an_engine_on_one_host_listens_on_loopback_alone(ranks: int, tmp_path: Path) -> None:
+async def test_an_engine_on_one_host_listens_on_loopback_alone(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write_tiny_model(tmp_path / "model")
+    # As an image for several nodes may set it, for an interface that the test's network namespace need not have.
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     async with started(VllmEngine(_config(model, tensor_parallel_size=ranks))) as engine:
         await collect(engine.submit(task("r", 20)))
         assert listening_hosts(*family(os.getpid())) <= {"127.0.0.1"}
