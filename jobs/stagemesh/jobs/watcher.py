@@ -14,7 +14,7 @@ from stagemesh.v1 import jobs_pb2
 
 _SEARCH_S = 0.5
 """The pause between two searches, in seconds."""
-_SPREAD_S = 0.002
+_SPREAD_S, _MAX_SPREAD_S = 0.002, 0.5
 """The time in seconds over which watches continue after a search, per watch. Other calls are served in between."""
 
 
@@ -53,4 +53,4 @@ class JobWatcher:
             changed: asyncio.Future[Row[Any] | None] = asyncio.get_running_loop().create_future()
             self._waiting.append((row, changed))
             row = await changed or await self._table.find(caller, job_id)
-            await asyncio.sleep(random.uniform(0, _SPREAD_S * len(self._waiting)))  # noqa: S311
+            await asyncio.sleep(random.uniform(0, min(_MAX_SPREAD_S, _SPREAD_S * len(self._waiting))))  # noqa: S311

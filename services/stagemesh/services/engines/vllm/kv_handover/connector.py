@@ -93,7 +93,8 @@ def _connect(_: object, path: str) -> nullcontext[HandshakeAnswers]:
     return nullcontext(HandshakeAnswers(path))
 
 
-vars(base_worker)["zmq_ctx"] = _connect
+_module: Any = base_worker
+_module.zmq_ctx = _connect
 
 
 class NixlConnector(NixlPullConnector):
