@@ -128,7 +128,7 @@ def _answer(port: int, context: ssl.SSLContext | None) -> bytes:
 
 def _needs_certificate(port: int, users: Users) -> bool:
     """Returns whether a port answers a user with a certificate, and no other."""
-    # A port that speaks another protocol answers nobody, so this is tried first.
+    # A port of another protocol gives no answer to any user, so this is tried first.
     if not _answer(port, users.known) or any(_answer(port, context) for context in users.unknown):
         return False
     plain = _answer(port, None)
