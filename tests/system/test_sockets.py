@@ -274,7 +274,7 @@ DEPLOYMENTS: dict[Start, frozenset[str]] = {
     fakes_with_nixl: frozenset({"relay", "other"}),
     diffusion_models: frozenset[str](),
     # Without the opt-in, torch's gloo listens on loopback, as docs/security.md says.
-    language_models: frozenset({"thinker", "whole"}),
+    language_models: frozenset({"thinker", "thinker-prefill", "whole"}),
 }
 """The deployments, each with its stages that have `insecure_tcp`, or whose libraries listen on loopback."""
 
