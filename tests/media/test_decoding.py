@@ -61,8 +61,8 @@ def test_an_audio_codec_that_is_not_permitted_is_not_decoded(codec: str, contain
 @pytest.mark.parametrize(
     ("codec", "container", "media_type"),
     [
-        ("ffv1", "matroska", "video/x-matroska"),
-        ("ffv1", "avi", "video/x-msvideo"),
+        ("mpeg2video", "matroska", "video/x-matroska"),
+        ("ffvhuff", "avi", "video/x-msvideo"),
         ("mpeg2video", "mov", "video/quicktime"),
     ],
 )
@@ -75,7 +75,12 @@ def test_a_video_codec_that_is_not_permitted_is_not_decoded(codec: str, containe
 
 @pytest.mark.parametrize(
     ("codec", "container", "media_type"),
-    [("libx264", "mp4", "video/mp4"), ("mpeg4", "avi", "video/x-msvideo"), ("libvpx-vp9", "webm", "video/webm")],
+    [
+        ("libx264", "mp4", "video/mp4"),
+        ("mpeg4", "avi", "video/x-msvideo"),
+        ("libvpx-vp9", "webm", "video/webm"),
+        ("ffv1", "matroska", "video/x-matroska"),
+    ],
 )
 def test_common_video_codecs_are_decoded(codec: str, container: str, media_type: str) -> None:
     file = MediaFile("video", video_file(codec, container), media_type)
