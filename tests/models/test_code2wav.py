@@ -36,7 +36,8 @@ from tests.rpc.call_errors import raises
 FRAMES = 120
 CODES = random_codes(FRAMES)
 TOLERANCE = 1e-5
-RESTORED_TOLERANCE = 2e-6
+RESTORED_TOLERANCE = 4e-6
+"""A restored stream is computed in other shapes, which sum in another order: with AVX2 on AMD's EPYC, by 2.1e-6."""
 GPU_TOLERANCE = 1e-4
 """A GPU sums in another order."""
 CUTS = range(25, FRAMES, 25)
