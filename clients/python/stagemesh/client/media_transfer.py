@@ -56,7 +56,9 @@ def media_address(pipeline: orchestrator_pb2.DescribePipelineResponse) -> Servic
 async def stream_file(
     client: "AsyncClient", file: MediaFile | str, *, offset: int = 0, timeout_s: float | None = None
 ) -> AsyncGenerator[media_pb2.DownloadMediaResponse]:
-    """Yields the parts of a stored file, from an offset on. Iterate within `contextlib.aclosing`, which ends the call.
+    """Yields the parts of a stored file from the byte `offset` to the end.
+
+    Close the generator (`contextlib.aclosing`) if you stop before its end. Otherwise, the call stays open.
 
     An older media service yields the parts before the offset, too.
 

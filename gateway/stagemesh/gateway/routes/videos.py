@@ -133,7 +133,7 @@ async def read_content(video_id: str, request: Request, variant: str = _VIDEO) -
 
 
 def _find_range(wanted: str, size_bytes: int) -> tuple[int, int] | None:
-    """Returns the first byte and the end of a range. None if it is none of the file, or if there are several."""
+    """Returns the first byte and the end of a range, or None if the file lacks them or several ranges are wanted."""
     found = _RANGE.fullmatch(wanted)
     if found is None or not any(found.groups()):
         return None
