@@ -35,14 +35,18 @@ def encode(samples: npt.NDArray[np.float32], media_type: str) -> bytes:
     return bytes(encoder.push(samples)) + bytes(encoder.finish())
 
 
-def audio_file(codec: str, container: str, *, seconds: float = 1.0, rate_hz: int = 16_000) -> bytes:
-    """Returns a file with silence in one channel, by the names of the codec and the format in FFmpeg."""
+def audio_file(
+    codec: str, container: str, *, seconds: float = 1.0, rate_hz: int = 16_000, layout: str = "mono"
+) -> bytes:
+    """Returns a file with silence, by the names of the codec, the format and the layout of the channels in FFmpeg."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         stream: Any = output.add_stream(codec, rate=rate_hz)
+        stream.codec_context.layout = layout
         for start in range(0, round(seconds * rate_hz), 1 << 20):
             samples = min(1 << 20, round(seconds * rate_hz) - start)
-            frame = av.AudioFrame.from_ndarray(np.zeros((1, samples), np.int16), "s16", "mono")
+            silence = np.zeros((1, samples * av.AudioLayout(layout).nb_channels), np.int16)
+            frame = av.AudioFrame.from_ndarray(silence, "s16", layout)
             frame.sample_rate, frame.pts = rate_hz, start
             output.mux(stream.encode(frame))
         output.mux(stream.encode(None))

@@ -1,11 +1,17 @@
 """Opens audio and video files that are not trusted, and limits what a request may decode."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import IO, TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from stagemesh.common.errors import CancelledRequestError, InvalidRequestError
 
 if TYPE_CHECKING:
+    from av.audio.stream import AudioStream
     from av.container import InputContainer
     from av.stream import Stream
 
@@ -13,6 +19,11 @@ _PCM = "pcm_alaw,pcm_f32le,pcm_f64le,pcm_mulaw,pcm_s16be,pcm_s16le,pcm_s24be,pcm
 _AUDIO = f"aac,ac3,adpcm_ima_wav,adpcm_ms,alac,eac3,flac,mp3,mp3float,opus,vorbis,{_PCM}"
 CODECS = f"av1,ffv1,gif,h264,hevc,libdav1d,mjpeg,mpeg4,vp8,vp9,{_AUDIO}"
 """FFmpeg's decoders that may read a caller's file, separated by commas. Others are old, and rarely examined."""
+_SAMPLE_BYTES = 4
+_BLOCK_SAMPLES = 1 << 16
+_WAV_HEADER_BYTES = 8
+_WAV_SLACK_BYTES = 64
+_WAV_UNKNOWN_BYTES = 0x7FFF_0000
 
 
 class DecodedBytes:
@@ -51,12 +62,26 @@ def open_container(content: IO[bytes], formats: Sequence[str]) -> "InputContaine
     """Opens an audio or video file that has one of the formats, by their names in FFmpeg.
 
     FFmpeg opens nothing but `content`, also if the file names other files or addresses. Raises FFmpegError if the file
-    is damaged or of another format, and ImportError if PyAV is not installed.
+    is damaged or of another format, ValueError if a WAV file is cut off, and ImportError if PyAV is not installed.
     """
     import av
 
+    if "wav" in formats:
+        _check_wav_size(content)
     options = {"format_whitelist": ",".join(formats), "codec_whitelist": CODECS, "protocol_whitelist": "none"}
     return av.open(content, "r", format=formats[0] if len(formats) == 1 else None, options=options)
+
+
+def _check_wav_size(content: IO[bytes]) -> None:
+    """Raises ValueError if a WAV file is shorter than its header says. FFmpeg would decode only the rest.
+
+    Ignores the huge size in the header of a file that was written to a pipe, and small errors of encoders.
+    """
+    header = content.read(_WAV_HEADER_BYTES)
+    size_bytes, stated_bytes = content.seek(0, os.SEEK_END), int.from_bytes(header[4:], "little") + _WAV_HEADER_BYTES
+    content.seek(0)
+    if header[:4] == b"RIFF" and size_bytes + _WAV_SLACK_BYTES < stated_bytes < _WAV_UNKNOWN_BYTES:
+        raise ValueError(f"it ends after {size_bytes} of {stated_bytes} bytes")
 
 
 def check_codec(stream: "Stream") -> None:
@@ -64,3 +89,29 @@ def check_codec(stream: "Stream") -> None:
     name = stream.codec_context.name if stream.codec_context else "unknown"
     if name not in CODECS.split(","):
         raise ValueError(f"its codec {name} is not supported; supported are {CODECS}")
+
+
+def find_audio(container: "InputContainer") -> "AudioStream":
+    """Returns the first audio track of an open file. Raises ValueError if there is none or its codec is unsupported."""
+    if not container.streams.audio:
+        raise ValueError("it has no audio track")
+    check_codec(container.streams.audio[0])
+    return container.streams.audio[0]
+
+
+def decode_audio(container: "InputContainer", decoded: DecodedBytes) -> Iterator[npt.NDArray[np.float32]]:
+    """Decodes the first audio track of an open file. Yields blocks of its audio, mixed to one channel of float32.
+
+    Adds the size of all channels to `decoded`, as float32. Raises FFmpegError if the file is damaged, and the errors of
+    `find_audio` and `DecodedBytes.add`.
+    """
+    from av import AudioResampler
+
+    stream = find_audio(container)
+    resampler = AudioResampler(format="fltp", layout="mono", rate=stream.rate, frame_size=_BLOCK_SAMPLES)
+    # None flushes the resampler.
+    for frame in chain(container.decode(stream), [None]):
+        if frame is not None:
+            decoded.add(frame.samples * frame.layout.nb_channels * _SAMPLE_BYTES, "audio")
+        for block in resampler.resample(frame):
+            yield block.to_ndarray()[0].astype(np.float32, copy=False)

@@ -22,6 +22,8 @@ RAW = "application/octet-stream"
 """The media type of a file that contains the bytes of tensors of any type, in order."""
 AUDIO_ENCODINGS = ("audio/wav", "audio/flac", "audio/ogg", "audio/mpeg")
 VIDEO_ENCODINGS = ("video/mp4", "video/webm")
+PCM = "audio/pcm"
+"""Signed 16-bit samples without a header. Only gateways send them."""
 MAX_FRAME_RATE = 1000.0
 
 _RGB = 3
@@ -100,6 +102,7 @@ _FORMATS: Mapping[str, _Format] = {
     "audio/flac": _Format("flac", "flac"),
     "audio/ogg": _Format("ogg", "libopus", {"page_duration": "200000"}),
     "audio/aac": _Format("adts", "aac"),
+    PCM: _Format("s16le", "pcm_s16le"),
     "audio/mpeg": _Format("mp3", "libmp3lame", {"write_xing": "0", "id3v2_version": "0"}),
     "video/mp4": _Format(
         "mp4",
@@ -117,6 +120,12 @@ _FORMATS: Mapping[str, _Format] = {
 }
 
 
+class _Appender(bytearray):
+    """A file that FFmpeg can only append to, because it does not have the methods `seek` and `tell`."""
+
+    write = bytearray.extend
+
+
 class _FileEncoder:
     """Base class of the encoders that use FFmpeg. A subclass adds the stream to the container, and encodes frames."""
 
@@ -125,12 +134,12 @@ class _FileEncoder:
             import av
         self._av = av
         self._media_type, self._format = media_type, _FORMATS[media_type]
-        self._complete = bytearray()
+        self._complete = _Appender()
         self._units = 0
         """The number of samples or frames that were encoded."""
         options = {"fflags": "+bitexact", "flush_packets": "1", **self._format.container_options}
         self._container: OutputContainer = av.open(
-            cast("Any", _Appender(self._complete)), "w", format=self._format.container, options=options
+            cast("Any", self._complete), "w", format=self._format.container, options=options
         )
         self._stream: AudioStream | VideoStream | None = None
 
@@ -171,9 +180,10 @@ class _FileEncoder:
 class AudioEncoder(_FileEncoder):
     """The encoder of audio: float32[samples] for one channel, or float32[samples, channels] for two."""
 
-    def __init__(self, media_type: str, *, sample_rate_hz: int) -> None:
+    def __init__(self, media_type: str, *, sample_rate_hz: int, rates_hz: Sequence[int] = ()) -> None:
+        """`rates_hz` are the sample rates that the file may have. By default, all that its codec supports."""
         super().__init__(media_type)
-        self._rate_hz = sample_rate_hz
+        self._rate_hz, self._rates_hz = sample_rate_hz, rates_hz
         self._channels = 0
 
     def push(self, tensor: Array) -> Buffer:
@@ -190,9 +200,9 @@ class AudioEncoder(_FileEncoder):
     def _open(self, channels: int) -> None:
         if channels not in {_MONO, _STEREO}:
             raise self._not_encodable(f"it has {channels} channels, but one or two are supported")
-        rates = self._av.Codec(self._format.codec, "w").audio_rates
-        # The encoder resamples to a rate that the codec supports.
-        rate_hz = self._rate_hz if not rates or self._rate_hz in rates else max(rates)
+        rates_hz = self._rates_hz or self._av.Codec(self._format.codec, "w").audio_rates
+        # The encoder resamples to a rate that the file may have.
+        rate_hz = self._rate_hz if not rates_hz or self._rate_hz in rates_hz else max(rates_hz)
         self._layout = "mono" if channels == _MONO else "stereo"
         with self._encoding():
             stream = cast("AudioStream", self._add_stream(rate_hz))
@@ -241,17 +251,6 @@ class VideoEncoder(_FileEncoder):
         stream.codec_context.thread_count = _THREADS
         _make_bitexact(stream)
         self._stream, self._size = stream, (height, width)
-
-
-class _Appender:
-    """A file that FFmpeg can only append to, because it does not have the methods `seek` and `tell`."""
-
-    def __init__(self, target: bytearray) -> None:
-        self._target = target
-
-    def write(self, data: bytes) -> int:
-        self._target += data
-        return len(data)
 
 
 def make_encoder(media_type: str, *, sample_rate_hz: int = 0, frame_rate: float = 0.0) -> Encoder:

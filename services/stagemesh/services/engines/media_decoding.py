@@ -4,7 +4,6 @@ import struct
 import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -12,8 +11,7 @@ import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from stagemesh.common.media.decoding import DecodedBytes, check_codec, open_container
-from stagemesh.common.wire.tensors import Array
+from stagemesh.common.media.decoding import DecodedBytes, check_codec, decode_audio, open_container
 from stagemesh.services.engines.prompts import MEDIA_TYPES, MediaFile, MediaKind, Medium, Samples
 
 if TYPE_CHECKING:
@@ -27,8 +25,6 @@ _MAX_SIDE_RATIO = 200
 _MAX_DECODED_PIXELS = 4 << 30
 _MAX_GROWTH = 4
 _SMALL_FRAME_PIXELS = 1 << 20
-_WAV_SLACK_BYTES = 64
-_WAV_UNKNOWN_BYTES = 0x7FFF_0000
 _DAMAGED = (
     *(ArithmeticError, AttributeError, EOFError, LookupError, OSError, SyntaxError, TypeError, ValueError),
     *(struct.error, zlib.error, Image.DecompressionBombError, Image.DecompressionBombWarning),
@@ -87,31 +83,17 @@ def read_samples(audio: Samples, decoded: DecodedBytes) -> DecodedAudio:
 
 
 def read_audio(file: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
-    """Decodes the first audio track of an audio or video file to float32 samples of one channel. Adds their size to
-    `decoded`.
+    """Decodes the first audio track of an audio or video file to float32 samples of one channel. Adds the size of all
+    channels to `decoded`.
 
     Raises InvalidRequestError if the file is damaged, contains no audio, or is too long.
     """
-    fragments = list[Array]()
-    if file.kind == "audio":
-        _check_wav_size(file)
-    with _reading("audio"), _opened(file) as container:
-        if not container.streams.audio:
-            raise _damaged(file.kind, "it has no audio track")
-        from av import AudioResampler
-
-        stream = container.streams.audio[0]
-        check_codec(stream)
-        resampler = AudioResampler(format="fltp", layout="mono", rate=stream.rate)
-        # None flushes the resampler.
-        for frame in chain(container.decode(stream), [None]):
-            for resampled in resampler.resample(frame):
-                fragments.append(resampled.to_ndarray()[0])
-                decoded.add(fragments[-1].nbytes, "audio")
-        rate_hz = stream.rate
+    with _reading(file.kind), _opened(file) as container:
+        fragments = list(decode_audio(container, decoded))
+        rate_hz = container.streams.audio[0].rate
     if not fragments:
         raise _damaged("audio", "it has no samples")
-    return DecodedAudio(_one_channel(np.concatenate(fragments).astype(np.float32, copy=False)), rate_hz)
+    return DecodedAudio(_one_channel(np.concatenate(fragments)), rate_hz)
 
 
 def resample(audio: DecodedAudio, sample_rate_hz: int) -> npt.NDArray[np.float32]:
@@ -187,18 +169,6 @@ def _opened(file: MediaFile) -> "Generator[InputContainer]":
             yield container
     except FFmpegError as exc:
         raise _damaged(file.kind, exc.strerror or str(exc)) from exc
-
-
-def _check_wav_size(file: MediaFile) -> None:
-    """Raises InvalidRequestError if a WAV file is shorter than its header says. FFmpeg would decode only the rest.
-
-    Ignores the huge size in the header of a file that was written to a pipe, and small errors of encoders.
-    """
-    with file.open() as content:
-        header = content.read(8)
-    size_bytes = int.from_bytes(header[4:], "little") + len(header)
-    if header[:4] == b"RIFF" and file.size_bytes + _WAV_SLACK_BYTES < size_bytes < _WAV_UNKNOWN_BYTES:
-        raise _damaged("audio", f"it ends after {file.size_bytes} of {size_bytes} bytes")
 
 
 @contextmanager
