@@ -46,19 +46,14 @@ async def test_a_committed_file_is_found_with_its_size_and_digest(tmp_path: Path
     assert len(files_in(tmp_path)) == 1
 
 
-async def test_a_file_is_invisible_until_it_is_committed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("commits", [False, True])
+async def test_a_file_is_invisible_before_its_commit_and_leaves_nothing_when_it_is_discarded(
+    tmp_path: Path, commits: bool
+) -> None:
     store = make_store(tmp_path)
     writer = await store.create(store.config.uri_of("a.bin"), "")
     await writer.write(b"con")
     assert await failure(store, reference(writer.uri)) == "UNKNOWN_MEDIA"
-    await writer.discard()
-
-
-@pytest.mark.parametrize("commits", [False, True])
-async def test_a_discarded_file_leaves_nothing(tmp_path: Path, commits: bool) -> None:
-    store = make_store(tmp_path)
-    writer = await store.create(store.config.uri_of("a.bin"), "")
-    await writer.write(b"con")
     if commits:
         await writer.commit()
     await writer.discard()
@@ -68,7 +63,7 @@ async def test_a_discarded_file_leaves_nothing(tmp_path: Path, commits: bool) ->
 async def test_a_restarted_writer_deletes_only_its_own_leftovers(tmp_path: Path) -> None:
     for name in ("dead", "alive"):
         placed(tmp_path, f".partial/{name}/x")
-    make_store(tmp_path, writer="dead").sweep()
+    make_store(tmp_path, writer="dead").prepare()
     assert files_in(tmp_path) == [tmp_path / "store" / ".partial" / "alive" / "x"]
 
 

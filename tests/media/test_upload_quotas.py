@@ -28,10 +28,10 @@ class Uploads:
 
     def __init__(self, store: MediaStore) -> None:
         self.store = store
-        self.running: dict[str, CallerUploads] = {}
+        self.callers: dict[str, CallerUploads] = {}
 
     def begin(self, caller: str = "ada") -> Upload:
-        return Upload(self.store, caller=caller, running=self.running)
+        return Upload(self.store, caller=caller, callers=self.callers)
 
     async def upload(self, size_bytes: int, caller: str = "ada") -> str:
         """Uploads a file, and returns its URI."""
@@ -55,7 +55,7 @@ async def test_a_caller_has_a_number_of_files_and_others_are_not_affected(tmp_pa
     assert not await uploads.is_refused(caller="bob")
     # A service that has just started counts what is stored.
     assert await Uploads(uploads.store).is_refused()
-    assert uploads.running == {}
+    assert uploads.callers == {}
     assert len(files_in(tmp_path / "store" / "uploads")) == 4
 
 
@@ -82,6 +82,17 @@ async def test_uploads_that_run_at_the_same_time_share_the_quota(tmp_path: Path)
         assert await uploads.is_refused()
     # The second upload was cut off, and left nothing.
     assert not await uploads.is_refused(50)
+
+
+async def test_files_that_have_expired_do_not_count_while_an_upload_runs(tmp_path: Path) -> None:
+    uploads = Uploads(make_store(tmp_path, max_uploads=2))
+    async with aclosing(uploads.begin()) as running:
+        await running.add(part(b"1"))
+        old = Path((await uploads.upload(1)).removeprefix("file://"))
+        assert await uploads.is_refused()
+        os.utime(old, (0, 0))
+        assert not await uploads.is_refused()
+        assert old not in files_in(tmp_path)
 
 
 async def test_a_client_receives_the_error_and_the_names_of_the_limits(tmp_path: Path) -> None:
@@ -123,6 +134,6 @@ async def test_a_remote_store_is_counted_and_swept(tmp_path: Path) -> None:
         uploads = Uploads(store)
         for size_bytes in (10, 20):
             await uploads.upload(size_bytes)
-        assert sorted(await store.remove_old_files("uploads", age_s=3600)) == [10, 20]
-        assert await store.remove_old_files("uploads", age_s=-60) == []
+        assert sorted((await store.remove_old_files("uploads", age_s=3600)).values()) == [10, 20]
+        assert await store.remove_old_files("uploads", age_s=-60) == {}
         assert bucket.contents() == {}

@@ -33,8 +33,7 @@ async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
     not contain such a URL.
     """
     store = MediaStore(config.media, writer=f"{config.pipeline}.{config.name}", spool=settings.spool_dir())
-    store.check_packages()
-    store.sweep()
+    store.prepare()
     server = Server.of_process(
         config.listen, config, roles={CLIENT}, tokens=config.tokens, calls_per_caller=CALLS_PER_CALLER
     )

@@ -123,7 +123,8 @@ class Download:
     """
 
     def __init__(self, file: MediaFile | str, path: Path | str, *, on_bytes: OnBytes | None) -> None:
-        self._stated = MediaFile(file, "") if isinstance(file, str) else file
+        stated = MediaFile(file, "") if isinstance(file, str) else file
+        self._stated = request_pb2.MediaFile(uri=stated.uri, size_bytes=stated.size_bytes, sha256=stated.sha256)
         self._path, self._on_bytes = Path(path), on_bytes
         self._temporary = self._path.with_name(f".{self._path.name}.{uuid4().hex}.part")
         self._digest, self._size_bytes, self._is_complete = hashlib.sha256(), 0, False

@@ -1,9 +1,9 @@
 """Media files: the suffixes of their names, and the comparison of a file with its description."""
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.v1 import request_pb2
 
 SUFFIXES: Mapping[str, str] = {
     "application/octet-stream": ".bin",
@@ -34,27 +34,8 @@ def suffix_of(media_type: str) -> str:
     return SUFFIXES.get(media_type, "")
 
 
-class FileDescription(Protocol):
-    """The stated properties of a file, for example by `MediaFile` of request.proto."""
-
-    @property
-    def uri(self) -> str:
-        """The URI of the file, or empty if it has none."""
-        ...
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of the file in bytes, or 0 if it is not known."""
-        ...
-
-    @property
-    def sha256(self) -> bytes:
-        """The SHA-256 digest of the file, 32 bytes, or empty if it is not known."""
-        ...
-
-
-def check_content(stated: FileDescription, *, size_bytes: int, sha256: bytes) -> None:
-    """Compares the size of a file in bytes and its SHA-256 digest with those in `stated`, as far as they are known.
+def check_content(stated: request_pb2.MediaFile, *, size_bytes: int, sha256: bytes) -> None:
+    """Compares the size of a file in bytes and its SHA-256 digest with those in `stated`, if they are set.
 
     Raises InvalidRequestError (MEDIA_MISMATCH) if they differ.
     """

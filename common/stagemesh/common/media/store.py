@@ -8,12 +8,12 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing, closing, suppress
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, PermissionDeniedError
@@ -37,8 +37,6 @@ _PARTIAL = ".partial"
 _READ_BLOCK_BYTES = 4 << 20
 _WEB = frozenset({"http", "https"})
 
-_Result = TypeVar("_Result")
-
 
 class MediaStore:
     """Reads the media files that requests may refer to, and writes files to the store.
@@ -54,19 +52,17 @@ class MediaStore:
         self.config = config
         self._writer, self._spool = writer, spool
 
-    def sweep(self) -> None:
-        """Deletes the unfinished files that an earlier process with the same writer's name left in a folder.
+    def prepare(self) -> None:
+        """Deletes the unfinished files that an earlier process with the same writer's name left in a folder. A remote
+        store does not show unfinished files.
 
-        Does nothing for a remote store, which does not show unfinished uploads.
+        Raises NotReadyError (MISSING_MODULE) if a Python package that a root needs is not installed.
         """
-        if self.config.store and parse_root(self.config.store).protocol == LOCAL:
-            shutil.rmtree(self._partial_folder, ignore_errors=True)
-
-    def check_packages(self) -> None:
-        """Raises NotReadyError (MISSING_MODULE) if a Python package that a root needs is not installed."""
         for root in map(parse_root, self.config.roots):
             if root.protocol != LOCAL:
                 self._file_system(root)
+        if self.config.store and parse_root(self.config.store).protocol == LOCAL:
+            shutil.rmtree(self._partial_folder, ignore_errors=True)
 
     async def fetch(self, reference: request_pb2.MediaFile) -> "FetchedFile":
         """Opens the file at `reference.uri`, and compares its size and its digest with `reference` if they are set.
@@ -81,17 +77,12 @@ class MediaStore:
         - OverloadedError (STORAGE_FULL) if the spool folder's disk is full.
         """
         location = self.config.located(reference.uri)
-        if location.protocol == LOCAL:
-            file = await call_store(
-                lambda: FetchedFile(self._open_local(location)),
-                what=location.uri,
-                is_read=True,
-                release=FetchedFile.close,
-            )
-        else:
-            file = await call_store(self._make_copy, what="a copy of the file", release=FetchedFile.close)
+        is_local = location.protocol == LOCAL
+        what = location.uri if is_local else "a copy of the file"
+        make_file = (lambda: FetchedFile(self._open_local(location))) if is_local else self._make_copy
+        file = await call_store(make_file, what=what, is_read=is_local, release=FetchedFile.close)
         try:
-            if location.protocol != LOCAL:
+            if not is_local:
                 await self._copy(location, file)
             self._check_size(location, file.size_bytes)
             await _check_content(reference, file)
@@ -140,10 +131,11 @@ class MediaStore:
         root = parse_root(self.config.store)
         await call_store(lambda: self._remove_folders(root, parent, prefix, keep), what=f"{root.uri}/{parent}")
 
-    async def remove_old_files(self, folder: str, *, age_s: float) -> Sequence[int]:
+    async def remove_old_files(self, folder: str, *, age_s: float) -> Mapping[str, int]:
         """Deletes the files in a folder of the store, and below it, that were stored more than `age_s` seconds ago.
 
-        Returns the sizes of the other files in bytes. Raises the errors of `create` about the store.
+        Returns the sizes of the other files in bytes, by their names without their folders. Raises the errors of
+        `create` about the store.
         """
         remove = partial(self._remove_old_files, folder, time.time() - age_s)
         return await call_store(remove, what=f"{self.config.store}/{folder}")
@@ -164,19 +156,19 @@ class MediaStore:
             if path.rpartition("/")[2] not in keep:
                 file_system.rm(path, recursive=True)
 
-    def _remove_old_files(self, folder: str, oldest_s: float) -> Sequence[int]:
+    def _remove_old_files(self, folder: str, oldest_s: float) -> Mapping[str, int]:
         root = parse_root(self.config.store)
         file_system = self._file_system(root)
         # Another process may have changed the store since this one has listed it.
         file_system.invalidate_cache()
-        sizes, old = list[int](), list[str]()
+        sizes, old = dict[str, int](), list[str]()
         for path, found in file_system.find(f"{root.uri}/{folder}", detail=True).items():
             # Another process may delete a file meanwhile, and some stores know no times.
             with suppress(FileNotFoundError, IsADirectoryError, NotImplementedError):
-                sizes.append(found["size"])
+                sizes[name := path.rpartition("/")[2]] = found["size"]
                 if file_system.modified(path).timestamp() < oldest_s:
                     old.append(path)
-                    sizes.pop()
+                    del sizes[name]
         for path in old:
             with suppress(FileNotFoundError):
                 file_system.rm_file(path)
@@ -250,8 +242,7 @@ class MediaStore:
         async with aclosing(self.read(location.uri)) as blocks:
             async for block in blocks:
                 self._check_size(location, copy.size_bytes + len(block))
-                append = _with_duplicate(copy, partial(FetchedFile.append, block=block))
-                await call_store(append, what="a copy of the file")
+                await call_store(partial(_append, copy.duplicate(), block), what="a copy of the file")
 
     def _check_size(self, location: Location, size_bytes: int) -> None:
         limit_bytes = self.config.max_file_bytes
@@ -280,7 +271,7 @@ class FetchedFile:
         return Path(_by_descriptor(self._descriptor)).open("rb")
 
     def duplicate(self) -> "FetchedFile":
-        """Returns the same open file with a descriptor of its own. The caller closes it."""
+        """Returns the same open file with its own descriptor, for a thread that may outlast this object."""
         return FetchedFile(os.dup(self._descriptor))
 
     def append(self, block: bytes) -> None:
@@ -297,26 +288,20 @@ class FetchedFile:
 async def _check_content(reference: request_pb2.MediaFile, file: FetchedFile) -> None:
     sha256 = b""
     if reference.sha256:
-        sha256 = await call_store(_with_duplicate(file, _digest), what=reference.uri, timeout_s=None)
+        sha256 = await call_store(partial(_digest, file.duplicate()), what=reference.uri, timeout_s=None)
     check_content(reference, size_bytes=file.size_bytes, sha256=sha256)
 
 
+def _append(copy: FetchedFile, block: bytes) -> None:
+    """Appends bytes to a duplicate, and closes it."""
+    with closing(copy):
+        copy.append(block)
+
+
 def _digest(file: FetchedFile) -> bytes:
-    with file.open() as content:
+    """Returns the SHA-256 digest of a duplicate, and closes it."""
+    with closing(file), file.open() as content:
         return hashlib.file_digest(content, "sha256").digest()
-
-
-def _with_duplicate(file: FetchedFile, function: Callable[[FetchedFile], _Result]) -> Callable[[], _Result]:
-    """Returns a call of `function` with a duplicate of `file`, to be made once. `file` may be closed during the call,
-    as it is when the caller of `call_store` is cancelled.
-    """
-    duplicate = file.duplicate()
-
-    def call() -> _Result:
-        with closing(duplicate):
-            return function(duplicate)
-
-    return call
 
 
 async def _refuse_redirection(response: "ClientResponse") -> None:

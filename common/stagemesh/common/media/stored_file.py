@@ -10,6 +10,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -43,44 +44,36 @@ async def call_store(
 
     - `what` names the file or the store in the errors.
     - `is_read` is True if the function reads a file whose absence is the request's fault.
-    - `release` is called with the result if the caller was cancelled, or the time was up, before the result arrived.
+    - `release` is called with the result if the caller was cancelled, or the time was up.
     - `timeout_s` is the time limit of the call in seconds, or None for no limit.
 
     A thread whose caller was cancelled delays neither other requests nor the end of the process. Raises
     OverloadedError (STORAGE_FULL), NotFoundError (UNKNOWN_MEDIA), NotReadyError (STORE_DENIED, STORE_UNREACHABLE), or
     the StagemeshError that the function raises.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_Result] = loop.create_future()
-
-    def deliver(result: _Result) -> None:
-        if not future.done():
-            future.set_result(result)
-        elif release is not None:
-            _start(partial(release, result), what)
-
-    def fail(exc: Exception) -> None:
-        if not future.done():
-            future.set_exception(exc)
+    answer = Future[_Result]()
+    # Cancelling the caller cannot cancel the thread.
+    answer.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             with _translated_errors(what, is_read=is_read):
-                result = function()
+                answer.set_result(function())
         except Exception as exc:  # noqa: BLE001 - the caller receives it
-            # The loop may have ended meanwhile.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(fail, exc)
-            return
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(deliver, result)
+            answer.set_exception(exc)
 
     _start(run, what)
     try:
         async with asyncio.timeout(timeout_s):
-            return await future
-    except TimeoutError as exc:
-        raise _unreachable(what, f"no answer for {timeout_s:g} s") from exc
+            return await asyncio.wrap_future(answer)
+    except (asyncio.CancelledError, TimeoutError) as exc:
+        if release is not None:
+            answer.add_done_callback(
+                lambda done: None if done.exception() else _start(partial(release, done.result()), what)
+            )
+        if isinstance(exc, TimeoutError):
+            raise _unreachable(what, f"no answer for {timeout_s:g} s") from exc
+        raise
 
 
 def _start(function: Callable[[], None], what: str) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from stagemesh.common.errors import DeadlineError, InvalidRequestError, OverloadedError, StagemeshError
@@ -12,7 +12,7 @@ from stagemesh.common.media.files import MEDIA_PART_BYTES, check_content, suffix
 from stagemesh.common.media.store import MediaStore
 from stagemesh.common.media.stored_file import StoredFileWriter
 from stagemesh.common.process import settings
-from stagemesh.common.process.media_config import MediaConfig, MediaServiceConfig
+from stagemesh.common.process.media_config import MediaServiceConfig
 from stagemesh.common.tasks import end_tasks
 from stagemesh.rpc.call_limits import CALLS_PER_CALLER
 from stagemesh.rpc.callers import CLIENT, caller_of
@@ -26,21 +26,42 @@ _log = logging.getLogger(__name__)
 
 
 class CallerUploads:
-    """The uploads of one caller that are in the store, or run in this process."""
+    """The uploads of one caller, while some of them run in this process."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        """Begins with files of these sizes in bytes."""
-        self.files, self.size_bytes, self.running = len(sizes), sum(sizes), 0
+    def __init__(self, store: MediaStore, folder: str) -> None:
+        """`folder` is the folder of the caller's files in the store."""
+        self._store, self._folder = store, folder
+        self.running = set[str]()
+        """The names of the files whose uploads run."""
+        self._sizes = dict[str, int]()
+        """The sizes in bytes of these files and of those in the store, by name."""
 
-    def check(self, config: MediaConfig) -> None:
-        """Raises OverloadedError (STORAGE_FULL) if there are too many files or bytes."""
-        if self.files > config.max_uploads or self.size_bytes > config.max_upload_bytes:
+    async def begin(self, name: str) -> None:
+        """Begins an upload. Deletes expired files, and counts those in the store again."""
+        self.running.add(name)
+        earlier = self._sizes.keys() - self.running
+        stored = await self._store.remove_old_files(self._folder, age_s=self._store.config.keep_uploads_s)
+        # The files of uploads that have ended meanwhile may be missing in `stored`.
+        later = {each: size_bytes for each, size_bytes in self._sizes.items() if each not in earlier}
+        self._sizes = {**stored, **later}
+
+    def count(self, name: str, size_bytes: int) -> None:
+        """Sets the size of an upload. Raises OverloadedError (STORAGE_FULL) if there are too many files or bytes."""
+        self._sizes[name] = size_bytes
+        config, files, total_bytes = self._store.config, len(self._sizes), sum(self._sizes.values())
+        if files > config.max_uploads or total_bytes > config.max_upload_bytes:
             raise OverloadedError(
-                f"the uploads of this caller would be {self.files} files with {self.size_bytes} bytes; the limits are "
+                f"the uploads of this caller would be {files} files with {total_bytes} bytes; the limits are "
                 f"{config.max_uploads} (media.max_uploads) and {config.max_upload_bytes} (media.max_upload_bytes); "
                 f"upload again when older files have expired, each after {config.keep_uploads_s:g} s",
                 reason="STORAGE_FULL",
             )
+
+    def end(self, name: str, *, is_stored: bool) -> None:
+        """Ends an upload."""
+        self.running.discard(name)
+        if not is_stored:
+            self._sizes.pop(name, None)
 
 
 class Upload:
@@ -48,13 +69,13 @@ class Upload:
     file unless `finish` has succeeded.
     """
 
-    def __init__(self, store: MediaStore, *, caller: str, running: dict[str, CallerUploads]) -> None:
-        """`running` has the uploads of the callers whose uploads run, by the names of their folders."""
-        self._store, self._running = store, running
+    def __init__(self, store: MediaStore, *, caller: str, callers: dict[str, CallerUploads]) -> None:
+        """`callers` has the uploads of the callers whose uploads run, by the names of their folders."""
+        self._store, self._callers = store, callers
         # Others may know the URI of a file, which does not contain the name of its owner.
         self._folder = f"{_FOLDER}/{hashlib.blake2b(caller.encode(), digest_size=8).hexdigest()}"
+        self._name = ""
         self._uploads: CallerUploads | None = None
-        self._counted_bytes = 0
         self._stated = request_pb2.MediaFile()
         """The properties of the whole file that the client states."""
         self._writer: StoredFileWriter | None = None
@@ -64,7 +85,7 @@ class Upload:
         """Writes the part of a file that a message contains.
 
         Raises InvalidRequestError if the part is invalid (INVALID_MEDIA) or the file is too large (FILE_TOO_LARGE), and
-        the errors of `MediaStore.create`.
+        the errors of `CallerUploads.count` and `MediaStore.create`.
         """
         part = message.media
         if self._writer is None:
@@ -80,10 +101,14 @@ class Upload:
                 reason="FILE_TOO_LARGE",
                 metadata={"limit_bytes": str(limit_bytes)},
             )
-        await self._count(needed_bytes)
+        if self._uploads is None:
+            self._name = f"{uuid.uuid4().hex}{suffix_of(part.media_type)}"
+            self._uploads = self._callers.setdefault(self._folder, CallerUploads(self._store, self._folder))
+            await self._uploads.begin(self._name)
+        self._uploads.count(self._name, needed_bytes)
         if self._writer is None:
-            name = f"{uuid.uuid4().hex}{suffix_of(part.media_type)}"
-            self._writer = await self._store.create(self._store.config.uri_of(self._folder, name), part.media_type)
+            uri = self._store.config.uri_of(self._folder, self._name)
+            self._writer = await self._store.create(uri, part.media_type)
         await self._writer.write(part.data)
         self._is_complete = part.last
 
@@ -104,27 +129,11 @@ class Upload:
     async def aclose(self) -> None:
         """Discards the file unless `finish` has succeeded."""
         if self._uploads is not None:
-            self._uploads.running -= 1
-            if not self._is_stored:
-                self._uploads.files -= 1
-                self._uploads.size_bytes -= self._counted_bytes
+            self._uploads.end(self._name, is_stored=self._is_stored)
             if not self._uploads.running:
-                del self._running[self._folder]
+                del self._callers[self._folder]
         if self._writer is not None and not self._is_stored:
             await self._writer.discard()
-
-    async def _count(self, size_bytes: int) -> None:
-        """Counts `size_bytes` for this upload. Raises the errors of `CallerUploads.check` and of the store."""
-        if self._uploads is None:
-            if self._folder not in self._running:
-                sizes = await self._store.remove_old_files(self._folder, age_s=self._store.config.keep_uploads_s)
-                self._running.setdefault(self._folder, CallerUploads(sizes))
-            self._uploads = self._running[self._folder]
-            self._uploads.running += 1
-            self._uploads.files += 1
-        self._uploads.size_bytes += size_bytes - self._counted_bytes
-        self._counted_bytes = size_bytes
-        self._uploads.check(self._store.config)
 
     def _check(self, part: request_pb2.Media, size_bytes: int) -> None:
         if self._is_complete:
@@ -153,8 +162,7 @@ async def serve(config: MediaServiceConfig, stopping: asyncio.Event) -> None:
     The health service reports "" and MediaService as SERVING while the process accepts calls.
     """
     store = MediaStore(config.media, writer=f"{config.pipeline}.{config.name}", spool=settings.spool_dir())
-    store.check_packages()
-    store.sweep()
+    store.prepare()
     server = Server.of_process(
         config.listen, config, roles={CLIENT}, tokens=config.tokens, calls_per_caller=CALLS_PER_CALLER
     )
@@ -182,14 +190,13 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
     def __init__(self, store: MediaStore) -> None:
         self._store = store
         self._uploads = dict[str, CallerUploads]()
-        self.where: dict[str, str] = {}
 
     async def UploadMedia(  # noqa: N802
         self,
         request_iterator: AsyncIterator[media_pb2.UploadMediaRequest],
         context: Context,  # noqa: ARG002
     ) -> media_pb2.UploadMediaResponse:
-        async with aclosing(Upload(self._store, caller=caller_of(claimed=""), running=self._uploads)) as upload:
+        async with aclosing(Upload(self._store, caller=caller_of(claimed=""), callers=self._uploads)) as upload:
             while (message := await _next(request_iterator)) is not None:
                 await upload.add(message)
             return media_pb2.UploadMediaResponse(file=await upload.finish())

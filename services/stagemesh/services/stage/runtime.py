@@ -83,8 +83,7 @@ class StageRuntime:
         """
         try:
             if self._store is not None:
-                self._store.check_packages()
-                self._store.sweep()
+                self._store.prepare()
             if use_partitions := self.engine.abilities.use_partitions:
                 use_partitions(self.data_plane.arena)
             await self.engine.start(self.lifecycle.report)
