@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stagemesh.client import Client
-from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, OverloadedError
+from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError
 from stagemesh.v1 import jobs_pb2, request_pb2
 from tests.deployment import Deployment, deployed, eventually
 from tests.jobs.servers import (
@@ -168,15 +168,6 @@ def test_too_many_labels_are_rejected(jobs: JobServer) -> None:
     assert "labels" in error.message
 
 
-def test_the_limits_on_queued_jobs_reject_more(tmp_path: Path) -> None:
-    # At most one of the jobs runs, and waits for an orchestrator that does not exist.
-    with job_server(tmp_path, "127.0.0.1:1", max_running=1, max_queued=6, max_queued_per_caller=2) as server:
-        errors = [error_of(lambda: [server.submit(caller="alice") for _ in range(4)])]
-        errors.append(error_of(lambda: [server.submit(caller=f"caller-{number}") for number in range(8)]))
-    assert [error.reason for error in errors] == ["CALLER_LIMIT", "ADMISSION_LIMIT"]
-    assert all(isinstance(error, OverloadedError) and error.retry_after_s for error in errors)
-
-
 def test_expired_jobs_are_removed_with_their_files(jobs_up: Deployment, tmp_path: Path) -> None:
     with job_server(tmp_path, jobs_up.endpoint, keep_s=1) as server:
         server.submit(job_id="brief")
@@ -219,21 +210,6 @@ def test_a_stopping_server_releases_its_jobs(jobs_up: Deployment, tmp_path: Path
         second.start()
         job = second.wait("released", timeout_s=12)
     assert job.state == SUCCEEDED
-
-
-def test_another_server_takes_over_when_the_lease_has_ended(jobs_up: Deployment, tmp_path: Path) -> None:
-    settings = {"lease_s": 2.0}
-    with (
-        job_server(tmp_path, jobs_up.endpoint, name="second", max_running=1, **settings) as second,
-        make_server(tmp_path, jobs_up.endpoint, **settings) as first,
-    ):
-        first.start()
-        for number in range(4):
-            first.submit(job_id=f"job-{number}", steps=100)
-        first.wait("job-0", RUNNING)
-        first.kill()
-        assert {second.wait(f"job-{number}").state for number in range(4)} == {SUCCEEDED}
-    assert len(stored_names(tmp_path)) == 4
 
 
 def test_jobs_wait_for_an_orchestrator_that_is_not_running(jobs_up: Deployment, tmp_path: Path) -> None:

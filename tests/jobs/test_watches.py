@@ -1,4 +1,4 @@
-"""Watching jobs: all watches share one search of the database. Jobs that wait grow old."""
+"""The table of jobs: all watches share one search of the database, jobs that wait grow old, and limits hold."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ import psutil
 import pytest
 from sqlalchemy import Row
 
-from stagemesh.common.errors import NotFoundError
+from stagemesh.common.errors import NotFoundError, OverloadedError
 from stagemesh.common.process.media_config import MediaConfig
 from stagemesh.common.tasks import end_tasks
 from stagemesh.conformance.replicas import until
@@ -23,6 +23,7 @@ from stagemesh.jobs.job_table import CANCELLED, QUEUED, RUNNING, JobTable, repor
 from stagemesh.jobs.watcher import JobWatcher
 from stagemesh.v1 import jobs_pb2, jobs_pb2_grpc
 from tests.jobs.servers import job_server
+from tests.rpc.call_errors import raises
 
 pytestmark = pytest.mark.timeout(240)
 SEARCH_S = 0.5
@@ -40,7 +41,7 @@ class CountedTable(JobTable):
         self.finds += 1
         return await super().find(caller, job_id)
 
-    async def read(self, numbers: Sequence[int]) -> Mapping[int, Row[Any]]:
+    async def read(self, numbers: Sequence[int]) -> Mapping[str, Row[Any]]:
         self.reads += bool(numbers)
         return await super().read(numbers)
 
@@ -113,7 +114,9 @@ async def test_the_watch_of_a_deleted_job_ends(tmp_path: Path, monkeypatch: pyte
         await table.submit(submitted("one"))
         async with aclosing(watcher.follow("ada", "one")) as jobs:
             assert (await anext(jobs)).state == QUEUED
-            await table.delete("ada", "one")
+            await table.remove(await table.find("ada", "one"))
+            # The new job has the number of the deleted one.
+            await table.submit(submitted("two", "eve"))
             with pytest.raises(NotFoundError):
                 await anext(jobs)
 
@@ -189,8 +192,28 @@ async def test_a_job_that_waits_for_too_long_expires(tmp_path: Path) -> None:
         assert await table.claimed() == "running"
         for name in ("stale", "running"):
             await table.age(name, by_s=4000)
-        ((number, _),) = await table.find_expired()
-        await table.remove(number)
+        (stale,) = await table.find_expired()
+        await table.remove(stale)
         page = await table.list_page("ada", states=(), before=None, size=9)
         assert {job.job_id for job in page.jobs} == {"fresh", "running"}
         assert not any(job.HasField("expires_s") for job in page.jobs)
+
+
+async def test_more_jobs_than_the_limits_are_rejected_also_when_they_have_ended(tmp_path: Path) -> None:
+    async def reject(job_id: str, caller: str, reason: str, message: str) -> None:
+        with raises(OverloadedError, reason=reason, match=message) as caught:
+            await table.submit(submitted(job_id, caller))
+        assert caught.value.retry_after_s
+
+    async with table_of(tmp_path, max_queued=3, max_queued_per_caller=2, max_jobs_per_caller=2) as table:
+        for job_id, caller in (("one", "ada"), ("two", "ada"), ("one", "bob")):
+            await table.submit(submitted(job_id, caller))
+        await reject("three", "ada", "ADMISSION_LIMIT", "max_queued")
+        await table.cancel("bob", "one")
+        await reject("three", "ada", "CALLER_LIMIT", "max_queued_per_caller")
+        for job_id in ("one", "two"):
+            await table.cancel("ada", job_id)
+        await reject("three", "ada", "CALLER_LIMIT", "max_jobs_per_caller.*stagemesh job delete")
+        assert (await table.submit(submitted("one"))).state == CANCELLED
+        await table.remove(await table.find("ada", "one"))
+        assert (await table.submit(submitted("three"))).state == QUEUED

@@ -23,6 +23,7 @@ JOB_SETTINGS = {
     "max_running": "maxRunning",
     "max_queued": "maxQueued",
     "max_queued_per_caller": "maxQueuedPerCaller",
+    "max_jobs_per_caller": "maxJobsPerCaller",
     "max_request_bytes": "maxRequestBytes",
     "max_failures": "maxFailures",
     "lease_s": "leaseSeconds",

@@ -9,6 +9,7 @@ from stagemesh.common.process.stage_process import DataPlaneConfig, StageConfig
 from stagemesh.common.wire import encoding, telemetry, tensors
 from stagemesh.connectors import wire
 from stagemesh.gateway import audio
+from stagemesh.jobs.config import JobServerConfig
 from stagemesh.orchestrator.request.output_record import MAX_LINGER_S
 from stagemesh.orchestrator.session.session import MAX_SESSION_LINGER_S
 from stagemesh.pipeline import Limits
@@ -47,6 +48,7 @@ _CODE = {
     "metadata values and tickets of a chunk": [wire.MAX_METADATA, wire.MAX_TICKETS],
     "bytes of a media file in a store": [MediaConfig.max_file_bytes],
     "files that a caller has uploaded, and their bytes": [MediaConfig.max_uploads, MediaConfig.max_upload_bytes],
+    "jobs of a caller": [JobServerConfig.max_jobs_per_caller],
     "pixels of a video that are decoded": [vars(media_decoding)["_MAX_DECODED_PIXELS"]],
     "bytes of the decoded media of a request, vllm stages": [StageOptions().media_bytes],
     "bytes of the decoded audio of a transcription with `verbose_json`, gateways": [audio.MAX_DECODED_BYTES],

@@ -37,6 +37,8 @@ class JobServerConfig(ClientServiceConfig):
     """The maximum number of jobs of the pipeline that wait."""
     max_queued_per_caller: int = 1_000
     """The maximum number of jobs of one caller that wait."""
+    max_jobs_per_caller: int = 10_000
+    """The maximum number of jobs of one caller that are stored, including those that have ended."""
     max_request_bytes: int = 8 << 20
     """The maximum size of a job's request in bytes."""
     max_failures: int = 5
@@ -61,12 +63,10 @@ class JobServerConfig(ClientServiceConfig):
             raise ValueError("database and database_file are both set; keep one of them")
         if self.database:
             check_database_url(self.database)
-        for field in ("max_running", "max_queued", "max_queued_per_caller", "max_request_bytes", "max_failures"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
-        for field in ("lease_s", "max_wait_s", "keep_s"):
+        limits = ("max_running", "max_queued", "max_queued_per_caller", "max_jobs_per_caller", "max_request_bytes")
+        for field in (*limits, "max_failures", "lease_s", "max_wait_s", "keep_s"):
             if not getattr(self, field) >= 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1 second")
+                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
 
 
 def check_database_url(url: str) -> None:

@@ -217,7 +217,7 @@ JOBS = Table(
 )
 """The jobs.
 
-- `number` orders the jobs by their submission.
+- `number` orders the jobs by their submission. SQLite reuses the numbers of deleted jobs.
 - `uid` names the job's requests and files. It is never reused.
 - `submitted` is the SubmitJobRequest.
 - `report` is a Job message with the seed, the labels, the progress, the error, the outputs and the usage.

@@ -5,10 +5,9 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any, NamedTuple
 
-from sqlalchemy import Column, Connection, Integer, Row, case, func, select
+from sqlalchemy import Connection, Integer, Row, case, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql import ColumnElement
 
@@ -31,10 +30,8 @@ _AGED_S = 600.0
 _MAX_PRIORITY = 10
 _REPORTED = set(JOBS.c.keys()).intersection(jobs_pb2.Job.DESCRIPTOR.fields_by_name)
 """The columns that callers receive in fields of the same name."""
-# Requests may be large, and are read only to run them.
-_SHOWN = [column for column in JOBS.c if column is not JOBS.c.submitted]
-# The lease changes each second.
-_WATCHED = [column for column in _SHOWN if column.name in {"number", "report", *_REPORTED}]
+# Requests may be large, and are read only to run them. The lease changes each second, which is not a change of the job.
+_SHOWN = [column for column in JOBS.c if column.name not in {"submitted", "lease", "lease_until_s"}]
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ class JobTable:
         """Stores a job unless it exists. Its request has an id and a caller.
 
         Raises ExistsError (JOB_EXISTS) if the caller has a job with this id and other content, and OverloadedError
-        (ADMISSION_LIMIT, CALLER_LIMIT) if too many jobs wait.
+        (ADMISSION_LIMIT, CALLER_LIMIT) if too many jobs wait, or the caller has too many.
         """
         try:
             return await self._database.call(lambda connection: self._submit(connection, submitted))
@@ -111,21 +108,22 @@ class JobTable:
             # Another process has stored the same job since this one has searched for it.
             return await self._database.call(lambda connection: self._submit(connection, submitted))
 
-    async def get(self, caller: str, job_id: str) -> jobs_pb2.Job:
-        """Returns a job. Raises NotFoundError (UNKNOWN_JOB) if the caller has none with this id."""
-        return job_of(await self.find(caller, job_id))
-
     async def find(self, caller: str, job_id: str) -> Row[Any]:
-        """Returns the row of a job, for `job_of` and `read`. Raises NotFoundError (UNKNOWN_JOB)."""
-        return await self._database.call(lambda connection: self._find(connection, caller, job_id, _WATCHED))
+        """Returns the row of a job, for `job_of`, `read` and `remove`.
 
-    async def read(self, numbers: Sequence[int]) -> Mapping[int, Row[Any]]:
-        """Returns the rows of the jobs with these numbers that exist, by their numbers."""
-        rows = dict[int, Row[Any]]()
-        for start in range(0, len(numbers), _READ_AT_ONCE):
-            read = partial(_read, numbers[start : start + _READ_AT_ONCE])
-            rows |= {row.number: row for row in await self._database.call(read)}
-        return rows
+        Raises NotFoundError (UNKNOWN_JOB) if the caller has none with this id.
+        """
+        return await self._database.call(lambda connection: self._find(connection, caller, job_id))
+
+    async def read(self, numbers: Sequence[int]) -> Mapping[str, Row[Any]]:
+        """Returns the rows of the jobs that have these numbers now, by their uids."""
+
+        def read(connection: Connection) -> Mapping[str, Row[Any]]:
+            parts = (numbers[start : start + _READ_AT_ONCE] for start in range(0, len(numbers), _READ_AT_ONCE))
+            queries = (select(*_SHOWN).where(JOBS.c.number.in_(part)) for part in parts)
+            return {row.uid: row for query in queries for row in connection.execute(query)}
+
+        return await self._database.call(read)
 
     async def list_page(self, caller: str, *, states: Collection[int], before: int | None, size: int) -> Page:
         """Returns at most `size` jobs of a caller, the newest first, without their outputs.
@@ -151,18 +149,10 @@ class JobTable:
         """
         return await self._database.call(lambda connection: self._cancel(connection, caller, job_id))
 
-    async def delete(self, caller: str, job_id: str) -> str:
-        """Deletes a job in any state. Returns the prefix of the names of its folders in the store.
-
-        Raises NotFoundError (UNKNOWN_JOB).
-        """
-
-        def delete(connection: Connection) -> str:
-            row = self._find(connection, caller, job_id)
-            connection.execute(JOBS.delete().where(JOBS.c.number == row.number))
-            return prefix_of(row.uid)
-
-        return await self._database.call(delete)
+    async def remove(self, job: Row[Any]) -> None:
+        """Deletes a job in any state. Idempotent. `job` has its `number` and its `uid`."""
+        is_same = (JOBS.c.number == job.number) & (JOBS.c.uid == job.uid)
+        await self._database.call(lambda connection: connection.execute(JOBS.delete().where(is_same)))
 
     # -- for the worker
 
@@ -208,26 +198,16 @@ class JobTable:
         found = select(JOBS.c.number).where(JOBS.c.number == claim.number, JOBS.c.uid == claim.uid)
         return await self._database.call(lambda connection: connection.execute(found).first() is None)
 
-    async def find_expired(self) -> Sequence[tuple[int, str]]:
-        """Returns the numbers of some expired jobs, each with the prefix of the names of its folders in the store.
-
-        Jobs that have waited for too long have expired, too.
-        """
+    async def find_expired(self) -> Sequence[Row[Any]]:
+        """Returns the `number` and the `uid` of some expired jobs, including those that have waited for too long."""
         has_waited = (JOBS.c.state == QUEUED) & (JOBS.c.created_s < now_s() - self._config.max_wait_s)
-        expired = select(JOBS.c.number, JOBS.c.uid).where(self._is_ours, (JOBS.c.expires_s < now_s()) | has_waited)
-        rows = await self._database.call(lambda connection: connection.execute(expired.limit(_EXPIRED_AT_ONCE)).all())
-        return [(row.number, prefix_of(row.uid)) for row in rows]
-
-    async def remove(self, number: int) -> None:
-        """Deletes an expired job. Idempotent."""
-        await self._database.call(lambda connection: connection.execute(JOBS.delete().where(JOBS.c.number == number)))
+        expired = select(*JOBS.c["number", "uid"]).where(self._is_ours, (JOBS.c.expires_s < now_s()) | has_waited)
+        return await self._database.call(lambda connection: connection.execute(expired.limit(_EXPIRED_AT_ONCE)).all())
 
     # -- transactions
 
-    def _find(
-        self, connection: Connection, caller: str, job_id: str, columns: Sequence[Column[Any]] = _SHOWN
-    ) -> Row[Any]:
-        row = connection.execute(select(*columns).where(self._is(caller, job_id))).first()
+    def _find(self, connection: Connection, caller: str, job_id: str) -> Row[Any]:
+        row = connection.execute(select(*_SHOWN).where(self._is(caller, job_id))).first()
         if row is None:
             raise NotFoundError(
                 f"no job has the id {job_id[:140]!r}; it never existed, was deleted, has expired, or is not yours; "
@@ -266,9 +246,10 @@ class JobTable:
         return job_of(self._find(connection, request.caller, request.request_id))
 
     def _check_limits(self, connection: Connection, caller: str) -> None:
-        by_caller = func.sum((JOBS.c.caller == caller).cast(Integer))
-        counted = select(func.count(), by_caller).where(self._is_ours, JOBS.c.state == QUEUED)
-        queued, of_caller = connection.execute(counted).one()
+        of_caller = JOBS.c.caller == caller
+        counted = select(func.count(), func.sum(of_caller.cast(Integer))).where(self._is_ours, JOBS.c.state == QUEUED)
+        queued, queued_by_caller = connection.execute(counted).one()
+        stored_by_caller = connection.execute(select(func.count()).where(self._is_ours, of_caller)).scalar_one()
         if queued >= self._config.max_queued:
             raise OverloadedError(
                 f"{queued} jobs wait, which is the limit (`max_queued`); submit the job later",
@@ -276,14 +257,23 @@ class JobTable:
                 metadata={"max_queued": str(self._config.max_queued)},
                 retry_after_s=_FULL_RETRY_S,
             )
-        if (of_caller or 0) >= self._config.max_queued_per_caller:
-            raise OverloadedError(
-                f"{of_caller} jobs of this caller wait, which is the limit (`max_queued_per_caller`); submit the job "
-                "later, or cancel another one",
-                reason="CALLER_LIMIT",
-                metadata={"caller": caller},
-                retry_after_s=_FULL_RETRY_S,
+        if (queued_by_caller or 0) >= self._config.max_queued_per_caller:
+            problem = (
+                f"{queued_by_caller} jobs of this caller wait, which is the limit (`max_queued_per_caller`); cancel one"
             )
+        elif stored_by_caller >= self._config.max_jobs_per_caller:
+            problem = (
+                f"this caller has {stored_by_caller} jobs, which is the limit (`max_jobs_per_caller`); delete those "
+                "that have ended (`stagemesh job delete`)"
+            )
+        else:
+            return
+        raise OverloadedError(
+            f"{problem}, or submit the job later",
+            reason="CALLER_LIMIT",
+            metadata={"caller": caller},
+            retry_after_s=_FULL_RETRY_S,
+        )
 
     def _cancel(self, connection: Connection, caller: str, job_id: str) -> jobs_pb2.Job:
         row = self._find(connection, caller, job_id)
@@ -316,34 +306,29 @@ class JobTable:
             .order_by(priority.desc(), func.coalesce(running.c.running, 0), JOBS.c.number)
             .limit(_CANDIDATES)
         )
-        for row in connection.execute(candidates).all():
-            claim = self._take(connection, row)
-            if claim is not None:
-                return claim
-        return None
+        claims = (self._take(connection, row) for row in connection.execute(candidates).all())
+        return next((claim for claim in claims if claim is not None), None)
 
     def _take(self, connection: Connection, row: Row[Any]) -> Claim | None:
         """Gives this process the lease of a job. Returns None if another process has changed the job."""
-        failures = row.failures + int(row.state == RUNNING)
         values: dict[str, Any] = {
             "state": RUNNING,
             "attempts": row.attempts + 1,
-            "failures": failures,
+            "failures": row.failures + int(row.state == RUNNING),
             "started_s": func.coalesce(JOBS.c.started_s, now_s()),
             "worker": self._config.name,
-            "lease": (lease := uuid.uuid4().hex),
+            "lease": uuid.uuid4().hex,
             "lease_until_s": now_s() + self._config.lease_s,
         }
         # Each claim increments `attempts`, so that only one of the processes that have read the row changes it.
         unchanged = (JOBS.c.number == row.number) & (JOBS.c.state == row.state) & (JOBS.c.attempts == row.attempts)
         unchanged &= (JOBS.c.state == QUEUED) | (JOBS.c.lease_until_s < now_s())
-        if not connection.execute(JOBS.update().where(unchanged).values(values)).rowcount:
+        job = connection.execute(JOBS.update().where(unchanged).values(values).returning(JOBS)).first()
+        if job is None:
             return None
-        content = connection.execute(select(JOBS.c.submitted).where(JOBS.c.number == row.number)).scalar_one()
-        submitted = jobs_pb2.SubmitJobRequest.FromString(content)
-        return Claim(
-            row.number, row.uid, lease, submitted, row.attempts + 1, failures, row.requests, row.cancel_requested
-        )
+        submitted = jobs_pb2.SubmitJobRequest.FromString(job.submitted)
+        counts = (job.attempts, job.failures, job.requests)
+        return Claim(job.number, job.uid, job.lease, submitted, *counts, job.cancel_requested)
 
     async def _leave(self, claim: Claim, report: jobs_pb2.Job, values: dict[str, Any]) -> bool:
         changed = JOBS.update().where(_is_held(claim)).values({**values, "report": report.SerializeToString()})
@@ -354,10 +339,6 @@ class JobTable:
             return bool(connection.execute(changed).rowcount) or connection.execute(has_left).first() is not None
 
         return await self._database.call(leave)
-
-
-def _read(numbers: Sequence[int], connection: Connection) -> Sequence[Row[Any]]:
-    return connection.execute(select(*_WATCHED).where(JOBS.c.number.in_(numbers))).all()
 
 
 def prefix_of(uid: str) -> str:

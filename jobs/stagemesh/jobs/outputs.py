@@ -43,7 +43,6 @@ class AttemptOutputs:
         spool.mkdir(parents=True, exist_ok=True)
         self._spool = tempfile.TemporaryDirectory(dir=spool, prefix="job-")
         self._outputs: dict[tuple[str, int], _Output] = defaultdict(_Output)
-        self._writers: list[StoredFileWriter] = []
         self._is_kept = False
 
     async def add(self, event: Event) -> None:
@@ -96,10 +95,12 @@ class AttemptOutputs:
         if len(encoded := text.encode()) <= _MAX_INLINE_BYTES:
             message.text = text
         else:
-            await _write(await self._create(name, index, _TEXT), [encoded])
+            await (await self._create(name, index, _TEXT)).write(encoded)
         if output.wav is not None:
             await asyncio.to_thread(output.wav.close)
-            await _write(await self._create(name, index, _WAV), _blocks(output.wav_path))
+            writer = await self._create(name, index, _WAV)
+            for block in _blocks(output.wav_path):
+                await writer.write(block)
         message.files.extend([await writer.commit() for writer in output.writers])
         for each in (event.file for event in output.stored):
             message.files.add(
@@ -113,7 +114,6 @@ class AttemptOutputs:
         uri = self._store.config.uri_of(FOLDER, self._folder, file_name)
         writer = await self._store.create(uri, media_type)
         writers.append(writer)
-        self._writers.append(writer)
         return writer
 
     async def __aenter__(self) -> Self:
@@ -125,7 +125,8 @@ class AttemptOutputs:
                 output.wav.close()
         self._spool.cleanup()
         if not self._is_kept:
-            await asyncio.gather(*(writer.discard() for writer in self._writers))
+            writers = [writer for output in self._outputs.values() for writer in output.writers]
+            await asyncio.gather(*(writer.discard() for writer in writers))
 
 
 class _Output:
@@ -139,11 +140,6 @@ class _Output:
         self.writers: list[StoredFileWriter] = []
         self.stored: list[StoredFile] = []
         self.finish = request_pb2.Finish()
-
-
-async def _write(writer: StoredFileWriter, blocks: Iterable[bytes]) -> None:
-    for block in blocks:
-        await writer.write(block)
 
 
 def _blocks(path: Path) -> Iterable[bytes]:

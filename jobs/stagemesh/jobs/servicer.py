@@ -8,7 +8,7 @@ from stagemesh.common.errors import InvalidRequestError, NotFoundError
 from stagemesh.common.media.store import MediaStore
 from stagemesh.common.requests.request_checks import check_caller, check_input, check_known, check_request_id
 from stagemesh.jobs.config import JobServerConfig
-from stagemesh.jobs.job_table import JobTable
+from stagemesh.jobs.job_table import JobTable, job_of, prefix_of
 from stagemesh.jobs.watcher import JobWatcher
 from stagemesh.jobs.worker import Worker, remove_files
 from stagemesh.rpc.callers import caller_of
@@ -39,7 +39,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         return jobs_pb2.SubmitJobResponse(job=job)
 
     async def GetJob(self, request: jobs_pb2.GetJobRequest, context: Context) -> jobs_pb2.GetJobResponse:
-        return jobs_pb2.GetJobResponse(job=await self._table.get(_caller(request.caller), request.job_id))
+        return jobs_pb2.GetJobResponse(job=job_of(await self._table.find(_caller(request.caller), request.job_id)))
 
     async def ListJobs(self, request: jobs_pb2.ListJobsRequest, context: Context) -> jobs_pb2.ListJobsResponse:
         page = await self._table.list_page(
@@ -63,8 +63,9 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         return jobs_pb2.CancelJobResponse(job=await self._table.cancel(_caller(request.caller), request.job_id))
 
     async def DeleteJob(self, request: jobs_pb2.DeleteJobRequest, context: Context) -> jobs_pb2.DeleteJobResponse:
-        prefix = await self._table.delete(_caller(request.caller), request.job_id)
-        await remove_files(self._store, prefix)
+        job = await self._table.find(_caller(request.caller), request.job_id)
+        await self._table.remove(job)
+        await remove_files(self._store, prefix_of(job.uid))
         return jobs_pb2.DeleteJobResponse()
 
 

@@ -36,7 +36,7 @@ class JobWatcher:
             numbers = {known.number for known, _ in waiting}
             rows = await when_available(partial(self._table.read, list(numbers)))
             for known, changed in waiting:
-                if (row := rows.get(known.number)) != known and not changed.done():
+                if (row := rows.get(known.uid)) != known and not changed.done():
                     changed.set_result(row)
 
     async def follow(self, caller: str, job_id: str) -> AsyncGenerator[jobs_pb2.Job]:

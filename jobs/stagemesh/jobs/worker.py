@@ -14,7 +14,7 @@ from stagemesh.common.media.store import MediaStore
 from stagemesh.common.tasks import end_tasks, wait_within
 from stagemesh.jobs.config import JobServerConfig
 from stagemesh.jobs.database import when_available
-from stagemesh.jobs.job_table import CANCELLED, FAILED, SUCCEEDED, Claim, JobTable, Renewal, report_of
+from stagemesh.jobs.job_table import CANCELLED, FAILED, SUCCEEDED, Claim, JobTable, Renewal, prefix_of, report_of
 from stagemesh.jobs.outputs import FOLDER, AttemptOutputs
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import errors_pb2, jobs_pb2, orchestrator_pb2, request_pb2, stage_pb2
@@ -183,10 +183,10 @@ class Worker:
 
     async def _remove_expired(self) -> None:
         while True:
-            for number, prefix in await when_available(self._table.find_expired):
+            for job in await when_available(self._table.find_expired):
                 # The row remains until the files are deleted, so that a failure is repeated.
-                if await remove_files(self._store, prefix):
-                    await when_available(partial(self._table.remove, number))
+                if await remove_files(self._store, prefix_of(job.uid)):
+                    await when_available(partial(self._table.remove, job))
             await asyncio.sleep(_SWEEP_S)
 
 

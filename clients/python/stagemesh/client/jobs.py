@@ -121,7 +121,7 @@ class AsyncJobs:
 
         `labels` are texts by name, which the server returns with the job. A repeated call with the same request_id
         returns the existing job. Raises ExistsError (JOB_EXISTS) if that has other content, and OverloadedError if too
-        many jobs wait.
+        many jobs wait, or the caller has too many.
         """
         request = jobs_pb2.SubmitJobRequest(request=build_request(prompt, arguments), labels=labels)
         return to_job((await self._call(lambda stub: stub.SubmitJob(request, timeout=_CALL_TIMEOUT_S))).job)

@@ -9,6 +9,7 @@
   "max_running" $settings.maxRunning
   "max_queued" $settings.maxQueued
   "max_queued_per_caller" $settings.maxQueuedPerCaller
+  "max_jobs_per_caller" $settings.maxJobsPerCaller
   "max_request_bytes" $settings.maxRequestBytes
   "max_failures" $settings.maxFailures
   "lease_s" $settings.leaseSeconds
