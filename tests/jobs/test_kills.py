@@ -127,15 +127,6 @@ def test_a_watch_resumes_after_a_restart_of_the_job_server(up: Deployment) -> No
     assert states[-1] == "succeeded"
 
 
-def test_jobs_are_known_after_a_restart_of_the_deployment(folder: Path) -> None:
-    path = write_pipeline(folder)
-    for _ in range(2):
-        with deployed(path, "--jobs", home=folder / "other-home") as up, patient_client(up) as client:
-            job = client.jobs.submit("hello", request_id="kept")
-            assert _ended(client, "kept").state == "succeeded"
-    assert job.state == "succeeded"
-
-
 def test_a_pipeline_without_a_job_server_names_the_remedy(folder: Path) -> None:
     path = write_pipeline(folder)
     with deployed(path) as up, up.client() as client, pytest.raises(StagemeshError, match="has no job server"):
