@@ -108,11 +108,11 @@ def test_a_mistake_is_reported_and_changes_nothing(arguments: tuple[str, ...], c
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "Expecting property name"),
-        ("[]", "the file must be an object with these members: contexts (dict), current (str)"),
-        ('{"contexts": {"a": 1}, "current": ""}', "context 'a' must be an object"),
-        (f'{{"contexts": {{"a": {{"server": "h", {REST}}}}}, "current": ""}}', "context 'a': 'h' is not"),
-        (f'{{"contexts": {{"a": {{"serve": "h:1", {REST}}}}}, "current": ""}}', "context 'a' must be an object"),
+        ("{", "Input data was truncated"),
+        ("[]", "Expected `object`, got `array`"),
+        ('{"contexts": {"a": 1}, "current": ""}', "Expected `object`, got `int` - at `$.contexts[...]`"),
+        (f'{{"contexts": {{"a": {{"server": "h", {REST}}}}}, "current": ""}}', "'h' is not of the form HOST:PORT"),
+        (f'{{"contexts": {{"a": {{"serve": "h:1", {REST}}}}}, "current": ""}}', "missing required field `server`"),
         (f'{{"current": "b", "contexts": {{"a": {{"server": "h:1", {REST}}}}}}}', "'b' does not exist"),
     ],
 )

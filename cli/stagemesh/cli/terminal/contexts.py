@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
 
 import typer
 
@@ -127,15 +126,15 @@ def load_contexts() -> Contexts:
 
     Raises InvalidRequestError (INVALID_CONTEXTS) if the file cannot be read or is damaged. The message names the file.
     """
+    import msgspec
+
     path = contexts_path()
     try:
-        content = path.read_bytes()
+        return msgspec.json.decode(path.read_bytes(), type=Contexts)
     except FileNotFoundError:
         return Contexts()
     except OSError as exc:
         raise InvalidRequestError(f"{path} cannot be read: {exc.strerror}", reason="INVALID_CONTEXTS") from exc
-    try:
-        return _read_contexts(json.loads(content))
     except ValueError as exc:
         raise InvalidRequestError(f"{path} is damaged: {exc}", reason="INVALID_CONTEXTS") from exc
 
@@ -149,31 +148,6 @@ def save_contexts(contexts: Contexts) -> None:
 
     with writing(contexts_path()):
         write_private(contexts_path(), f"{json.dumps(asdict(contexts), indent=2)}\n".encode())
-
-
-def _read_contexts(document: Any) -> Contexts:
-    """Returns the contexts in a JSON document. Raises ValueError if the document is not valid."""
-    values = _members(document, "the file", contexts=dict, current=str)
-    contexts = {name: _read_context(name, each) for name, each in values["contexts"].items()}
-    return Contexts(contexts, values["current"])
-
-
-def _read_context(name: str, document: Any) -> Context:
-    place = f"context {name!r}"
-    values = _members(document, place, server=str, admin=str, tls=str, token_file=str)
-    try:
-        return Context(**values)
-    except ValueError as exc:
-        raise ValueError(f"{place}: {exc}") from exc
-
-
-def _members(document: Any, place: str, /, **kinds: type) -> dict[str, Any]:
-    """Returns the members of a JSON object. Raises ValueError if they differ from `kinds`."""
-    members = cast("dict[str, Any]", document) if isinstance(document, dict) else {}
-    if {key: type(value) for key, value in members.items()} != kinds:
-        expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in kinds.items())
-        raise ValueError(f"{place} must be an object with these members: {expected}")
-    return members
 
 
 def complete_context(incomplete: str) -> list[str]:
