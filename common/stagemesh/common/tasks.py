@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 _Task = TypeVar("_Task", bound="asyncio.Task[Any]")
+_Result = TypeVar("_Result")
 
 
 def kept_in(tasks: set[_Task], task: _Task) -> _Task:
@@ -21,6 +22,16 @@ async def end_tasks(tasks: Iterable[asyncio.Task[object]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def result_before(event: asyncio.Event, work: Awaitable[_Result]) -> _Result | None:
+    """Returns the result of `work`. If `event` is set before `work` has finished, cancels `work` and returns None."""
+    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        await end_tasks((working, waiting))
 
 
 async def wait_within(time_limit_s: float, awaitable: Awaitable[object]) -> None:

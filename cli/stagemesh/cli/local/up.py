@@ -19,7 +19,7 @@ from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import REQUIRED, Kind, Parameters, flag, option, with_parameters
 from stagemesh.cli.terminal.pipeline_options import PIPELINE, REPLICAS, SETTINGS, read_overrides
 from stagemesh.common.errors import ExitCode, InternalError, needs_extra
-from stagemesh.common.tasks import end_tasks
+from stagemesh.common.tasks import result_before
 
 if TYPE_CHECKING:
     from stagemesh.cli.launcher import Launcher
@@ -211,24 +211,11 @@ async def _run_until_signal(
     umask = os.umask(0o077)
     try:
         async with launcher.running() as logs:
-            edges = await result_before(stopping, launcher.wait_ready)
+            edges = await result_before(stopping, launcher.wait_ready())
             if edges is None:
                 return None
             display.ready(launcher, edges, hint=hint, logs=logs, operator=operator)
-            return await result_before(stopping, work)
+            return await result_before(stopping, work())
         raise AssertionError("the launcher ends the block only by an error")
     finally:
         os.umask(umask)
-
-
-async def result_before(stopping: asyncio.Event, work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result | None:
-    """Runs `work` and returns the result of `work`, or None if `stopping` is set first.
-
-    Cancels `work` if `stopping` is set before `work` has finished.
-    """
-    working, waiting = asyncio.create_task(work()), asyncio.create_task(stopping.wait())
-    try:
-        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        await end_tasks((working, waiting))

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotReadyError, StaleAttemptError, UnavailableError
+from stagemesh.common.tasks import result_before
 from stagemesh.common.wire.versions import check_version, own_protocol
 from stagemesh.orchestrator.config import DnsName, ReplicaAddress
 from stagemesh.pipeline import Pipeline
@@ -363,12 +364,7 @@ async def _next(requests: AsyncIterator[membership_pb2.RegisterRequest], closed:
     Returns False if the replica closes its stream instead. Raises UnavailableError (NOT_RUNNING) if `closed` is set
     first, because the orchestrator stops.
     """
-    reading, closing = asyncio.ensure_future(anext(requests, None)), asyncio.ensure_future(closed.wait())
-    try:
-        await asyncio.wait([reading, closing], return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():
-            raise UnavailableError("the orchestrator stops; register again", reason="NOT_RUNNING")
-        return reading.result() is not None
-    finally:
-        reading.cancel()
-        closing.cancel()
+    request = await result_before(closed, anext(requests, None))
+    if request is None and closed.is_set():
+        raise UnavailableError("the orchestrator stops; register again", reason="NOT_RUNNING")
+    return request is not None

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import Coroutine
 from dataclasses import asdict
 
 from stagemesh.common.errors import InvalidRequestError
@@ -14,7 +13,7 @@ from stagemesh.common.process.host import share_heap_among_threads
 from stagemesh.common.process.lifecycle import bind_forks_to_this_process, end_within, ended_when_stuck
 from stagemesh.common.process.logs import bind_process_log_context
 from stagemesh.common.process.stage_process import ReplicaState, StageConfig
-from stagemesh.common.tasks import end_tasks
+from stagemesh.common.tasks import result_before
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.nixl.environment import bind_to
 from stagemesh.rpc.callers import OPERATOR, ORCHESTRATOR, STAGE
@@ -97,7 +96,8 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
     """Loads the engine, then waits until `stopping` is set. Raises the engine's error if the engine fails to load, or
     if it fails or hangs later.
     """
-    if not await _unless(stopping, runtime.start()):
+    await result_before(stopping, runtime.start())
+    if stopping.is_set():
         return
     # Freezing excludes the loaded objects from garbage collection. Collecting them takes tens of milliseconds.
     gc.collect()
@@ -111,22 +111,7 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
     _log.info("ready")
     stall_s = runtime.config.stall_s
     async with ended_when_stuck(stall_s) if stall_s else contextlib.nullcontext():
-        await _unless(stopping, runtime.watch_engine())
-
-
-async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None]) -> bool:
-    """Awaits `doing` and returns True. If `stopping` is set first, cancels `doing` and returns False.
-
-    Raises the error that `doing` raises.
-    """
-    working, stopped = asyncio.ensure_future(doing), asyncio.ensure_future(stopping.wait())
-    try:
-        await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            await working
-        return working.done()
-    finally:
-        await end_tasks((working, stopped))
+        await result_before(stopping, runtime.watch_engine())
 
 
 def _make_runtime(config: StageConfig) -> StageRuntime:
