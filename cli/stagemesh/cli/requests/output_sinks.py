@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from stagemesh.cli.terminal.output import writing
 from stagemesh.client import (
     Admitted,
     AudioChunk,
@@ -24,9 +25,10 @@ from stagemesh.client import (
     Text,
     WavWriter,
 )
-from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.media.files import suffix_of
 from stagemesh.common.requests.output_position import OutputKey
+
+_REMEDY = "; choose another --output"
 
 
 class Sinks(ExitStack):
@@ -187,20 +189,12 @@ class Sinks(ExitStack):
 
     def _write_file(self, path: Path, content: bytes) -> None:
         self._create_folder(path.parent)
-        try:
+        with writing(path, remedy=_REMEDY):
             path.write_bytes(content)
-        except OSError as exc:
-            raise _cannot_write(path, exc) from exc
 
     def _create_folder(self, folder: Path) -> None:
-        try:
+        with writing(folder, remedy=_REMEDY):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
-            raise _cannot_write(folder, exc) from exc
-
-
-def _cannot_write(path: Path, exc: OSError) -> InvalidRequestError:
-    return InvalidRequestError(f"cannot write {path}: {exc.strerror}; choose another --output", reason="CANNOT_WRITE")
 
 
 def _suffix(media_type: str) -> str:
