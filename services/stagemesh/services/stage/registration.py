@@ -13,6 +13,7 @@ from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.common.process.stage_process import OrchestratorAddress, StageConfig
 from stagemesh.common.tasks import wait_within
+from stagemesh.common.wire.encoding import to_message
 from stagemesh.common.wire.versions import OFFERS, check_version, own_protocol
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
@@ -40,15 +41,12 @@ async def registered(config: StageConfig, *, incarnation: str, port: int) -> Asy
     if not config.orchestrators:
         yield
         return
-    identity = membership_pb2.ReplicaIdentity(
+    identity = to_message(
+        membership_pb2.ReplicaIdentity,
+        config,
         protocol=own_protocol(OFFERS),
-        pipeline=config.pipeline,
-        generation=config.generation,
-        stage=config.stage,
-        replica=config.replica,
         incarnation=incarnation,
         endpoint=_advertised(config, port),
-        server_name=config.server_name,
     )
     leaving = asyncio.Event()
     failure: Exception | None = None

@@ -21,6 +21,7 @@ from stagemesh.common.process.host import RecentMemory
 from stagemesh.common.process.stage_process import ReplicaState, StageConfig
 from stagemesh.common.requests.request_checks import check_choice_id
 from stagemesh.common.tasks import end_tasks, wait_within
+from stagemesh.common.wire.encoding import to_message
 from stagemesh.connectors.arena.memory import pin_if_cuda
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.base import Engine, EngineLoad
@@ -197,10 +198,9 @@ class StageRuntime:
         adapters = self.engine.abilities.adapters if is_loaded else None
         plane = self.data_plane
         arena, landing = plane.arena, plane.landing.present
-        return stage_pb2.WatchLoadResponse(
-            running=engine.running,
-            queued=engine.queued,
-            work_s=engine.work_s,
+        return to_message(
+            stage_pb2.WatchLoadResponse,
+            engine,
             arena_used_bytes=arena.used_bytes,
             arena_size_bytes=arena.size_bytes,
             credit_bytes=plane.consumer.credit_bytes,
@@ -211,8 +211,6 @@ class StageRuntime:
             landing_size_bytes=landing.size_bytes if landing else 0,
             adapters=[adapter.name for adapter in adapters.list_adapters()] if adapters is not None else (),
             call_costs=[stage_pb2.CallCost(frames=at, seconds=s) for at, s in sorted(engine.call_costs_s.items())],
-            frame_audio_s=engine.frame_audio_s,
-            audio_delay_s=engine.audio_delay_s,
             frame_intervals_s=self._frame_intervals.seconds,
             sent=[
                 stage_pb2.SentChunks(edge=edge, chunks=meter.transfer_s.count, size_bytes=meter.size_bytes)

@@ -14,7 +14,7 @@ from stagemesh.common.process import settings
 from stagemesh.common.process.host import host_token
 from stagemesh.common.process.logs import bind_log_context
 from stagemesh.common.tasks import end_tasks, wait_within
-from stagemesh.common.wire.encoding import embedded, parse_message, tag_of, varint
+from stagemesh.common.wire.encoding import embedded, parse_message, tag_of, to_message, varint
 from stagemesh.common.wire.versions import OFFERS, check_version, own_protocol, unknown_kind
 from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.packets import ConsumerAddress
@@ -89,14 +89,10 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         if request.HasField("protocol"):
             check_version(request.protocol, peer="the caller", own_name=f"replica {self._runtime.config.replica}")
         runtime, config, abilities = self._runtime, self._runtime.config, self._runtime.engine.abilities
-        return stage_pb2.DescribeResponse(
-            pipeline=config.pipeline,
-            generation=config.generation,
-            stage=config.stage,
-            replica=config.replica,
+        return to_message(
+            stage_pb2.DescribeResponse,
+            config,
             incarnation=runtime.data_plane.incarnation,
-            engine=config.engine,
-            model=config.model or "",
             state=runtime.lifecycle.state.value,
             detail=runtime.lifecycle.detail,
             signature=signature_to_wire(

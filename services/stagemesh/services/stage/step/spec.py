@@ -18,7 +18,7 @@ from stagemesh.common.requests.request_checks import (
     read_tensors,
 )
 from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, PlayoutPace, StepPolicy, WholePolicy
-from stagemesh.common.wire.encoding import digest_of, without_fields
+from stagemesh.common.wire.encoding import digest_of, to_message, without_fields
 from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.common.wire.versions import refuse_unknown
@@ -451,10 +451,5 @@ def _pace(message: stage_pb2.FramesPolicy) -> PlayoutPace | None:
 
 def checkpoint_to_wire(state: Checkpoint) -> stage_pb2.Checkpoint:
     """Converts a checkpoint to its protobuf message, including the tensors."""
-    return stage_pb2.Checkpoint(
-        steps=state.steps,
-        token_ids=state.token_ids,
-        tensors=[inline_tensor(name, tensor) for name, tensor in state.tensors.items()],
-        outputs=state.outputs,
-        rows=state.rows,
-    )
+    tensors = [inline_tensor(name, tensor) for name, tensor in state.tensors.items()]
+    return to_message(stage_pb2.Checkpoint, state, tensors=tensors)
