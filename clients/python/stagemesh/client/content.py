@@ -185,34 +185,27 @@ def to_part(part: Part) -> request_pb2.Part:
 
     Raises InvalidRequestError (INVALID_MEDIA) if it is a stored file that is not an image, audio or a video.
     """
-    match part:
-        case str():
-            return request_pb2.Part(text=part)
-        case ImageFile():
-            return request_pb2.Part(image=request_pb2.MediaFile(data=part.data, media_type=part.media_type))
-        case AudioFile():
-            return request_pb2.Part(audio_file=request_pb2.MediaFile(data=part.data, media_type=part.media_type))
-        case VideoFile():
-            video = request_pb2.MediaFile(data=part.data, media_type=part.media_type)
-            return request_pb2.Part(video_file=video, use_audio_in_video=part.use_audio_in_video)
-        case MediaFile():
-            return _stored_part(part)
-        case AudioSamples():
-            samples = inline_tensor("samples", np.asarray(part.samples, np.float32))
-            return request_pb2.Part(audio=request_pb2.Audio(samples=samples, sample_rate_hz=part.sample_rate_hz))
-
-
-def _stored_part(file: MediaFile) -> request_pb2.Part:
-    message = request_pb2.MediaFile(
-        uri=file.uri, media_type=file.media_type, size_bytes=file.size_bytes, sha256=file.sha256
-    )
-    match file.media_type.partition("/")[0]:
+    if isinstance(part, str):
+        return request_pb2.Part(text=part)
+    if isinstance(part, AudioSamples):
+        samples = inline_tensor("samples", np.asarray(part.samples, np.float32))
+        return request_pb2.Part(audio=request_pb2.Audio(samples=samples, sample_rate_hz=part.sample_rate_hz))
+    if isinstance(part, MediaFile):
+        kind = part.media_type.partition("/")[0]
+        file = request_pb2.MediaFile(
+            uri=part.uri, media_type=part.media_type, size_bytes=part.size_bytes, sha256=part.sha256
+        )
+    else:
+        kind = next(name for name, each in _KINDS.items() if isinstance(part, each))
+        file = request_pb2.MediaFile(data=part.data, media_type=part.media_type)
+    match kind:
         case "image":
-            return request_pb2.Part(image=message)
+            return request_pb2.Part(image=file)
         case "audio":
-            return request_pb2.Part(audio_file=message)
+            return request_pb2.Part(audio_file=file)
         case "video":
-            return request_pb2.Part(video_file=message, use_audio_in_video=file.use_audio_in_video)
+            uses_audio = isinstance(part, VideoFile | MediaFile) and part.use_audio_in_video
+            return request_pb2.Part(video_file=file, use_audio_in_video=uses_audio)
         case _:
             raise InvalidRequestError(
                 f"the media type of {file.uri} is {file.media_type!r}; a prompt accepts images, audio and video",
