@@ -5,12 +5,14 @@ from itertools import cycle, islice
 
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas
+from stagemesh.orchestrator.planning.planner import LeastWork
 
 
-class RoundRobin:
-    """A `Choice` that cycles through the replicas that are ready when a stage is first planned."""
+class RoundRobin(LeastWork):
+    """Cycles through the replicas that are ready when a stage is first planned."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._turns: dict[ReadyReplicas, Iterator[Replica]] = {}
 
     def choose(

@@ -10,7 +10,7 @@ from benchmarks.simulation.replicas import CHUNK_S, Members, World
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.planning.planner import Choice, LeastWork
+from stagemesh.orchestrator.planning.planner import LeastWork
 from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import orchestrator_pb2
 
@@ -30,7 +30,7 @@ class Load:
 
 @asynccontextmanager
 async def orchestrated(
-    pipeline: Pipeline, *, replicas: int, choice: Choice | None = None
+    pipeline: Pipeline, *, replicas: int, choice: LeastWork | None = None
 ) -> AsyncGenerator[tuple[Orchestrator, World]]:
     """Yields an orchestrator whose replicas are all ready."""
     world = World(pipeline)
@@ -44,7 +44,7 @@ async def orchestrated(
         yield orchestrator, world
 
 
-async def latencies_s(pipeline: Pipeline, *, replicas: int, load: Load, choice: Choice | None = None) -> list[float]:
+async def latencies_s(pipeline: Pipeline, *, replicas: int, load: Load, choice: LeastWork | None = None) -> list[float]:
     """Returns the latency of each request, without those that arrived before the load was steady."""
     choice = choice or _choice(load)
     async with orchestrated(pipeline, replicas=replicas, choice=choice) as (orchestrator, world):
@@ -87,7 +87,7 @@ class _Answer:
     error: StagemeshError | None
 
 
-def _choice(load: Load) -> Choice:
+def _choice(load: Load) -> LeastWork:
     """Returns the orchestrator's choice of replicas with a seed of its own, so that runs are reproducible."""
     return LeastWork(random.Random(f"choice {load.seed}"))
 

@@ -14,7 +14,7 @@ from stagemesh.orchestrator.admission.admission import Admission
 from stagemesh.orchestrator.admission.queue import AdmissionRequest
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.planning.chunk_policies import set_chunk_policies
-from stagemesh.orchestrator.planning.planner import Choice, Plan, Planner
+from stagemesh.orchestrator.planning.planner import LeastWork, Plan, Planner
 from stagemesh.orchestrator.planning.replacement_replicas import ReplacementReplicas
 from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry, fingerprint
 from stagemesh.orchestrator.request.output_record import RequestRecord, not_running
@@ -46,7 +46,7 @@ class Orchestrator:
         max_request_s: float,
         drain_s: float,
         max_kept_state_bytes: int = 256 << 20,
-        choice: Choice | None = None,
+        choice: LeastWork | None = None,
         samples: Callable[[TraceContext], bool] = is_sampled_by_caller,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -11,7 +11,7 @@ from benchmarks.simulation.replicas import CHUNK_S
 from benchmarks.simulation.round_robin import RoundRobin
 from benchmarks.simulation.run import LARGE_CHUNKS, SMALL_CHUNKS, Load, latencies_s, survival
 from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas
-from stagemesh.orchestrator.planning.planner import Choice
+from stagemesh.orchestrator.planning.planner import LeastWork
 from stagemesh.pipeline import Pipeline
 from tests.orchestrator.mesh import CHAIN, load
 from tests.orchestrator.replicas import ready_replica
@@ -47,7 +47,9 @@ def test_round_robin_returns_none_if_all_replicas_are_avoided(pipeline: Pipeline
 
 
 @pytest.mark.parametrize("choice", [None, RoundRobin()], ids=["planned", "round robin"])
-def test_requests_run_through_the_orchestrator_and_take_their_time(pipeline: Pipeline, choice: Choice | None) -> None:
+def test_requests_run_through_the_orchestrator_and_take_their_time(
+    pipeline: Pipeline, choice: LeastWork | None
+) -> None:
     load = Load(requests=40, utilization=0.5, seed=1)
     taken_s = virtual_time.run(latencies_s(pipeline, replicas=6, load=load, choice=choice))
     assert len(taken_s) == 30

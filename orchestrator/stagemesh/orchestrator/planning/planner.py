@@ -15,7 +15,6 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
 
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import SHM
@@ -55,19 +54,6 @@ def _unready(message: str, *, soon: bool, metadata: Mapping[str, str] = _NONE) -
     return kind(message, reason="STAGE_NOT_READY", metadata=metadata, retry_after_s=_RETRY_AFTER_S)
 
 
-class Choice(Protocol):
-    """A policy that selects one of a stage's ready replicas."""
-
-    def choose(
-        self, ready: ReadyReplicas, *, near: Sequence[Replica] = (), avoid: Collection[Replica] = ()
-    ) -> Replica | None:
-        """Returns a ready replica that is not in `avoid`, or None if there is none.
-
-        `near` contains the replicas that run the request's upstream and downstream stages.
-        """
-        ...
-
-
 class LeastWork:
     """Selects the replica with the least remaining work among a few random replicas. Prefers co-located replicas."""
 
@@ -77,6 +63,10 @@ class LeastWork:
     def choose(
         self, ready: ReadyReplicas, *, near: Sequence[Replica] = (), avoid: Collection[Replica] = ()
     ) -> Replica | None:
+        """Returns a ready replica that is not in `avoid`, or None if there is none.
+
+        `near` contains the replicas that run the request's upstream and downstream stages.
+        """
         candidates = self._draw(ready.all, avoid)
         for peer in near:
             candidates += self._draw(ready.on_host(peer.host), avoid)
@@ -143,7 +133,7 @@ class Planner:
         *,
         adapters: StageAdapters | None = None,
         warm: Collection[str] = (),
-        choice: Choice | None = None,
+        choice: LeastWork | None = None,
     ) -> None:
         """Creates a planner. `adapters` are the adapters that replicas load when they become ready.
 
