@@ -33,7 +33,7 @@ ACCEPTS = {"kv": TensorSpec.ticket("test.state"), "text": TensorSpec("uint8", ("
 
 
 def decode_spec(request_id: str) -> StepSpec:
-    return replace(step_spec(request_id), inputs=(InputBinding(edge="a->b", producer="a-0"),))
+    return replace(step_spec(request_id), inputs=(InputBinding(edge="a->b", peer="a-0"),))
 
 
 @asynccontextmanager

@@ -81,7 +81,7 @@ def check_rebinding(rebinding: Rebinding) -> None:
     _check_edge_names("outputs", [each.edge for each in rebinding.outputs])
     _check_consumers(rebinding.outputs)
     for binding in rebinding.inputs:
-        if not binding.producer:
+        if not binding.peer:
             raise InvalidRequestError(f"edge {binding.edge} needs a producer", reason="INVALID_EDGE")
 
 
@@ -149,7 +149,7 @@ def _check_edge_names(direction: str, edges: Sequence[str]) -> None:
 
 def _check_consumers(bindings: Iterable[OutputBinding]) -> None:
     for binding in bindings:
-        if not binding.consumer.replica or not binding.consumer.endpoint:
+        if not binding.peer.replica or not binding.peer.endpoint:
             raise InvalidRequestError(f"edge {binding.edge} needs a consumer and an endpoint", reason="INVALID_EDGE")
 
 

@@ -54,7 +54,7 @@ class StepEdges:
         self._accepts_only_tickets = all(spec.ticket_kind for spec in accepts.values())
         for binding in self._inputs.values():
             inlet = self._plane.open_inlet(
-                self._key(binding), producer=binding.producer, rebind_s=_rebind_s(binding.edge), ticket_kinds=kinds
+                self._key(binding), producer=binding.peer, rebind_s=_rebind_s(binding.edge), ticket_kinds=kinds
             )
             if binding.edge == STATE_EDGE:
                 self.state_inlet = inlet
@@ -63,7 +63,7 @@ class StepEdges:
         for target in self._outputs.values():
             outlet = self._plane.open_outlet(
                 self._key(target),
-                target.consumer,
+                target.peer,
                 connector=target.connector,
                 policy=target.policy,
                 rebind_s=_rebind_s(target.edge),
@@ -97,13 +97,13 @@ class StepEdges:
 
     def inlet_reports(self) -> list[control_pb2.FlowReport]:
         """Returns a report on each incoming flow. `peer` is the flow's producer replica."""
-        return [inlet.report(producer=self._inputs[edge].producer) for edge, inlet in self._all_inlets().items()]
+        return [inlet.report(producer=self._inputs[edge].peer) for edge, inlet in self._all_inlets().items()]
 
     def outlet_reports(self) -> list[control_pb2.FlowReport]:
         """Returns a report on each outgoing flow, except the flow of `state_outlet`. `peer` is the flow's consumer
         replica.
         """
-        return [outlet.report(consumer=self._outputs[edge].consumer.replica) for edge, outlet in self._by_edge.items()]
+        return [outlet.report(consumer=self._outputs[edge].peer.replica) for edge, outlet in self._by_edge.items()]
 
     def rebind(self, rebinding: Rebinding) -> None:
         """Binds all edges in `rebinding` to other replicas. If an error is raised, no edge has been bound.
@@ -120,12 +120,12 @@ class StepEdges:
         for source in inputs:
             self._inputs[source.edge] = source
             self._plane.rebind_inlet(
-                self._inlets[source.edge], self._key(source), producer=source.producer, first_rows=source.first_rows
+                self._inlets[source.edge], self._key(source), producer=source.peer, first_rows=source.first_rows
             )
         for target in outputs:
             self._outputs[target.edge] = target
             outlet = self._by_edge[target.edge]
-            self._plane.rebind_outlet(outlet, self._key(target), consumer=target.consumer, connector=target.connector)
+            self._plane.rebind_outlet(outlet, self._key(target), consumer=target.peer, connector=target.connector)
 
     async def close(self, error: StagemeshError | None, *, left_state: bool) -> None:
         """Closes all flows. If `error` is None, outlets retain the chunks that consumers may need again. Otherwise,

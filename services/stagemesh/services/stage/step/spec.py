@@ -64,7 +64,8 @@ class InputBinding:
     """An incoming edge of a step and the producer replica to which it is bound."""
 
     edge: str
-    producer: str
+    peer: str
+    """The name of the producer replica."""
     transform: str = ""
     """The name of the transform that is applied to the packets. Empty if the packets are not transformed."""
     apart: bool = False
@@ -76,18 +77,14 @@ class InputBinding:
     """The number of rows that precede the first row of the new flow, by tensor name. 0 for tensors that are not listed.
     Only used when an edge is bound to another producer."""
 
-    @property
-    def peer(self) -> str:
-        """The identity of the producer replica."""
-        return self.producer
-
 
 @dataclass(frozen=True)
 class OutputBinding:
     """An outgoing edge of a step and the consumer replica to which it is bound."""
 
     edge: str
-    consumer: ConsumerAddress
+    peer: ConsumerAddress
+    """The consumer replica."""
     connector: ConnectorName
     policy: ChunkPolicy
     tensors: frozenset[str] = frozenset()
@@ -97,11 +94,6 @@ class OutputBinding:
     """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
     transform: str = ""
     """The name of the transform that is applied to the selected part of each packet. Empty if there is none."""
-
-    @property
-    def peer(self) -> ConsumerAddress:
-        """The identity of the consumer replica."""
-        return self.consumer
 
     @property
     def is_selective(self) -> bool:
@@ -406,7 +398,7 @@ def _input_binding(message: stage_pb2.InputBinding) -> InputBinding:
 def _output_binding(message: stage_pb2.OutputBinding) -> OutputBinding:
     return OutputBinding(
         edge=message.edge,
-        consumer=ConsumerAddress(message.consumer, message.endpoint, message.server_name),
+        peer=ConsumerAddress(message.consumer, message.endpoint, message.server_name),
         connector=name_of(message.connector),
         policy=_policy(message),
         tensors=frozenset(message.tensors),
