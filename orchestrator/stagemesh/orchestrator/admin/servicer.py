@@ -5,7 +5,7 @@ The servicer converts messages and pages lists. `Inspector` and `Lifecycle` do t
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -139,13 +139,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ResumeReplicasResponse(replicas=map(replica_status, replicas))
 
     @streaming
-    async def RestartReplicas(
+    def RestartReplicas(
         self, request: admin_pb2.RestartReplicasRequest, context: Context
     ) -> AsyncIterator[admin_pb2.RestartReplicasResponse]:
-        events = self._lifecycle.restart(request.target, force=request.force, drain_s=request.drain_s)
-        async with aclosing(events):
-            async for event in events:
-                yield event
+        return self._lifecycle.restart(request.target, force=request.force, drain_s=request.drain_s)
 
     async def LoadAdapter(
         self, request: admin_pb2.AdminServiceLoadAdapterRequest, context: Context
