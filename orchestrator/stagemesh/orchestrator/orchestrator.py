@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 
-from stagemesh.common.errors import CancelledRequestError, InternalError, NotFoundError, StagemeshError
+from stagemesh.common.errors import CancelledRequestError, InternalError, StagemeshError
 from stagemesh.common.requests.request_checks import read_options
 from stagemesh.orchestrator.admission.admission import Admission
 from stagemesh.orchestrator.admission.queue import AdmissionRequest
@@ -16,7 +16,7 @@ from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.planning.chunk_policies import set_chunk_policies
 from stagemesh.orchestrator.planning.planner import LeastWork, Plan, Planner
 from stagemesh.orchestrator.planning.replacement_replicas import ReplacementReplicas
-from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry, fingerprint
+from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry, fingerprint, unknown_request
 from stagemesh.orchestrator.request.output_record import RequestRecord, not_running
 from stagemesh.orchestrator.request.parameters import parameters_of
 from stagemesh.orchestrator.request.streamed_input import InputPlanes, StreamedInput
@@ -166,12 +166,7 @@ class Orchestrator:
         """
         known = self.requests.find(request_id)
         if known is None or not may_act_for(known.caller):
-            raise NotFoundError(
-                f"unknown request {request_id!r}: it never existed, it ended too long ago, or another orchestrator "
-                "runs it; call every orchestrator of the pipeline",
-                reason="UNKNOWN_REQUEST",
-                metadata={"request_id": request_id},
-            )
+            raise unknown_request(request_id)
         if when_left:
             known.record.dismiss()
             return

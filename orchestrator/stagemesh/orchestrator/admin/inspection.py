@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from heapq import nlargest, nsmallest
 
-from stagemesh.common.errors import NotFoundError, NotReadyError
+from stagemesh.common.errors import NotReadyError
 from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.common.requests.request_checks import choice_id
 from stagemesh.common.wire.encoding import to_message
@@ -16,6 +16,7 @@ from stagemesh.orchestrator.descriptions import describe_edge, replica_status
 from stagemesh.orchestrator.fleet.replica import reported_load
 from stagemesh.orchestrator.metrics.scaling import ScalingSignals, StageSignals
 from stagemesh.orchestrator.orchestrator import Orchestrator
+from stagemesh.orchestrator.request.lifecycle import unknown_request
 from stagemesh.orchestrator.request.timeline import (
     EdgeTotals,
     RequestState,
@@ -223,12 +224,7 @@ class Inspector:
         known = self._orchestrator.requests.find(request_id)
         timeline = known.record.timeline if known is not None else self._orchestrator.history.find(request_id)
         if timeline is None:
-            raise NotFoundError(
-                f"unknown request {request_id!r}: it never existed, it ended too long ago, or another orchestrator "
-                "serves it",
-                reason="UNKNOWN_REQUEST",
-                metadata={"request_id": request_id},
-            )
+            raise unknown_request(request_id)
         return timeline
 
     async def _report(self, request_id: str, notes: StepNotes) -> control_pb2.StepReport | None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from stagemesh.common.backoff import Backoff
-from stagemesh.common.errors import ExistsError, StagemeshError
+from stagemesh.common.errors import ExistsError, NotFoundError, StagemeshError
 from stagemesh.common.wire.encoding import digest_of, without_fields
 from stagemesh.orchestrator.admission.admission import Admission
 from stagemesh.orchestrator.admission.queue import AdmissionRequest, EntryState
@@ -367,6 +367,16 @@ def _exists(request_id: str) -> ExistsError:
     return ExistsError(
         f"request {request_id!r} already exists with different content; use another request_id",
         reason="REQUEST_EXISTS",
+        metadata={"request_id": request_id},
+    )
+
+
+def unknown_request(request_id: str) -> NotFoundError:
+    """Returns the error of a call that names a request which this orchestrator does not know."""
+    return NotFoundError(
+        f"unknown request {request_id!r}: it never existed, it ended too long ago, or another orchestrator runs it; "
+        "call every orchestrator of the pipeline",
+        reason="UNKNOWN_REQUEST",
         metadata={"request_id": request_id},
     )
 
