@@ -166,18 +166,14 @@ class RequestRecord:
                 # The caller asks for this event because it has read the previous event.
                 self._read_bytes = max(self._read_bytes, read_bytes)
                 read_bytes += len(item)
-                rest = _remainder(item, resumption) if resumption.is_behind else item
+                rest = resumption.rest_of(item)
                 if rest is not None:
                     yield rest
 
     def events_after(self, next_positions: Mapping[OutputKey, int]) -> list[bytes]:
         """Returns the events so far, as `follow` yields them."""
-        resumption, rest = Resumption(next_positions), list[bytes]()
-        for item in self.journal.items:
-            event = _remainder(item, resumption) if resumption.is_behind else item
-            if event is not None:
-                rest.append(event)
-        return rest
+        rests = map(Resumption(next_positions).rest_of, self.journal.items)
+        return [rest for rest in rests if rest is not None]
 
     def _check_read(self) -> None:
         if self.size_bytes - self._read_bytes > self._max_unread_bytes and self.journal.readers:
@@ -216,10 +212,15 @@ class Resumption:
         self._behind = {key: position for key, position in next_positions.items() if position}
         """The outputs whose replay has not reached the caller's position yet, with this position."""
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether later parts may still contain data that the caller already has."""
-        return bool(self._behind)
+    def rest_of(self, item: bytes) -> bytes | None:
+        """Returns the part of an event that the caller lacks, or None. `item` is a serialized GenerateResponse."""
+        event = orchestrator_pb2.GenerateResponse.FromString(item) if self._behind else None
+        if event is None or not event.HasField("output"):
+            return item
+        rest = self.remainder(event.output)
+        if rest is event.output:
+            return item
+        return None if rest is None else orchestrator_pb2.GenerateResponse(output=rest).SerializeToString()
 
     def remainder(self, output: request_pb2.Output) -> request_pb2.Output | None:
         """Returns the part of `output` that the caller does not have yet, or None if the caller has all of `output`."""
@@ -230,16 +231,6 @@ class Resumption:
         if output.position + length_of(output) >= wanted:
             del self._behind[key]
         return self._position.remainder(output)
-
-
-def _remainder(item: bytes, resumption: Resumption) -> bytes | None:
-    event = orchestrator_pb2.GenerateResponse.FromString(item)
-    if not event.HasField("output"):
-        return item
-    rest = resumption.remainder(event.output)
-    if rest is event.output:
-        return item
-    return None if rest is None else orchestrator_pb2.GenerateResponse(output=rest).SerializeToString()
 
 
 def _is_left_to_others(error: StagemeshError | None) -> bool:
