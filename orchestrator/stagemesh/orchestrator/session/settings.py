@@ -15,7 +15,8 @@ from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,96}")
-# The fields that may differ between the calls of a session.
+# The fields that may differ between the calls of a session. A client that attaches again may set the seed that was
+# chosen for its first call.
 _CHANGING = ("linger_s", "earlier_calls", "turn", "next_positions", "generation", "parameters.seed")
 
 
@@ -68,7 +69,7 @@ def read_settings(opening: orchestrator_pb2.SessionOpen, pipeline: Pipeline) -> 
     outputs = valid.outputs if streams or not output else dict.fromkeys((*valid.outputs, output))
     return SessionSettings(
         session_id=opening.session_id or uuid.uuid4().hex,
-        fingerprint=fingerprint(opening),
+        fingerprint=digest_of(without_fields(opening, *_CHANGING)),
         request=orchestrator_pb2.GenerateRequest(
             parameters=valid.parameters, outputs=outputs, priority=opening.priority, caller=opening.caller
         ),
@@ -79,14 +80,6 @@ def read_settings(opening: orchestrator_pb2.SessionOpen, pipeline: Pipeline) -> 
         transcript_output=output if output in outputs else "",
         detection=detection,
     )
-
-
-def fingerprint(opening: orchestrator_pb2.SessionOpen) -> bytes:
-    """Returns a digest of the fields that all calls of a session must have in common.
-
-    Excludes the seed, because a client that attaches again may set the seed that was chosen for its first call.
-    """
-    return digest_of(without_fields(opening, *_CHANGING))
 
 
 def _streams(opening: orchestrator_pb2.SessionOpen) -> bool:
