@@ -22,7 +22,7 @@ from pathlib import Path
 from stagemesh.cli.launcher.supervisor import ForkServer
 
 async def main(config, log):
-    async with ForkServer.running([], log=log) as server:
+    async with ForkServer.running("", log=log) as server:
         print((await server.fork(config, log=log)).pid, flush=True)
         await asyncio.Event().wait()
 
@@ -39,7 +39,7 @@ def preload() -> Callable[[], None]:
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[ForkServer]:
-    async with ForkServer.running([PRELOAD], log=tmp_path / "server.log") as running:
+    async with ForkServer.running(PRELOAD, log=tmp_path / "server.log") as running:
         yield running
 
 

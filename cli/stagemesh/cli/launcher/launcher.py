@@ -164,22 +164,18 @@ class Launcher:
                 await asyncio.sleep(_POLL_S)
 
     @asynccontextmanager
-    async def _fork_servers(self, folder: RunFolder) -> AsyncGenerator[Mapping[str | None, ForkServer]]:
+    async def _fork_servers(self, folder: RunFolder) -> AsyncGenerator[Mapping[str, ForkServer]]:
         """Runs a fork server for each `preload` of the engines of the stages, by `preload`.
 
-        Engines without `preload` share one, with the key None, so that their stages need not wait for the imports of
-        other engines. Runs no server on systems other than Linux, which have no descriptors of processes.
+        Engines without `preload` share one, with an empty key: their stages need not wait for the imports of other
+        engines. Runs no server on systems other than Linux, which have no descriptors of processes.
         """
         stages = [stage for stage in self._pipeline.stages.values() if not stage.is_external]
-        preloads = sorted({_preload(stage) or "" for stage in stages}) if hasattr(os, "pidfd_open") else []
+        preloads = sorted(set(map(_preload, stages))) if hasattr(os, "pidfd_open") else []
         async with AsyncExitStack() as stack:
-            servers: dict[str | None, ForkServer] = {}
-            for preload in preloads:
-                log = folder.log_path(FORK_SERVER)
-                servers[preload or None] = await stack.enter_async_context(
-                    ForkServer.running([preload] if preload else [], log=log)
-                )
-            yield servers
+            servers = [ForkServer.running(preload, log=folder.log_path(FORK_SERVER)) for preload in preloads]
+            running = [await stack.enter_async_context(server) for server in servers]
+            yield dict(zip(preloads, running, strict=True))
 
     def _certify(self, folder: RunFolder, name: str, *roles: str) -> str | None:
         """Issues a certificate to the process `name`, with this name in each of the roles. Returns its folder.
@@ -192,9 +188,7 @@ class Launcher:
         names = [f"{role}/{name}" for role in roles]
         return str(self._authority.issue(folder.certificates_path(name), names, hosts=_HOSTS, days=_CERTIFICATE_DAYS))
 
-    def _plan_processes(
-        self, folder: RunFolder, fork_servers: Mapping[str | None, ForkServer]
-    ) -> tuple[ProcessSpec, ...]:
+    def _plan_processes(self, folder: RunFolder, fork_servers: Mapping[str, ForkServer]) -> tuple[ProcessSpec, ...]:
         """Returns the specifications of all processes: the orchestrator first, the replicas last.
 
         Selects ports for the replicas, and writes the config files of all processes to `folder`.
@@ -305,5 +299,5 @@ async def _stop(tasks: dict[str, asyncio.Task[None]]) -> None:
         task.cancel()
 
 
-def _preload(stage: Stage) -> str | None:
-    return load_engine_descriptor(stage.engine).preload
+def _preload(stage: Stage) -> str:
+    return load_engine_descriptor(stage.engine).preload or ""

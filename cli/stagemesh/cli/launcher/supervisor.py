@@ -50,15 +50,14 @@ class ForkServer:
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, preload: Sequence[str], *, log: Path) -> AsyncGenerator["ForkServer"]:
+    async def running(cls, preload: str, *, log: Path) -> AsyncGenerator["ForkServer"]:
         """Runs a server, and kills it and all processes that it has forked when the block is exited.
 
-        `preload` contains the functions that import the libraries, as "module:function". The server writes its output
-        to the file `log`.
+        `preload` is the function that imports the libraries, as "module:function". If it is empty, the server imports
+        only the stage runtime. The server writes its output to the file `log`.
         """
         command = [sys.executable, "-u", "-m", "stagemesh.services.stage.fork_server", "--parent-pid", str(os.getpid())]
-        for function in preload:
-            command += ["--preload", function]
+        command += ["--preload", preload] if preload else []
         requests, served = socket_pair()
         with requests:
             with served:

@@ -1,6 +1,6 @@
 """Forks the processes of stages, so that they share the libraries that this process has imported.
 
-`python -m stagemesh.services.stage.fork_server --preload MODULE:FUNCTION --parent-pid PID` calls each function, which
+`python -m stagemesh.services.stage.fork_server --preload MODULE:FUNCTION --parent-pid PID` calls the function, which
 imports the libraries of an engine. Then it forks a stage's process for each request that it receives on its standard
 input (`stagemesh.common.process.stage_process`), until the other end is closed.
 
@@ -15,12 +15,12 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from stagemesh.common.plugins.entry_points import import_factory, load_engine_descriptor
+from stagemesh.common.plugins.entry_points import import_factory
 from stagemesh.common.process.config import load_config
 from stagemesh.common.process.lifecycle import die_with_parent, run_service
 from stagemesh.common.process.stage_process import ForkRequest, StageConfig, receive_request
@@ -116,12 +116,12 @@ def _write_line(child: _Child, number: int) -> bool:
     return False
 
 
-def _run_stage(request: ForkRequest, after_fork: Mapping[str, Callable[[], None]]) -> int:
+def _run_stage(request: ForkRequest, after_fork: Callable[[], None] | None) -> int:
     """Runs a stage's process after its fork. Returns its exit status."""
     _set_title(f"{sys.executable} -u -m stagemesh.services.stage --config {request.config}")
     config = load_config(StageConfig, request.config)
-    if (preload := load_engine_descriptor(config.engine).preload) is not None:
-        after_fork[preload]()
+    if after_fork is not None:
+        after_fork()
     return run_service(partial(serve, config))
 
 
@@ -135,13 +135,11 @@ def _set_title(title: str) -> None:
 def main() -> int:
     """Reads the command line, and runs the server. Returns the exit status of this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--preload", action="append", default=[], help="Call this MODULE:FUNCTION before the first fork. Repeatable."
-    )
+    parser.add_argument("--preload", help="Call this MODULE:FUNCTION before the first fork. Calls none if omitted.")
     parser.add_argument("--parent-pid", type=int, required=True, help="End with the process of this id. Required.")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
-    after_fork = {path: import_factory(path)() for path in arguments.preload}
+    after_fork: Callable[[], None] | None = import_factory(arguments.preload)() if arguments.preload else None
     # Otherwise a search for garbage in a forked process would copy the pages of all shared objects.
     gc.collect()
     gc.freeze()
