@@ -86,7 +86,9 @@ class ConditionResolver:
             if isinstance(spec.default, str):
                 self.problems.add(path, f"option {name!r} is a text; conditions compare numbers and flags")
                 return ()
-            bounds = FLAG._replace(default=spec.default) if isinstance(spec.default, bool) else _bounds_of(spec)
+            # Values between infinite bounds would not be numbers.
+            numbers = Bounds(float(spec.default), max(spec.minimum, -_LARGE), min(spec.maximum, _LARGE))
+            bounds = FLAG._replace(default=spec.default) if isinstance(spec.default, bool) else numbers
             return tuple(Term(Fact("option", name), how, value, bounds) for how, value in comparisons.items())
         self.problems.add(path, text)
         return ()
@@ -101,11 +103,6 @@ class ConditionResolver:
             return True
         self.problems.add(path, text)
         return False
-
-
-def _bounds_of(spec: OptionSpec) -> Bounds:
-    # Values between infinite bounds would not be numbers.
-    return Bounds(float(spec.default), max(spec.minimum, -_LARGE), min(spec.maximum, _LARGE))
 
 
 def _common_texts(one: OptionSpec, other: OptionSpec) -> tuple[str, ...]:

@@ -58,7 +58,8 @@ class SessionCalls(CallSequence):
         self._state.end_call()
         if failure is None:
             return self._end_well()
-        if self._attempts.answered and self._is_parked(failure):
+        error = from_rpc_error(failure, peer=self._client.endpoints[self.endpoint])
+        if self._attempts.answered and error.reason == _PARKED:
             self.is_parked = True
             self._note_lost()
             return 0.0
@@ -89,9 +90,6 @@ class SessionCalls(CallSequence):
             raise restart.error
         self._next_endpoint = (self.endpoint + 1) % len(self._client.endpoints)
         return max(pause_s, restart.error.retry_after_s or 0.0)
-
-    def _is_parked(self, failure: grpc.RpcError) -> bool:
-        return from_rpc_error(failure, peer=self._client.endpoints[self.endpoint]).reason == _PARKED
 
     def _note_lost(self) -> None:
         self._earlier_calls += 1

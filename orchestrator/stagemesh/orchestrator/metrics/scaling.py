@@ -172,7 +172,9 @@ class WarmTier:
         return next((each for each in usable if each not in self._failed_at_s), None)
 
     def _is_needed(self, stage: str) -> bool:
-        ready = [replica for replica in self._orchestrator.fleet.registry.of(stage) if _is_awake(replica)]
+        replicas = self._orchestrator.fleet.registry.of(stage)
+        # A replica that can connect accepts steps, now or as soon as its connectors are probed.
+        ready = [each for each in replicas if each.can_connect and each.state is not ReplicaState.FAILED]
         if not ready:
             running = self._orchestrator.requests.running
             return bool(self._signals.unplanned()[stage]) or any(
@@ -191,11 +193,6 @@ class WarmTier:
         except StagemeshError as exc:
             _log.warning("replica %s of stage %s cannot be woken: %s", replica.name, replica.stage, exc.message)
             self._failed_at_s[replica] = asyncio.get_running_loop().time()
-
-
-def _is_awake(replica: Replica) -> bool:
-    """Returns whether a replica accepts steps, or does so as soon as its connectors are probed."""
-    return replica.can_connect and replica.state is not ReplicaState.FAILED
 
 
 def _has_work(replica: Replica) -> bool:

@@ -101,7 +101,8 @@ class RequestRecord:
         # The function that stops the request usually refers to its record. A reference cycle would keep both alive.
         self._stop = _ignore
         # If this orchestrator stops, the request may continue at another one.
-        if not self.journal.closed and self.timeline.planned_s is not None and not _is_left_to_others(error):
+        is_left = error is not None and error.reason == NOT_RUNNING
+        if not self.journal.closed and self.timeline.planned_s is not None and not is_left:
             self._finish_outputs(error)
             timings = request_pb2.Timings(
                 started_s=self.timeline.started_s,
@@ -231,10 +232,6 @@ class Resumption:
         if output.position + length_of(output) >= wanted:
             del self._behind[key]
         return self._position.remainder(output)
-
-
-def _is_left_to_others(error: StagemeshError | None) -> bool:
-    return error is not None and error.reason == NOT_RUNNING
 
 
 def _ignore(error: StagemeshError) -> None:
