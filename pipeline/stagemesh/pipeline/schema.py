@@ -1,7 +1,7 @@
 """The schema of pipeline files.
 
-`spec.checks.shape` checks the structure of a file against the schema. The other modules in `spec.checks` convert each
-entry to its type in `spec.model`.
+`pipeline.file` checks the structure of a file against the schema. The resolvers convert each entry to its type in
+`pipeline.graph`.
 """
 
 import sys
@@ -205,7 +205,7 @@ class StageEntry(Entry, frozen=True):
     group: Name | None = None
     """The colocation group: stages of one group share a pod in Kubernetes. None if the stage has pods of its own."""
     split: SplitEntry | None = None
-    """Divides the stage into a prefill stage and a decode stage (`spec.source.splitting`). None in a checked stage."""
+    """Divides the stage into a prefill stage and a decode stage (`pipeline.stage_splits`). None in a checked stage."""
 
 
 class ExternalStageEntry(Entry, frozen=True):

@@ -32,7 +32,7 @@ Flag: TypeAlias = Annotated[bool, Field(strict=True)]
 class Entry(BaseModel, frozen=True):
     """Base class for mappings in a pipeline file. Unknown keys are errors."""
 
-    # Python code uses the names of fields. `checks.shape` accepts only the keys of the file.
+    # Python code uses the names of fields. `pipeline.file` accepts only the keys of the file.
     model_config = ConfigDict(extra="forbid", validate_by_name=True, validate_by_alias=True)
 
 
