@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stagemesh.cli.launcher.supervisor import Child, ForkServer
+from stagemesh.cli.launcher.supervisor import ForkedProcess, ForkServer, end_process
 from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.stage_process import StageConfig
 from tests.launcher.processes import ended
@@ -49,14 +49,14 @@ def _config(folder: Path, *, name: str = "a-0") -> Path:
     return file
 
 
-async def _start(server: ForkServer, folder: Path, *, name: str = "a-0") -> tuple[Child, psutil.Process]:
+async def _start(server: ForkServer, folder: Path, *, name: str = "a-0") -> tuple[ForkedProcess, psutil.Process]:
     """Returns a child that the server has forked, and the child's process, when the child is ready."""
     log = folder / f"{name}.log"
     forked = await server.fork(_config(folder, name=name), log=log)
     assert forked is not None
     while "ready\n" not in log.read_text():
         await asyncio.sleep(0.01)
-    return Child(forked), psutil.Process(forked.pid)
+    return forked, psutil.Process(forked.pid)
 
 
 def _parent(process: psutil.Process) -> psutil.Process:
@@ -74,7 +74,7 @@ def _descriptors(process: psutil.Process) -> set[str]:
 async def test_a_forked_stage_serves_until_it_is_stopped(server: ForkServer, tmp_path: Path) -> None:
     child, process = await _start(server, tmp_path)
     assert os.getpgid(process.pid) == process.pid
-    await child.stop()
+    await end_process(child)
     assert await child.wait() == 0
     assert (tmp_path / "server.log").read_text() == "imported\n"
 
@@ -90,7 +90,7 @@ async def test_a_forked_stage_has_no_descriptors_of_the_server(server: ForkServe
     second, other = await _start(server, tmp_path, name="a-1")
     assert not _descriptors(_parent(one)) & (_descriptors(one) | _descriptors(other))
     assert not _descriptors(one) & _descriptors(other)
-    await asyncio.gather(first.stop(), second.stop())
+    await asyncio.gather(end_process(first), end_process(second))
 
 
 async def test_a_cancelled_start_leaves_no_process(server: ForkServer, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ async def test_a_cancelled_start_leaves_no_process(server: ForkServer, tmp_path:
     starting.cancel()
     child, process = await _start(server, tmp_path, name="a-1")
     assert _parent(process).children() == [process]
-    await child.stop()
+    await end_process(child)
 
 
 async def test_forked_stages_end_with_the_server(server: ForkServer, tmp_path: Path) -> None:

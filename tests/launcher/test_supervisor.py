@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.cli.launcher.probes import ProcessState, ProcessStatus
-from stagemesh.cli.launcher.supervisor import Child, RestartPolicy, RestartSchedule
+from stagemesh.cli.launcher.supervisor import Process, RestartPolicy, RestartSchedule, end_process, start_process
 from stagemesh.common.errors import ExitCode, NotReadyError
 from tests.launcher.processes import SLEEPER, STUBBORN, Supervised, ended
 from tests.rpc.call_errors import raises
@@ -104,9 +104,9 @@ def test_a_process_that_was_ready_once_is_never_abandoned(schedule: RestartSched
 SPAWNER = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True); "
 
 
-async def _start(program: str, *, log: Path) -> tuple[Child, str]:
+async def _start(program: str, *, log: Path) -> tuple[Process, str]:
     """Returns a child that has written its first line, and the line."""
-    child = await Child.start((sys.executable, "-c", program), log=log)
+    child = await start_process((sys.executable, "-c", program), log=log)
     return child, await asyncio.to_thread(_first_line, log)
 
 
@@ -118,24 +118,26 @@ def _first_line(log: Path) -> str:
 
 async def test_sigterm_ends_a_well_behaved_process(tmp_path: Path) -> None:
     child, _ = await _start(SLEEPER, log=tmp_path / "log")
-    await child.stop()
+    await end_process(child)
     assert await child.wait() == 0
 
 
 async def test_a_stubborn_process_is_killed(tmp_path: Path) -> None:
     child, _ = await _start(STUBBORN, log=tmp_path / "log")
-    await child.stop(terminate_s=0.1)
+    await end_process(child, terminate_s=0.1)
     assert await child.wait() == -9
 
 
 @pytest.mark.parametrize("ending", ["raise SystemExit(3)", "import time; time.sleep(60)"])
 async def test_descendants_never_outlive_the_process(tmp_path: Path, ending: str) -> None:
     child, descendant = await _start(SPAWNER + ending, log=tmp_path / "log")
-    await child.stop() if "sleep" in ending else await child.wait()
+    if "sleep" not in ending:
+        await child.wait()
+    await end_process(child)
     assert await asyncio.to_thread(ended, int(descendant))
 
 
 async def test_a_child_leads_a_process_group(tmp_path: Path) -> None:
     child, _ = await _start(SLEEPER, log=tmp_path / "log")
-    assert os.getpgid(child.process_id) == child.process_id
-    await child.stop()
+    assert os.getpgid(child.pid) == child.pid
+    await end_process(child)

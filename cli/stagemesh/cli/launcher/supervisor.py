@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
+from typing import TypeAlias
 
 import grpc.aio
 
@@ -42,6 +43,9 @@ class ForkedProcess:
         os.kill(self.pid, signal.SIGTERM)
 
 
+Process: TypeAlias = asyncio.subprocess.Process | ForkedProcess
+
+
 class ForkServer:
     """A process that imports libraries once, and forks the processes that need them."""
 
@@ -61,7 +65,7 @@ class ForkServer:
         requests, served = socket_pair()
         with requests:
             with served:
-                process = await _start_process(command, log=log, stdin=served.fileno())
+                process = await start_process(command, log=log, stdin=served.fileno())
             try:
                 yield cls(requests)
             finally:
@@ -96,7 +100,9 @@ class ForkServer:
         return ForkedProcess(int(line), reports) if line else None
 
 
-async def _start_process(command: Sequence[str], *, log: Path, stdin: int) -> asyncio.subprocess.Process:
+async def start_process(
+    command: Sequence[str], *, log: Path, stdin: int = asyncio.subprocess.DEVNULL
+) -> asyncio.subprocess.Process:
     """Starts `command` in a new process group. Appends its stdout and stderr to the file `log`."""
     # Not in a new session: Linux divides the processors between sessions first (sched_autogroup), and then makes a
     # stage that computes little wait for hundreds of milliseconds.
@@ -199,49 +205,20 @@ class RestartSchedule:
         return self._retries.next_s()
 
 
-class Child:
-    """A running child process. The process's output is appended to a log file."""
+async def end_process(process: Process, *, terminate_s: float = TERMINATE_S) -> None:
+    """Waits until a process has terminated, and then kills all other processes of its process group.
 
-    def __init__(self, process: asyncio.subprocess.Process | ForkedProcess) -> None:
-        self._process = process
-
-    @classmethod
-    async def start(cls, command: Sequence[str], *, log: Path) -> "Child":
-        """Starts `command` in a new process group. Appends its stdout and stderr to the file `log`."""
-        return cls(await _start_process(command, log=log, stdin=asyncio.subprocess.DEVNULL))
-
-    @property
-    def process_id(self) -> int:
-        """The id of the process and of its process group."""
-        return self._process.pid
-
-    async def wait(self) -> int:
-        """Waits until the process has terminated, and then kills all other processes of its process group.
-
-        Returns the exit status of the process. If a signal killed the process, this is the negative signal number.
-        """
-        status = await self._process.wait()
-        self._kill_group()
-        return status
-
-    async def stop(self, *, terminate_s: float = TERMINATE_S) -> None:
-        """Sends SIGTERM to the process, waits until it has terminated, and then kills its process group.
-
-        Waits at most `terminate_s` seconds. Does nothing if the process has already terminated.
-        """
-        if self._process.returncode is not None:
-            return
-        try:
+    Sends SIGTERM to the process if it still runs, and waits at most `terminate_s` seconds before it is killed, too.
+    """
+    try:
+        if process.returncode is None:
             with suppress(ProcessLookupError, TimeoutError):
-                self._process.terminate()
-                await asyncio.wait_for(self._process.wait(), terminate_s)
-        finally:
-            self._kill_group()
-        await self._process.wait()
-
-    def _kill_group(self) -> None:
+                process.terminate()
+                await asyncio.wait_for(process.wait(), terminate_s)
+    finally:
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
 class Supervisor:
@@ -251,7 +228,7 @@ class Supervisor:
         self._spec = spec
         self._schedule = RestartSchedule(policy)
         self._listener = listener
-        self._child: Child | None = None
+        self._process: Process | None = None
         self._failures = 0
 
     async def run(self) -> None:
@@ -269,26 +246,26 @@ class Supervisor:
             self._report(ProcessState.STOPPED)
 
     async def _run_once(self, channel: grpc.aio.Channel) -> int:
-        child = self._child = await self._start()
+        process = self._process = await self._start()
         try:
             self._schedule.started(time.monotonic())
             self._report(ProcessState.STARTING)
             async with asyncio.TaskGroup() as tasks:
                 observing = tasks.create_task(self._observe(channel))
-                status = await child.wait()
+                status = await process.wait()
                 observing.cancel()
             return status
         finally:
-            await child.stop()
-            self._child = None
+            await end_process(process)
+            self._process = None
 
-    async def _start(self) -> Child:
+    async def _start(self) -> Process:
         spec = self._spec
         if spec.fork_server is not None and spec.config is not None:
             self._report(ProcessState.STARTING, "importing libraries")
             if (forked := await spec.fork_server.fork(spec.config, log=spec.log)) is not None:
-                return Child(forked)
-        return await Child.start(spec.command, log=spec.log)
+                return forked
+        return await start_process(spec.command, log=spec.log)
 
     async def _observe(self, channel: grpc.aio.Channel) -> None:
         last: Observation | None = None
@@ -326,8 +303,8 @@ class Supervisor:
         )
 
     def _report(self, state: ProcessState, detail: str = "") -> None:
-        spec, child = self._spec, self._child
-        process_id = child.process_id if child is not None else None
+        spec, process = self._spec, self._process
+        process_id = process.pid if process is not None else None
         self._listener(ProcessStatus(spec.name, spec.stage, spec.endpoint, state, detail, process_id))
 
 
