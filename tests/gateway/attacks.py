@@ -3,9 +3,34 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import httpx
+
+from tests.client.scripted import ScriptedOrchestrator, served
+from tests.gateway.making import describe, serving
 
 Headers = Sequence[tuple[str, str]]
+JSON_PATHS = ("chat/completions", "completions", "audio/speech", "images/generations", "videos")
+FORM_PATHS = ("images/edits", "videos", "audio/transcriptions", "audio/voices")
+
+
+@asynccontextmanager
+async def attacked(**settings: Any) -> AsyncGenerator[tuple[ScriptedOrchestrator, str]]:
+    """Yields a scripted orchestrator whose pipeline "p" has a text, and the address of its gateway.
+
+    `settings` are those of the gateway's config.
+    """
+    async with served() as orchestrator, serving(orchestrator.endpoint, **settings) as address:
+        describe(orchestrator, "text")
+        yield orchestrator, address
+
+
+async def post(address: str, path: str, content: bytes, kind: str = "application/json", **headers: str) -> Any:
+    """Sends a body to a path of the API. Returns the response."""
+    async with httpx.AsyncClient(timeout=30) as http:
+        headers = {"content-type": kind, **headers}
+        return await http.post(f"http://{address}/v1/{path}", content=content, headers=headers)
 
 
 class Answer(NamedTuple):
@@ -22,9 +47,17 @@ def head(method: str, path: str, headers: Headers = (), *, host: str | None = "l
     return "\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers), "", ""]).encode()
 
 
-def json_head(path: str, length: int, headers: Headers = ()) -> bytes:
+def json_head(path: str, length: int, headers: Headers = (), *, host: str = "localhost") -> bytes:
     """Returns the head of a request with a JSON body."""
-    return head("POST", path, [("Content-Type", "application/json"), ("Content-Length", str(length)), *headers])
+    described = [("Content-Type", "application/json"), ("Content-Length", str(length))]
+    return head("POST", path, [*described, *headers], host=host)
+
+
+def upgrade(path: str, headers: Headers = (), *, host: str = "localhost") -> bytes:
+    """Returns the head of a request for a WebSocket."""
+    key = ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ==")
+    parts = [("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Version", "13"), key]
+    return head("GET", path, [*parts, *headers], host=host)
 
 
 async def exchange(address: str, *parts: bytes, source: str | None = None) -> Answer:

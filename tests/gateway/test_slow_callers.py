@@ -1,0 +1,151 @@
+"""Callers that send slowly, send without end, do not read or open many connections."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagemesh.gateway import body, connections
+from tests.client.scripted import admitted, ended, finished, text
+from tests.gateway.attacks import answer_of, attacked, connected, exchange, head, json_head, longest_block_s, upgrade
+
+REALTIME = "/v1/realtime?model=p"
+CHUNKED = head("POST", "/v1/completions", [("Content-Type", "application/json"), ("Transfer-Encoding", "chunked")])
+
+
+HALF_REQUESTS: Mapping[str, tuple[bytes, ...]] = {
+    "nothing": (b"",),
+    "half a line": (b"POST /v1/chat",),
+    "half the headers": (head("POST", "/v1/completions")[:-2],),
+    "line ends": (b"\r\n" * 10,),
+    "half a second request": (head("GET", "/health"), b"GET / HT"),
+    "line ends after a request": (head("GET", "/health"), b"\r\n\r\n"),
+    "half a body": (json_head("/v1/completions", 1000), b"{"),
+    "half a chunk": (CHUNKED, b"ff\r\n{"),
+    "a WebSocket whose headers its parser rejects": (upgrade(REALTIME, [("X-Long", "y" * 9000)]),),
+    "a WebSocket with a body": (upgrade(REALTIME, [("Content-Length", "5")]),),
+    "a body that is not read": (head("GET", "/health", [("Content-Length", "1000")]), b"x"),
+}
+
+
+@pytest.mark.parametrize("name", HALF_REQUESTS)
+async def test_half_requests_end_and_others_are_served(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_HEAD_S", 0.4)
+    monkeypatch.setattr(body, "_BODY_S", 0.4)
+    async with attacked() as (_, address):
+
+        async def stall() -> None:
+            async with connected(address) as (reader, writer):
+                for part in HALF_REQUESTS[name]:
+                    writer.write(part)
+                with suppress(ConnectionError):
+                    await reader.read(-1)
+
+        async with asyncio.timeout(20):
+            stalls = [asyncio.create_task(stall()) for _ in range(200)]
+            assert (await exchange(address, head("GET", "/v1/models"))).status == 200
+            await asyncio.gather(*stalls)
+
+
+ENDLESS: Mapping[str, tuple[bytes, bytes]] = {
+    "headers": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", b"X: y\r\n"),
+    "one header": (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ", b"yyyyyyyyyy"),
+    "the URL": (b"GET /", b"yyyyyyyyyy"),
+    "line ends": (b"", b"\r\n"),
+    "requests": (b"", head("GET", "/health")),
+    "small chunks": (CHUNKED, b"1\r\n \r\n"),
+    "an extension of a chunk": (CHUNKED + b"1;", b"yyyyyyyyyy"),
+    "trailers": (CHUNKED + b"1\r\n{\r\n0\r\n", b"X: y\r\n"),
+    "a trailer": (CHUNKED + b"1\r\n{\r\n0\r\nX: ", b"yyyyyyyyyy"),
+}
+FRAMES = {"texts": 0x81, "bytes": 0x82, "pings": 0x89, "pongs": 0x8A, "fragments": 0x00}
+"""The first byte of each empty frame that is sent without end."""
+
+
+async def _check_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, endless: bytes) -> None:
+    """Asserts that the connection ends, and that the gateway serves others meanwhile."""
+    async with longest_block_s() as blocks, asyncio.timeout(20):
+        with suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(endless * 10_000)
+                await writer.drain()
+    assert blocks[0] < 1
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+async def test_endless_requests_end_the_connection(name: str) -> None:
+    begin, endless = ENDLESS[name]
+    async with attacked() as (_, address), connected(address) as (reader, writer):
+        writer.write(begin)
+        await _check_end(reader, writer, endless)
+
+
+@pytest.mark.parametrize("name", FRAMES)
+async def test_endless_frames_end_the_websocket(name: str) -> None:
+    async with attacked() as (_, address), connected(address) as (reader, writer):
+        writer.write(upgrade(REALTIME) + bytes([0x01, 0x80, 0, 0, 0, 0]) * (name == "fragments"))
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101")
+        await _check_end(reader, writer, bytes([FRAMES[name], 0x80, 0, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_caller_that_does_not_read_loses_its_connection(streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_STALLED_S", 0.4)
+    monkeypatch.setattr(connections, "_HEAD_S", 0.4)
+    async with attacked() as (orchestrator, address):
+        orchestrator.scripts.append([admitted(), *[text("x" * (4 << 20))] * 8, ended(), finished()])
+        content = json.dumps({"model": "p", "prompt": "x", "stream": streams}).encode()
+        async with connected(address) as (_, writer), asyncio.timeout(30):
+            assert isinstance(writer.transport, asyncio.Transport)
+            writer.transport.pause_reading()
+            writer.write(json_head("/v1/completions", len(content)) + content)
+            # The server's end: this host has no more connections to the gateway.
+            port = int(address.rpartition(":")[2])
+            await _until(lambda: port in _ports(established=True))
+            await _until(lambda: port not in _ports(established=True))
+
+
+def _ports(*, established: bool) -> set[int]:
+    """Returns the local ports of the established connections of this host."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(line[1].split(":")[1], 16) for line in lines if (line[3] == "01") == established}
+
+
+async def _until(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.02)
+
+
+async def test_further_connections_are_closed() -> None:
+    async with attacked(max_connections=3) as (_, address), connected(address) as one, connected(address) as two:
+        for reader, writer in (one, two):
+            writer.write(head("GET", "/health"))
+            assert (await answer_of(reader)).status == 200
+        async with connected(address) as three:
+            three[1].write(head("GET", "/health"))
+            assert (await answer_of(three[0])).status == 200
+            assert (await exchange(address, head("GET", "/health"))).status == 0
+        while not (await exchange(address, head("GET", "/health"))).status:
+            await asyncio.sleep(0.02)
+
+
+async def test_bodies_of_one_caller_leave_space_for_others() -> None:
+    async with attacked(max_body_bytes=1000, max_bodies_bytes=4000) as (orchestrator, address):
+        orchestrator.scripts.append([admitted(), ended(), finished()])
+        content = json.dumps({"model": "p", "prompt": "x" * 800}).encode()
+        whole = json_head("/v1/completions", len(content)) + content
+        async with connected(address) as one, connected(address) as two, connected(address) as three:
+            for _, writer in (one, two, three):
+                writer.write(json_head("/v1/completions", 1000) + b"{" * 650)
+            answer = await exchange(address, whole)
+            while answer.status == 200:
+                answer = await exchange(address, whole)
+            assert answer.status == 429
+            assert "call_limit" in answer.text
+            assert (await exchange(address, whole, source="127.0.0.2")).status == 200
+        while (await exchange(address, whole)).status == 429:
+            await asyncio.sleep(0.02)
