@@ -49,16 +49,6 @@ async def test_nothing_of_an_interrupted_turn_follows_its_interruption(steered: 
     assert talk.text(1) == "some words"
 
 
-async def test_an_interrupted_request_is_stopped_on_its_stages(hanging: Mesh) -> None:
-    async with talking(hanging.stub) as talk:
-        await talk.commit("one")
-        await talk.output("a ")
-        await talk.interrupt()
-        await talk.next("ended")
-        await hanging.until_idle()
-        assert len(hanging.stages["a"].cancels) == 1
-
-
 async def test_a_failed_turn_leaves_the_session_usable(tmp_path: Path) -> None:
     script = failing(InvalidRequestError("not accepted"))
     async with mesh(tmp_path, ECHO, scripts={"a": script}) as echo, talking(echo.stub, session_id="s") as talk:
@@ -88,14 +78,16 @@ async def test_a_client_that_sends_no_more_receives_the_answer(chain: Mesh) -> N
     assert talk.kinds(1) == ["committed", "ended"]
 
 
-async def test_a_closed_session_stops_its_turn_and_ends_the_call(hanging: Mesh) -> None:
+@pytest.mark.parametrize("event", ["close", "interrupt"])
+async def test_a_turn_that_is_closed_or_interrupted_is_stopped_on_its_stages(hanging: Mesh, event: str) -> None:
     async with talking(hanging.stub) as talk:
         await talk.commit("one")
         await talk.output("a ")
-        await talk.close()
-        await talk.rest()
+        await talk.send(**{event: {}})
+        await talk.next("ended")
         await hanging.until_idle()
     assert talk.kinds(1) == ["committed", "interrupted", "ended"]
+    assert len(hanging.stages["a"].cancels) == 1
 
 
 async def test_idle_sessions_park(tmp_path: Path) -> None:
@@ -172,16 +164,11 @@ async def test_a_turn_that_ended_meanwhile_is_sent_from_the_clients_position(cha
     await settle()
     await chat.leave()
     await chat.answer(1, "answer")
-    await chat.reattach(turn=1, next_positions=positions(3))
-    assert (chat.text(1), chat.kinds(1)) == ("wer", ["committed", "ended"])
+    for received, rest in ((3, "wer"), (6, "")):
+        await chat.reattach(turn=1, next_positions=positions(received))
+        assert (chat.text(1), chat.kinds(1)) == (rest, ["committed", "ended"])
     chat.commit("two")
     assert chat.prompt(2) == ["one", "answer", "two"]
-
-
-async def test_the_end_of_a_turn_is_repeated_if_it_was_lost(chat: Chat) -> None:
-    await chat.turn(1, "one", "answer")
-    await chat.reattach(turn=1, next_positions=positions(6))
-    assert (chat.text(1), chat.kinds(1)) == ("", ["committed", "ended"])
 
 
 async def test_a_client_that_returns_too_late_for_the_outputs_receives_an_error(chat: Chat) -> None:
@@ -192,16 +179,6 @@ async def test_a_client_that_returns_too_late_for_the_outputs_receives_an_error(
     await settle()
     ended = chat.last("ended").ended
     assert (ended.error.reason, ended.answer) == ("UNKNOWN_REQUEST", "answer")
-
-
-async def test_outputs_of_an_interrupted_turn_are_not_sent_again(chat: Chat) -> None:
-    chat.commit("one")
-    chat.request(1).emit("answer")
-    await settle()
-    chat.send(interrupt={})
-    await settle()
-    await chat.reattach(turn=1)
-    assert (chat.text(1), chat.kinds(1)) == ("", ["committed", "interrupted", "ended"])
 
 
 async def test_rejections_are_repeated(chat: Chat) -> None:

@@ -99,20 +99,15 @@ async def test_speech_interrupts_the_answer_to_the_former_turn(chat: Chat) -> No
     assert chat.last("interrupted").interrupted.detected
 
 
-async def test_a_turn_that_ends_during_an_answer_waits_for_it(patient: Chat) -> None:
+@pytest.mark.parametrize("resumes", [False, True])
+async def test_a_turn_that_ends_during_an_answer_waits_for_it(patient: Chat, resumes: bool) -> None:
     hear(patient, 2, 3)
     await speak_and_pause(patient, 2, begin_s=0.0, end_s=1.0)
+    if resumes:
+        await speak_and_pause(patient, 2, begin_s=1.5, end_s=2.0)
     assert "s.2" not in patient.runner.requests
     await patient.answer(1)
-    assert heard(patient, 2) == [2.0]
-
-
-async def test_speech_that_resumes_during_an_answer_extends_the_turn(patient: Chat) -> None:
-    hear(patient, 2, 3)
-    await speak_and_pause(patient, 2, begin_s=0.0, end_s=1.0)
-    await speak_and_pause(patient, 2, begin_s=1.5, end_s=2.0)
-    await patient.answer(1)
-    assert heard(patient, 2) == [2.0, 3.0]
+    assert heard(patient, 2) == ([2.0, 3.0] if resumes else [2.0])
 
 
 async def test_long_silence_is_forgotten(chat: Chat) -> None:

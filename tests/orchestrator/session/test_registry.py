@@ -48,26 +48,19 @@ def ask(session: Session, call: SessionCall) -> None:
     session.handle(call, Request(seq=2, commit={}))  # type: ignore[arg-type]
 
 
-async def test_a_session_ends_when_its_client_does_not_return(registry: SessionRegistry, clock: Clock) -> None:
-    session, call = await registry.open(Open(session_id="s", linger_s=10))
+@pytest.mark.parametrize(("linger_s", "lasts_s"), [(0, 0.0), (10, 10.0), (100_000, 3600.0)])
+async def test_a_session_ends_when_its_client_does_not_return(
+    registry: SessionRegistry, clock: Clock, linger_s: int, lasts_s: float
+) -> None:
+    session, call = await registry.open(Open(session_id="s", linger_s=linger_s))
     registry.leave(session, call)
-    clock.now_s = 9.9
-    await settle()
-    assert len(registry) == 1
-    clock.now_s = 10
-    await settle()
+    if lasts_s:
+        clock.now_s = lasts_s - 0.1
+        await settle()
+        assert len(registry) == 1
+        clock.now_s = lasts_s
+        await settle()
     assert len(registry) == 0
-
-
-async def test_a_session_without_linger_ends_with_its_call(registry: SessionRegistry) -> None:
-    session, call = await registry.open(Open(session_id="s"))
-    registry.leave(session, call)
-    assert len(registry) == 0
-
-
-async def test_a_session_lingers_for_an_hour_at_most(registry: SessionRegistry) -> None:
-    session, _ = await registry.open(Open(session_id="s", linger_s=100_000))
-    assert session.linger_s == 3600
 
 
 async def test_only_idle_sessions_park(registry: SessionRegistry, runner: FakeRunner, clock: Clock) -> None:

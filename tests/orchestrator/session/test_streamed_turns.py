@@ -25,14 +25,10 @@ def words(chat: Chat, turn: int) -> str:
     return b"".join(packet.tensors["text"].tobytes() for packet in packets).decode()
 
 
-async def test_each_piece_is_streamed_at_once(chat: Chat) -> None:
-    for text in ("Hello ", "world"):
-        chat.say(text)
-    assert words(chat, 1) == "Hello world"
-
-
 async def test_the_answer_begins_before_the_commit(chat: Chat) -> None:
-    chat.say("Hello. ")
+    for text in ("Hello ", "world. "):
+        chat.say(text)
+    assert words(chat, 1) == "Hello world. "
     chat.request(1).emit("spoken")
     await settle()
     assert chat.text(1) == "spoken"
@@ -41,21 +37,17 @@ async def test_the_answer_begins_before_the_commit(chat: Chat) -> None:
     assert chat.kinds(1) == ["committed", "ended"]
 
 
-async def test_input_waits_for_the_end_of_the_former_turn(chat: Chat) -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_input_waits_for_the_end_of_the_former_turn_and_for_its_client(chat: Chat, leaves: bool) -> None:
     chat.commit("one")
     chat.say("two")
+    if leaves:
+        await chat.leave()
     assert "s.2" not in chat.runner.requests
     await chat.answer(1)
-    assert words(chat, 2) == "two"
-
-
-async def test_waiting_input_is_not_answered_before_the_client_returns(chat: Chat) -> None:
-    chat.commit("one")
-    chat.say("two")
-    await chat.leave()
-    await chat.answer(1)
-    assert "s.2" not in chat.runner.requests
-    chat.attach(is_known=True, linger_s=60, turn=1)
+    if leaves:
+        assert "s.2" not in chat.runner.requests
+        chat.attach(is_known=True, linger_s=60, turn=1)
     assert words(chat, 2) == "two"
 
 
@@ -79,13 +71,18 @@ async def test_the_open_turn_may_be_interrupted(chat: Chat) -> None:
     assert chat.last("ended").ended.answer == "spoken"
 
 
-async def test_a_turn_that_fails_early_ends_when_it_is_committed(chat: Chat) -> None:
+@pytest.mark.parametrize("error", [None, InternalError("broken")])
+async def test_a_turn_whose_request_ends_early_ends_when_it_is_committed(
+    chat: Chat, error: InternalError | None
+) -> None:
     chat.say("one")
-    await chat.answer(1, error=InternalError("broken"))
+    await chat.answer(1, error=error)
     chat.commit("more")
-    assert await chat.rejection() == "INTERNAL"
+    await settle()
+    rejected = [each.rejected.error.reason for each in chat.received if each.HasField("rejected")]
     assert chat.kinds(1) == ["committed", "ended"]
-    assert chat.last("ended").ended.error.reason == "INTERNAL"
+    assert chat.last("ended").ended.error.reason == ("" if error is None else "INTERNAL")
+    assert rejected == ([] if error is None else ["INTERNAL"])
 
 
 @pytest.mark.parametrize("error", [None, InternalError("broken")])
@@ -109,15 +106,6 @@ async def test_outputs_of_a_request_that_ended_meanwhile_precede_the_end(
     assert kinds.index("ended") == len(kinds) - 1
     assert chat.last("ended").ended.answer == "spoken"
     assert chat.last("ended").ended.HasField("error") == (error is not None)
-
-
-async def test_the_rest_of_the_input_of_a_request_that_ended_early_is_dropped(chat: Chat) -> None:
-    chat.say("one")
-    await chat.answer(1)
-    chat.commit("more")
-    await settle()
-    assert chat.kinds(1) == ["committed", "ended"]
-    assert not chat.last("ended").ended.HasField("error")
 
 
 async def test_a_piece_is_rejected_if_its_turn_cannot_start(chat: Chat) -> None:

@@ -137,15 +137,6 @@ def test_an_answer_is_cut_at_the_end_of_a_word(length: int, heard: str) -> None:
     assert shorten("one two three", length=length) == heard
 
 
-async def test_a_named_text_is_cut_at_its_position(chat: Chat) -> None:
-    await chat.turn(1, "hello", "one two")
-    chat.send(truncate={"turn": 1, "positions": [{"name": "text", "position": 5}]})
-    chat.commit("more")
-    await settle()
-    assert chat.prompt(2) == ["hello", "one t", "more"]
-    assert chat.last("truncated").truncated.answer == "one t"
-
-
 async def test_the_text_is_cut_at_the_share_of_another_output(tmp_path: Path) -> None:
     async with chatting(tmp_path, TWO) as chat:
         chat.commit("hello")
@@ -166,13 +157,22 @@ async def test_a_truncation_never_lengthens_an_answer(chat: Chat) -> None:
     assert [each.truncated.answer for each in chat.received if each.HasField("truncated")] == ["one", "one"]
 
 
-async def test_an_answer_can_be_truncated_while_the_next_turn_is_answered(chat: Chat) -> None:
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_named_text_is_cut_at_its_position_even_while_the_next_turn_is_answered(
+    chat: Chat, answered: bool
+) -> None:
     await chat.turn(1, "one", "answer")
-    chat.commit("two")
+    turns = ["one", "ans"]
+    if answered:
+        chat.commit("two")
+        turns += ["two", ""]
     chat.send(truncate={"turn": 1, "positions": [{"name": "text", "position": 3}]})
-    await chat.answer(2)
-    chat.commit("three")
-    assert chat.prompt(3) == ["one", "ans", "two", "", "three"]
+    if answered:
+        await chat.answer(2)
+    chat.commit("more")
+    await settle()
+    assert chat.prompt(2 + answered) == [*turns, "more"]
+    assert chat.last("truncated").truncated.answer == "ans"
 
 
 async def test_the_text_of_the_main_stage_is_preferred(tmp_path: Path) -> None:
