@@ -76,17 +76,12 @@ async def test_private_arena_transfers_by_every_connector_but_shm(connector: Con
         await b.settled()
 
 
-async def test_shm_refuses_a_private_arena_with_a_remedy() -> None:
+async def test_private_arena_is_refused_with_a_remedy() -> None:
+    remedy = r"remove data_plane\.shared_arena"
     async with two_hosts(shared_arena=False) as (a, b):
-        with raises(
-            NotReadyError, reason="CONNECTOR_UNAVAILABLE", match=r"arena is private; remove data_plane\.shared_arena"
-        ):
+        with raises(NotReadyError, reason="CONNECTOR_UNAVAILABLE", match=f"arena is private; {remedy}"):
             await a.plane.probe(ConsumerAddress(b.replica, b.endpoint), SHM)
-
-
-async def test_private_arena_has_no_partitions() -> None:
-    async with two_hosts(shared_arena=False) as (a, _):
-        with raises(NotReadyError, reason="ARENA_NOT_SHARED", match=r"remove data_plane\.shared_arena"):
+        with raises(NotReadyError, reason="ARENA_NOT_SHARED", match=remedy):
             a.plane.arena.open_partition(1 << 20)
 
 
@@ -157,19 +152,13 @@ async def test_frames_policy_cuts_across_packets() -> None:
         assert [got.metadata["context_frames"] for got in received] == [0, 1, 1, 1, 1]
 
 
-async def test_unexpected_flow_is_rejected() -> None:
-    async with two_hosts() as (a, b):
-        outlet = open_outlet(a, b, request="nobody")
-        with pytest.raises(StagemeshError, match="expects nothing"):
-            await send_all(outlet, [packet(0)])
-
-
-async def test_stale_attempt_is_rejected() -> None:
+async def test_unexpected_flow_and_stale_attempt_are_rejected() -> None:
     async with two_hosts() as (a, b):
         b.plane.open_inlet(EdgeKey("r", "a->b", 2), producer="a-0")
-        outlet = open_outlet(a, b)
         with raises(NotReadyError, reason="STALE_ATTEMPT", match="replaced"):
-            await send_all(outlet, [packet(0)])
+            await send_all(open_outlet(a, b), [packet(0)])
+        with pytest.raises(StagemeshError, match="expects nothing"):
+            await send_all(open_outlet(a, b, request="nobody"), [packet(0)])
 
 
 async def test_consumer_that_never_answers_fails_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:

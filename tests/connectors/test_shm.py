@@ -32,11 +32,9 @@ async def arena() -> AsyncIterator[Arena]:
     made.close()
 
 
-async def _connect(arena: Arena, **changes: object) -> ShmReader:
+async def _connect(arena: Arena) -> ShmReader:
     connector = ShmConnector(arena)
-    offer = stage_pb2.ArenaAdvertisement.FromString(await connector.offer())
-    offer.MergeFrom(stage_pb2.ArenaAdvertisement(**changes))  # type: ignore[arg-type]
-    return await connector.connect(offer.SerializeToString(), Producer("a-0", "1", arena.fd))
+    return await connector.connect(await connector.offer(), Producer("a-0", "1", arena.fd))
 
 
 async def _write(arena: Arena, size_bytes: int = 20_000) -> tuple[Written, ArenaRange]:

@@ -164,7 +164,8 @@ class ReaderSuite(Suite):
     async def test_garbage_offer_is_rejected(self, unconnected: Unconnected) -> None:
         producer, consumer = unconnected
         offer = await producer.connector.offer()
-        for garbage in (b"", b"\xff\xff\xff", bytes(len(offer)), offer[: len(offer) // 2], offer[:-1], b"x" * 5000):
+        wrong_start, cut = b"\0" + offer[1:], (offer[: len(offer) // 2], offer[:-1])
+        for garbage in (b"", b"\xff\xff\xff", bytes(len(offer)), wrong_start, *cut, b"x" * 5000):
             with pytest.raises(NotReadyError) as refused:
                 await consumer.connector.connect(garbage, producer.as_producer())
             assert refused.value.reason == "CONNECTOR_UNAVAILABLE"
