@@ -323,9 +323,7 @@ def _printed(*views: RenderableType) -> str:
         ({"playout_at_risk": 3}, ["audio at risk"], ["work waits"]),
     ],
 )
-def test_top_shows_the_scaling_signals_that_are_not_zero(
-    status: dict[str, float], shown: list[str], hidden: list[str]
-) -> None:
+def test_top_shows_scaling_signals_above_zero(status: dict[str, float], shown: list[str], hidden: list[str]) -> None:
     stages = [admin_pb2.StageStatus(name="idle"), ParseDict(status, admin_pb2.StageStatus(name="busy"))]
     snapshot = admin_pb2.WatchPipelineResponse(stages=stages)
     table = _printed(top_view(snapshot, snapshot))

@@ -41,9 +41,7 @@ CLI = Path(__file__).parents[2] / "docs" / "cli.md"
         (OverloadedError("too large"), ExitCode.REFUSED),
     ],
 )
-async def test_an_error_of_the_server_has_its_code(
-    error: StagemeshError, code: ExitCode, orchestrator: ScriptedOrchestrator
-) -> None:
+async def test_errors_have_codes(error: StagemeshError, code: ExitCode, orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), error])
     ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
     assert (ran.exit_code, error.message in ran.stderr) == (code, True)
@@ -106,9 +104,7 @@ def test_the_help_and_the_documentation_list_every_code() -> None:
         (InternalError("the catalogue is logical"), ""),
     ],
 )
-def test_an_error_that_mentions_a_log_names_the_command(
-    error: InternalError, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mentioned_log_has_a_command(error: InternalError, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     show_error(error, as_json=True)
     remedy = json.loads(capsys.readouterr().err)["error"]["remedy"]
     assert remedy.startswith(f"`{command}`" if command else "")

@@ -69,9 +69,7 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-async def test_choices_are_printed_one_after_another_and_their_files_are_numbered(
-    orchestrator: ScriptedOrchestrator, tmp_path: Path
-) -> None:
+async def test_choices_are_printed_and_files_numbered(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
     parts = [text("a", index=1), text("b"), text("c", index=1), audio([0.0], index=1), audio([0.0, 0.0])]
     orchestrator.scripts.append([admitted(choices=2), *parts, ended(index=1), text("d\n"), ended(), finished(2)])
     arguments = ["generate", "hello", "--server", orchestrator.endpoint, "--choices", "2", "--output", str(tmp_path)]

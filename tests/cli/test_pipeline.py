@@ -184,9 +184,7 @@ def test_an_unknown_class_of_a_model_is_reported(tmp_path: Path) -> None:
         ('{"_class_name": "FluxPipeline"}', ""),
     ],
 )
-def test_a_pipeline_that_diffusion_does_not_support_is_reported(
-    tmp_path: Path, index: str | None, message: str
-) -> None:
+def test_a_pipeline_unknown_to_diffusion_is_reported(tmp_path: Path, index: str | None, message: str) -> None:
     if index is not None:
         (tmp_path / "model_index.json").write_text(index)
     text = f"pipeline: p\nstages: {{draw: {{engine: diffusion, model: {tmp_path}}}}}\noutputs: {{image: draw}}\n"

@@ -147,9 +147,7 @@ def test_a_stage_is_served_as_the_pipeline_file_describes_it(tiny: Path, endpoin
     assert (found.generation, found.engine) == ("3fa19c-b70e11", "fake")
 
 
-def test_a_stage_with_certificates_serves_health_checks_without_tls(
-    tiny: Path, tmp_path: Path, endpoint: str, health_endpoint: str
-) -> None:
+def test_health_checks_need_no_certificate(tiny: Path, tmp_path: Path, endpoint: str, health_endpoint: str) -> None:
     stage, orchestrator = issue(tmp_path, "stage/second/pod-7"), issue(tmp_path, "orchestrator/main")
     tls = ("--tls", str(stage), "--health-listen", health_endpoint)
     with _serving("stage", *_options(tiny, endpoint), *tls):
@@ -181,9 +179,7 @@ def test_only_the_model_of_the_served_stage_must_exist(tmp_path: Path, endpoint:
         _await_health(endpoint, "stagemesh.v1.StageService")
 
 
-def test_a_media_service_is_served_as_the_pipeline_file_describes_it(
-    tmp_path: Path, endpoint: str, health_endpoint: str
-) -> None:
+def test_a_media_service_is_as_the_file_describes_it(tmp_path: Path, endpoint: str, health_endpoint: str) -> None:
     text = "pipeline: one\nstages:\n  first: {engine: fake, function: source}\noutputs: {out: first}\n"
     path = pipeline_file(tmp_path, f"{text}media: {{store: {tmp_path / 'store'}}}\n")
     options = ["--pipeline", str(path), "--listen", endpoint, "--name", "media-pod"]

@@ -94,9 +94,7 @@ async def test_ctrl_c_stops_a_gateway_that_has_answered(tiny: Path) -> None:
     assert (settings.voices_dir() / "everyone" / voice.id).is_dir()
 
 
-async def test_a_running_pipeline_answers_shows_its_connectors_and_holds_its_port(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_running_pipeline_answers_and_holds_its_port(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_connector(tiny.parent, monkeypatch)
     async with _up(tiny) as up:
         ran = await stagemesh("generate", "hello", "--server", up.endpoint, "--seed", "1")
@@ -130,9 +128,7 @@ async def test_a_gateway_without_its_extra_names_the_extra(tiny: Path, monkeypat
     ran.check(ExitCode.REFUSED, "--gateway needs the module uvicorn; run: pip install 'stagemesh[gateway]'")
 
 
-async def test_a_fixed_connector_that_cannot_be_used_ends_up_with_the_reason(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unusable_connector_ends_up_with_the_reason(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_connector(tiny.parent, monkeypatch)
     async with asyncio.timeout(30):
         ran = await run_process("up", str(tiny), "--port", "0", "--set", "edges.*.connector=pigeon")

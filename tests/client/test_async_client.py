@@ -200,9 +200,7 @@ async def test_a_prompt_with_tools_becomes_a_conversation(orchestrator: Scripted
 
 
 @pytest.mark.parametrize("prompt", [{"raw_text": "<image>?"}, {"token_ids": [5, 6]}], ids=str)
-async def test_media_accompany_a_prompt_without_template(
-    orchestrator: ScriptedOrchestrator, prompt: dict[str, Any]
-) -> None:
+async def test_media_accompany_a_raw_prompt(orchestrator: ScriptedOrchestrator, prompt: dict[str, Any]) -> None:
     media: list[Medium] = [ImageFile(b"png", "image/png"), VideoFile(b"mp4", "video/mp4", use_audio_in_video=True)]
     sent = (await _sent(orchestrator, media=media, **prompt)).input
     assert (sent.WhichOneof("prompt"), len(sent.media)) == (next(iter(prompt)), 2)
@@ -281,9 +279,7 @@ async def test_a_queued_request_receives_its_position(orchestrator: ScriptedOrch
     assert events[:2] == [Queued("r", 2, 1.5), Queued("r", 1, 1.5)]
 
 
-async def test_an_overloaded_server_is_called_again_at_the_time_it_names(
-    orchestrator: ScriptedOrchestrator, generate: Generate
-) -> None:
+async def test_an_overloaded_server_is_called_later(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.extend([[OverloadedError("full", retry_after_s=0.05)], [admitted(), finished()]])
     await generate(orchestrator.endpoint)
     assert len(orchestrator.requests) == 2

@@ -63,9 +63,7 @@ async def test_an_append_above_the_credit_is_not_sent(orchestrator: ScriptedOrch
     assert kinds(orchestrator.events[0]) == ["open", "close"]
 
 
-async def test_a_truncation_waits_for_the_end_of_the_turn(
-    orchestrator: ScriptedOrchestrator, client: AsyncClient
-) -> None:
+async def test_a_truncation_waits_for_its_turns_end(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     stop: Talk = ["interrupt", interrupted(1, text=2), "append", turn_ended(1, "Hi"), "truncate", truncated(1, "H")]
     orchestrator.talks.append([opened(), *FIRST_TURN[:3], *stop, "close"])
     async with client.converse() as session:
@@ -169,9 +167,7 @@ async def test_a_rejected_piece_returns_its_credit(orchestrator: ScriptedOrchest
         await talk.ask("5678")
 
 
-async def test_a_text_that_arrives_again_is_dropped(
-    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
-) -> None:
+async def test_a_repeated_text_is_dropped(orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator) -> None:
     orchestrator.talks.append([opened(), *FIRST_TURN[:3], Pause.BREAK])
     other.talks.append([opened(), *FIRST_TURN[:3], text(1, "!", position=2), turn_ended(1, "Hi!"), "close"])
     async with asynchronous(orchestrator, other) as talk:

@@ -55,9 +55,7 @@ async def test_a_request_that_a_stopping_server_has_not_accepted_is_sent_again(
     assert _text_of(await generate(orchestrator.endpoint)) == "Hi"
 
 
-async def test_the_second_call_sends_the_received_positions(
-    orchestrator: ScriptedOrchestrator, generate: Generate
-) -> None:
+async def test_the_next_call_sends_received_positions(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.append([admitted(seed=9), text("Zoë "), audio([0.5, 1]), text("!"), Pause.BREAK])
     orchestrator.scripts.append([admitted(seed=9), finished()])
     await generate(orchestrator.endpoint)
@@ -138,9 +136,7 @@ async def test_a_repeatedly_lost_request_is_abandoned(orchestrator: ScriptedOrch
     assert 4 <= len(orchestrator.requests) < 10
 
 
-async def test_a_request_that_progresses_may_be_lost_any_number_of_times(
-    orchestrator: ScriptedOrchestrator, generate: Generate
-) -> None:
+async def test_progress_permits_any_number_of_losses(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     letters = "abcdefghij"
     orchestrator.scripts.extend([[admitted(), text(letter), Pause.BREAK] for letter in letters])
     orchestrator.scripts.append([admitted(), finished()])
@@ -200,9 +196,7 @@ async def test_a_finished_request_is_not_revoked(orchestrator: ScriptedOrchestra
     assert orchestrator.cancels == []
 
 
-async def test_cancel_finds_the_orchestrator_that_knows_the_request(
-    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
-) -> None:
+async def test_cancel_finds_the_orchestrator(orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator) -> None:
     other.requests.append(GenerateRequest(request_id="r"))
     async with AsyncClient("127.0.0.1:1", orchestrator.endpoint, other.endpoint) as client:
         await client.cancel("r")
@@ -268,9 +262,7 @@ async def test_a_request_that_failed_while_the_connection_broke_may_succeed_else
     assert not delivery.take(finished())
 
 
-async def test_a_rejected_call_does_not_count_as_an_earlier_call(
-    orchestrator: ScriptedOrchestrator, generate: Generate
-) -> None:
+async def test_a_rejected_call_is_not_an_earlier_one(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.extend([[OverloadedError("full", retry_after_s=0.01)], [_stops()], [admitted(), finished()]])
     await generate(orchestrator.endpoint)
     assert [request.earlier_calls for request in orchestrator.requests] == [0, 0, 0]

@@ -41,9 +41,7 @@ def test_an_unreachable_endpoint_is_attempted_until_its_time_has_passed() -> Non
         pytest.param(InvalidRequestError("empty"), None, None, id="invalid request"),
     ],
 )
-def test_the_error_decides_about_the_pause(
-    error: StagemeshError, timeout_s: float | None, pause_s: float | None
-) -> None:
+def test_the_error_determines_pauses(error: StagemeshError, timeout_s: float | None, pause_s: float | None) -> None:
     attempts = Attempts(POLICY, timeout_s=timeout_s)
     attempts.begin()
     assert attempts.pause_s(error) == pause_s

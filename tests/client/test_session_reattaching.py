@@ -57,9 +57,7 @@ async def test_a_lost_answer_continues(
     assert kinds(again) == ["open", "close"]
 
 
-async def test_events_after_the_last_handled_one_are_sent_again(
-    orchestrator: ScriptedOrchestrator, converse: Converse
-) -> None:
+async def test_unhandled_events_are_sent_again(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     first: Talk = [opened(), "append", "append", Pause.BREAK]
     orchestrator.talks.extend([first, [opened(known=True, accepted=1), *FIRST_TURN, "close"]])
     async with converse(orchestrator) as talk:
@@ -216,9 +214,7 @@ async def test_cleared_input_is_withdrawn(
     assert numbered(other.events[0]) == {1: None, 2: None, 3: "append", 4: "commit", 5: "close"}
 
 
-async def test_a_parked_session_calls_again_with_its_next_event(
-    orchestrator: ScriptedOrchestrator, converse: Converse
-) -> None:
+async def test_a_parked_session_calls_with_its_event(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     again: Talk = [opened(known=True, accepted=2, turn=2), "commit", committed(2), turn_ended(2), "close"]
     orchestrator.talks.extend([[opened(), *FIRST_TURN, PARKED], again])
     async with converse(orchestrator) as talk:
@@ -230,17 +226,13 @@ async def test_a_parked_session_calls_again_with_its_next_event(
     assert len(orchestrator.events) == 2
 
 
-async def test_an_event_that_crosses_the_parking_is_sent_again(
-    orchestrator: ScriptedOrchestrator, converse: Converse
-) -> None:
+async def test_an_event_during_parking_is_sent_again(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     orchestrator.talks.extend([[opened(), "commit", PARKED], [opened(known=True), *FIRST_TURN, "close"]])
     async with converse(orchestrator) as talk:
         assert await talk.say("hello") == "Hi"
 
 
-async def test_a_parked_session_is_closed_at_its_orchestrator(
-    orchestrator: ScriptedOrchestrator, converse: Converse
-) -> None:
+async def test_a_parked_session_is_closed_remotely(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     orchestrator.talks.extend([[opened(), *FIRST_TURN, PARKED], [opened(known=True, accepted=2, turn=2), "close"]])
     async with converse(orchestrator) as talk:
         await talk.say("hello")

@@ -121,9 +121,7 @@ async def test_nothing_of_an_interrupted_turn_follows(orchestrator: ScriptedOrch
     assert orchestrator.events[0][3].interrupt.turn == 1
 
 
-async def test_an_interruption_of_an_ended_turn_is_an_error(
-    orchestrator: ScriptedOrchestrator, converse: Converse
-) -> None:
+async def test_an_ended_turn_cannot_be_interrupted(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     ended = NotReadyError("turn 1 has ended", reason="TURN_ENDED")
     async with open_session(converse, orchestrator, *ANSWER, "interrupt", rejected(3, ended)) as talk:
         await talk.ask("hello")
@@ -217,9 +215,7 @@ async def test_a_session_that_cannot_be_opened_raises(orchestrator: ScriptedOrch
             pass
 
 
-async def test_a_session_of_another_client_is_not_taken_over(
-    orchestrator: ScriptedOrchestrator, converse: Converse
-) -> None:
+async def test_the_session_of_another_is_not_taken(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     orchestrator.talks.append([opened(known=True, accepted=5)])
     with pytest.raises(ExistsError, match="another client"):
         async with converse(orchestrator, session_id="s"):

@@ -47,9 +47,7 @@ def test_library_variables_keep_the_users_values(monkeypatch: pytest.MonkeyPatch
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, False),
     ],
 )
-def test_a_collector_makes_traces_exported(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], exported: bool
-) -> None:
+def test_a_collector_gets_traces(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], exported: bool) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert exports_traces() == exported

@@ -62,9 +62,7 @@ async def _pair(listen: str) -> AsyncIterator[list[Replica]]:
     "chosen",
     ["tcp", "all", "rc,tcp", "tcp,self", "^tcp", "^rc", "^", "sm,,tcp", "rc, tcp", "TCP", "\\tcp", "tcp:aux", "rc\n"],
 )
-async def test_with_certificates_transports_with_ports_are_refused(
-    chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_with_certificates_transports_have_no_ports(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", chosen)
     with raises(NotReadyError, reason="CONNECTOR_UNAVAILABLE", match="(?s)UCX_TLS is .* `insecure_tcp"):
         await _offer()
@@ -72,9 +70,7 @@ async def test_with_certificates_transports_with_ports_are_refused(
 
 @pytest.mark.usefixtures("certificates", "devices")
 @pytest.mark.parametrize("chosen", ["", None])
-async def test_with_certificates_and_without_a_device_nixl_is_unavailable(
-    chosen: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_with_certificates_nixl_needs_a_device(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
     if chosen is not None:
         monkeypatch.setenv("UCX_TLS", chosen)
@@ -83,9 +79,7 @@ async def test_with_certificates_and_without_a_device_nixl_is_unavailable(
 
 
 @pytest.mark.usefixtures("certificates")
-async def test_an_ucx_without_the_transports_of_a_device_is_named(
-    devices: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_ucx_without_transports_is_named(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (devices / "mlx9_0").mkdir()
     monkeypatch.setenv("UCX_TLS", "")
     with raises(NotReadyError, reason="CONNECTOR_UNAVAILABLE", match="cannot start here with rc,dc,ud,self"):
@@ -109,9 +103,7 @@ async def test_without_certificates_ports_are_on_the_interface_of_listen(*, is_e
 
 
 @pytest.mark.parametrize("host", ["localhost", "[::1]", "127.3.2.1", "[::]", "", "192.0.2.9"])
-def test_only_the_loopback_interface_and_rdma_devices_remain_for_a_loopback_address(
-    host: str, devices: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loopback_address_excludes_others(host: str, devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (devices / "mlx9_0" / "ports" / "1").mkdir(parents=True)
     monkeypatch.setattr(environment, "set_library_variables", (found := dict[str, str]()).update)
     environment.bind_to(f"{host}:0")

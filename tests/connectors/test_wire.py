@@ -162,9 +162,7 @@ async def _carry(a: Host, outlet: Any, inlet: Any) -> None:
 
 @EACH_CONNECTOR
 @LONG_AGO
-async def test_ids_stay_unique_after_many_leases_and_transfers(
-    connector: str, start: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_ids_stay_unique_after_many_leases(connector: str, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with flow_of_hosts(connector=connector) as (a, _, outlet, inlet):
         (link,) = a.plane._links.values()
         lease_ids, transfer_ids = itertools.count(start + 1), itertools.count(start + 1)

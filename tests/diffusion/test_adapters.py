@@ -61,18 +61,14 @@ def task(adapter: str | None = None, *, name: str = "r", **options: float) -> Ta
     return image_task(SPEC, name, adapter=adapter, options=image_options(SPEC) | options)
 
 
-async def test_an_adapter_gives_the_same_image_as_in_diffusers(
-    engine: DiffusionEngine, qwen_image: Path, adapters: Path
-) -> None:
+async def test_an_adapter_works_as_in_diffusers(engine: DiffusionEngine, qwen_image: Path, adapters: Path) -> None:
     await controls_of(engine).adapters.load("first", str(adapters / "first"))
     for scale in (1.0, 0.5):
         expected = lora_image(qwen_image, adapters / "first", SPEC, scale=scale)
         assert np.allclose(await made_frames(engine, task("first", adapter_scale=scale)), expected, atol=1e-5)
 
 
-async def test_a_request_without_an_adapter_gets_the_same_bits(
-    engine: DiffusionEngine, qwen_image: Path, adapters: Path
-) -> None:
+async def test_other_requests_get_the_same_bits(engine: DiffusionEngine, qwen_image: Path, adapters: Path) -> None:
     await controls_of(engine).adapters.load("first", str(adapters / "first"))
     await made_frames(engine, task("first"))
     plain = torch.tensor(await made_frames(engine, task()))

@@ -182,9 +182,7 @@ async def test_a_request_that_fails_in_a_batch_fails_alone(
     assert [type(one) for one in made] == [np.ndarray, InternalError, np.ndarray]
 
 
-async def test_exhausted_memory_is_reported_by_its_reason(
-    engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_exhausted_memory_has_its_reason(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = worker_of(engine).runner.pipeline
     with monkeypatch.context() as patched:
         patched.setattr(pipeline, "prepare_encode", lambda _state: torch.empty(1 << 50))
@@ -249,9 +247,7 @@ WAV = MediaFile("audio", b"RIFF", "audio/wav")
         ({"adapter": "none such"}, "none such"),
     ],
 )
-async def test_invalid_input_fails_only_its_request(
-    changed: dict[str, Any], error: str, engine: DiffusionEngine
-) -> None:
+async def test_invalid_input_fails_its_request(changed: dict[str, Any], error: str, engine: DiffusionEngine) -> None:
     other = asyncio.ensure_future(made_frames(engine, task(request_id="other")))
     with pytest.raises(StagemeshError, match=error) as caught:
         await collect(engine.submit(task(**changed)))
@@ -306,9 +302,7 @@ async def paused_state(engine: DiffusionEngine) -> Checkpoint:
         ({"prompt": "another"}, "the state belongs to another prompt"),
     ],
 )
-async def test_a_state_of_another_request_is_rejected(
-    changed: dict[str, Any], error: str, engine: DiffusionEngine
-) -> None:
+async def test_the_state_of_another_is_rejected(changed: dict[str, Any], error: str, engine: DiffusionEngine) -> None:
     state = await paused_state(engine)
     with raises(InvalidRequestError, reason="INVALID_CHECKPOINT", match=error):
         await collect(engine.submit(task(replace(SMALL, **changed), resume_from=state)))

@@ -80,9 +80,7 @@ async def test_processes_sleep_and_wake_together(one: DiffusionEngine, branches:
 
 
 @pytest.mark.parametrize("parallel", [{"ulysses": 2}, pytest.param({"hsdp": 2}, marks=pytest.mark.soak)])
-async def test_tokens_and_weights_can_be_distributed(
-    one: DiffusionEngine, qwen_image: Path, parallel: dict[str, int]
-) -> None:
+async def test_tokens_and_weights_are_split(one: DiffusionEngine, qwen_image: Path, parallel: dict[str, int]) -> None:
     async with engine(qwen_image, **parallel) as two:
         for _ in range(2):
             for wanted in TASKS:

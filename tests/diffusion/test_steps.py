@@ -68,9 +68,7 @@ def take_turns(pipeline: ModularStepPipeline, states: list[DiffusionRequestState
 
 
 @pytest.mark.parametrize("model", WRITERS)
-def test_three_alternating_requests_match_the_call(
-    model: str, pipelines: Pipelines, tiny_diffusion: Callable[[str], Path]
-) -> None:
+def test_alternating_requests_match(model: str, pipelines: Pipelines, tiny_diffusion: Callable[[str], Path]) -> None:
     classic = load(tiny_diffusion(model))
     made = take_turns(pipelines(model), [state(model, spec) for spec in SPECS])
     for spec, one in zip(SPECS, made, strict=True):
@@ -78,9 +76,7 @@ def test_three_alternating_requests_match_the_call(
 
 
 @pytest.mark.parametrize("model", WRITERS)
-def test_a_request_resumes_on_another_pipeline_of_the_same_model(
-    model: str, pipelines: Pipelines, tiny_diffusion: Callable[[str], Path]
-) -> None:
+def test_a_request_resumes_elsewhere(model: str, pipelines: Pipelines, tiny_diffusion: Callable[[str], Path]) -> None:
     folder = tiny_diffusion(model)
     first, second = pipelines(model), ModularStepPipeline(folder, DiffusionOptions(dtype="float32"))
     whole, moved = state(model, SPECS[1]), state(model, SPECS[1])

@@ -12,9 +12,7 @@ from tests.diffusion.tiny.tokenizers import qwen_tokenizer
 
 
 @pytest.mark.parametrize("model", WRITERS)
-def test_the_same_bytes_are_written_each_time(
-    model: str, tiny_diffusion: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_the_same_bytes_are_written_again(model: str, tiny_diffusion: Callable[[str], Path], tmp_path: Path) -> None:
     torch.rand(3)
     assert _digests(WRITERS[model](tmp_path)) == _digests(tiny_diffusion(model))
 

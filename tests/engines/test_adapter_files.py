@@ -48,9 +48,7 @@ def test_layers_must_match_the_model(tmp_path: Path) -> None:
         (lambda folder: (folder / WEIGHTS).write_bytes(b"\2" + b"\0" * 7 + b"{}"), "contains no LoRA"),
     ],
 )
-def test_the_error_names_why_a_folder_is_not_an_adapter(
-    spoil: Callable[[Path], object], message: str, tmp_path: Path
-) -> None:
+def test_the_error_names_what_a_folder_lacks(spoil: Callable[[Path], object], message: str, tmp_path: Path) -> None:
     spoil(write_adapter(tmp_path))
     with pytest.raises(InvalidRequestError, match=message) as caught:
         read_adapter(str(tmp_path))

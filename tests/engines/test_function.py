@@ -232,9 +232,7 @@ async def test_a_checkpoint_follows_every_few_rows(saving: FunctionEngine) -> No
 
 
 @pytest.mark.parametrize("again", CUTS, ids=str)
-async def test_a_request_resumes_from_each_checkpoint_with_the_rows_after_it(
-    saving: FunctionEngine, again: Sequence[int]
-) -> None:
+async def test_a_request_resumes_from_each_checkpoint(saving: FunctionEngine, again: Sequence[int]) -> None:
     whole = await collect(saving.submit(task(CUTS[0])))
     found = checkpoints(whole)
     assert [checkpoint.steps for checkpoint, _ in found] == [2, 3]
@@ -260,9 +258,7 @@ async def test_the_option_can_disable_checkpoints(checkpoint_rows: int) -> None:
         assert not checkpoints(await collect(engine.submit(task(CUTS[0]))))
 
 
-async def test_repeated_rows_are_not_counted_so_that_chunks_with_context_have_no_checkpoints(
-    saving: FunctionEngine,
-) -> None:
+async def test_chunks_with_context_have_no_checkpoints(saving: FunctionEngine) -> None:
     packets = [Packet({"x": np.array(part, np.float32)}, {"context_frames": 0}) for part in cut([8])]
     assert not checkpoints(await collect(saving.submit(Task("r", 0, inlets={"in": flow(packets)}))))
 

@@ -33,9 +33,7 @@ def test_logs_of_runs_are_kept_for_a_week(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("limit", "value"), [("KEPT_BYTES", 2 * len("log")), ("KEPT_RUNS", 2)])
-def test_the_size_and_the_number_of_kept_logs_are_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
-) -> None:
+def test_kept_logs_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
     monkeypatch.setattr(run_folder, limit, value)
     paths = [_abandoned(tmp_path, name=f"2020010{day}-000000-1-1-p") for day in range(1, 5)]
     _run(tmp_path).close()

@@ -154,9 +154,7 @@ async def test_a_remote_store_that_never_answers_is_reported_and_delays_no_downl
     assert files_in(tmp_path) == [tmp_path / "store" / "a.png"]
 
 
-async def test_an_upload_whose_store_never_answers_ends_at_its_deadline_and_delays_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_upload_to_a_silent_store_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writing, may_write, write = threading.Event(), threading.Event(), stored_file.LocalTarget.write
 
     def write_slowly(self: stored_file.LocalTarget, data: bytes | memoryview) -> None:

@@ -62,9 +62,7 @@ async def test_an_engine_reads_the_file_to_which_a_request_refers(tmp_path: Path
         ("store/empty.png", {}, "INVALID_MEDIA"),
     ],
 )
-async def test_an_invalid_reference_fails_only_its_request(
-    tmp_path: Path, name: str, fields: dict[str, Any], reason: str
-) -> None:
+async def test_an_invalid_reference_is_refused(tmp_path: Path, name: str, fields: dict[str, Any], reason: str) -> None:
     uri = placed(tmp_path)
     placed(tmp_path, "large.png", bytes(101))
     placed(tmp_path, "empty.png", b"")
@@ -85,9 +83,7 @@ async def test_an_object_that_is_deleted_before_the_step_is_reported(tmp_path: P
         assert await reason_of(replica, step(uri)) == "UNKNOWN_MEDIA"
 
 
-async def test_a_store_that_never_answers_is_bounded_by_the_deadline_and_delays_no_other_request(
-    tmp_path: Path,
-) -> None:
+async def test_a_silent_store_is_bounded_by_the_deadline(tmp_path: Path) -> None:
     with web_server(None) as url:
         async with looking_stage(tmp_path, url) as replica:
             slow = asyncio.create_task(reason_of(replica, step(f"{url}/a.png", request_id="slow"), timeout_s=1))

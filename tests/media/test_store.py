@@ -162,9 +162,7 @@ async def test_a_store_that_never_answers_delays_no_other_caller(tmp_path: Path)
         assert all(task.cancelled() for task in waiting)
 
 
-async def test_a_cancelled_copy_is_not_written_to_a_file_that_is_opened_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_copy_writes_to_no_later_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writing, may_write = threading.Event(), threading.Event()
 
     def late_write(descriptor: int, data: bytes) -> None:

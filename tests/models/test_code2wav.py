@@ -195,9 +195,7 @@ def restored(vocoder: CodecVocoder, state: VocoderState, **changed: Any) -> Voco
     ],
     ids=str,
 )
-def test_a_restored_stream_continues_with_the_same_samples(
-    tmp_path: Path, changes: Mapping[str, Any], tolerance: float
-) -> None:
+def test_a_restored_stream_continues_unchanged(tmp_path: Path, changes: Mapping[str, Any], tolerance: float) -> None:
     vocoder = load(write_checkpoint(tmp_path, make_reference(**changes)))
     state = after(vocoder, 0)
     for start in range(0, FRAMES, 10):

@@ -298,9 +298,7 @@ def _signed(key: Any, *, algorithm: str = "RS256", name: str = "1", **changes: A
     return jwt.encode(given, key, algorithm, {"kid": name})
 
 
-async def test_a_token_of_the_provider_names_the_caller(
-    tmp_path: Path, key: rsa.RSAPrivateKey, callers: Callers
-) -> None:
+async def test_a_provided_token_names_the_caller(tmp_path: Path, key: rsa.RSAPrivateKey, callers: Callers) -> None:
     config = _provider(_keys(tmp_path / "keys", key))
     async with _by_token(tmp_path, _signed(key), config, callers) as stub:
         await _generate(stub)

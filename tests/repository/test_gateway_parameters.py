@@ -36,7 +36,5 @@ def listed(section: str) -> set[str]:
         ("Videos", VideoBody, StageBody, set()),
     ],
 )
-def test_a_section_lists_the_parameters_of_its_endpoint(
-    section: str, body: type[Body], others: type[Body], files: set[str]
-) -> None:
+def test_a_section_lists_its_parameters(section: str, body: type[Body], others: type[Body], files: set[str]) -> None:
     assert listed(section) == body.model_fields.keys() - others.model_fields.keys() | files

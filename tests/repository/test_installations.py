@@ -162,9 +162,7 @@ def commands(environment: Callable[..., Path]) -> Mapping[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize(("program", "remedy"), PROGRAMS, ids=["cli", "orchestrator", "jobs", "stage", "models"])
-def test_a_program_without_its_extra_prints_the_remedy(
-    environment: Callable[..., Path], program: tuple[str, ...], remedy: str
-) -> None:
+def test_a_program_prints_the_remedy(environment: Callable[..., Path], program: tuple[str, ...], remedy: str) -> None:
     printed = failure(environment(), *program)
     assert printed.startswith("error: ")
     assert printed.endswith(f"; run: {remedy}\n")
@@ -172,9 +170,7 @@ def test_a_program_without_its_extra_prints_the_remedy(
 
 
 @pytest.mark.parametrize(("command", "extra"), COMMANDS.items())
-def test_a_command_without_its_extra_prints_the_remedy(
-    commands: Mapping[str, tuple[int, str]], command: str, extra: str
-) -> None:
+def test_a_command_prints_its_remedy(commands: Mapping[str, tuple[int, str]], command: str, extra: str) -> None:
     status, printed = commands[command]
     assert status == ExitCode.REFUSED
     assert printed.startswith(f"error: `stagemesh {command.split(maxsplit=1)[0]}` needs the module ")
@@ -188,18 +184,14 @@ def test_a_missing_extra_is_an_error_in_json(commands: Mapping[str, tuple[int, s
 
 
 @pytest.mark.parametrize("command", CALLS)
-def test_a_command_that_calls_a_pipeline_needs_the_extra_cli_alone(
-    commands: Mapping[str, tuple[int, str]], command: str
-) -> None:
+def test_a_command_that_calls_needs_the_extra_cli_alone(commands: Mapping[str, tuple[int, str]], command: str) -> None:
     status, printed = commands[command]
     assert status == ExitCode.UNAVAILABLE
     assert "127.0.0.1:1" in printed
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_stage_without_the_extra_of_its_engine_logs_the_remedy(
-    environment: Callable[..., Path], engine: str, tmp_path: Path
-) -> None:
+def test_a_stage_without_extra_logs_the_remedy(environment: Callable[..., Path], engine: str, tmp_path: Path) -> None:
     (tmp_path / "stage.json").write_bytes(dump_config(stage_config(engine, model=str(tmp_path))))
     program = ("-m", "stagemesh.services.stage", "--config", str(tmp_path / "stage.json"))
     assert ENGINES[engine] in failure(environment("stage"), *program)

@@ -211,9 +211,7 @@ async def ended_before_release(
     await cancelling
 
 
-async def test_a_step_that_its_engine_releases_late_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_step_that_is_released_late_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = emitting("frames", FRAMES)
     async with stage(engine, tmp_path) as runtime:
         async with ended_before_release(runtime, engine, wanted("frames", RAW, store=tmp_path), monkeypatch):
@@ -249,9 +247,7 @@ async def test_a_store_that_denies_writing_fails_the_step_before_the_engine_comp
     assert engine.running == []
 
 
-async def test_a_slow_store_delays_only_its_own_step_until_its_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_store_delays_its_step_to_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written, write = threading.Event(), stored_file.LocalTarget.write
 
     def slow_write(self: stored_file.LocalTarget, data: bytes | memoryview) -> None:
@@ -286,9 +282,7 @@ async def _within(runtime: StageRuntime, spec: StepSpec, *, time_left_s: float) 
         (StreamedOutput("sound", RAW, 0.0, "file:///etc/passwd"), "outside the allowed roots"),
     ],
 )
-async def test_an_output_that_the_stage_cannot_make_is_rejected(
-    tmp_path: Path, streamed: StreamedOutput, said: str
-) -> None:
+async def test_an_output_that_cannot_be_made_is_rejected(tmp_path: Path, streamed: StreamedOutput, said: str) -> None:
     async with stage(emitting("sound", SOUND), tmp_path) as runtime:
         with pytest.raises(StagemeshError, match=said):
             await events_of(runtime, step_spec(streamed=(streamed,)))

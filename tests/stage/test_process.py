@@ -94,9 +94,7 @@ def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
         (replace(stage_config(), engine="steam"), ExitCode.NOT_FOUND, "unknown engine 'steam'"),
     ],
 )
-def test_a_stage_that_cannot_start_reports_the_cause(
-    config: StageConfig, code: ExitCode, line: str, tmp_path: Path
-) -> None:
+def test_a_failed_start_reports_the_cause(config: StageConfig, code: ExitCode, line: str, tmp_path: Path) -> None:
     status, log = _run(config, tmp_path)
     assert status == code
     assert line in log

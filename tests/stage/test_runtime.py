@@ -97,9 +97,7 @@ async def test_the_engine_releases_a_step_without_callers(engine: GatedEngine, m
         assert engine.released == ["r"]
 
 
-async def test_a_caller_that_leaves_at_once_stops_the_step(
-    engine: GatedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_caller_that_leaves_early_stops_a_step(engine: GatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
     async with ready_runtime(engine=engine) as runtime:
         async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:

@@ -66,9 +66,7 @@ async def test_cancelling_the_call_stops_the_engine(engine: GatedEngine, monkeyp
         await eventually(lambda: engine.released == ["r"])
 
 
-async def test_a_caller_that_returns_in_time_receives_all_events(
-    engine: GatedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_caller_that_returns_receives_all_events(engine: GatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     left = asyncio.Event()
     abandoned = vars(run.StepRun)["_abandoned"]
 
@@ -146,9 +144,7 @@ async def test_describe_returns_the_description_of_the_replica() -> None:
 
 
 @pytest.mark.parametrize(("configured", "expected"), [(None, "by environment"), ("rack-4", "rack-4"), ("", "")])
-async def test_a_replica_reports_host_and_zone(
-    monkeypatch: pytest.MonkeyPatch, configured: str | None, expected: str
-) -> None:
+async def test_a_replica_has_a_location(monkeypatch: pytest.MonkeyPatch, configured: str | None, expected: str) -> None:
     monkeypatch.setenv("STAGEMESH_ZONE", "by environment")
     async with served_stage(replace(stage_config(), zone=configured)) as replica:
         description = await replica.stub.Describe(stage_pb2.DescribeRequest())

@@ -58,9 +58,7 @@ def test_an_opening_conversation_precedes_the_first_turn(up: Deployment, expecte
         assert _say(session, "one") == expected.answer("one")
 
 
-async def test_an_interrupted_answer_is_shortened_to_what_was_heard(
-    up: Deployment, expected: ExpectedConversation
-) -> None:
+async def test_an_interrupted_answer_is_cut_to_what_was_heard(up: Deployment, expected: ExpectedConversation) -> None:
     async with AsyncClient(up.endpoint) as client, client.converse(seed=7) as session:
         await session.append("one")
         turn = await session.commit()

@@ -55,9 +55,7 @@ def program(document: str, beginning: str) -> str:
     return found
 
 
-def test_the_client_of_the_quick_start_prints_text_and_saves_audio(
-    deployment: LocalMesh, run: Callable[..., str], tmp_path: Path
-) -> None:
+def test_the_quick_start_prints_and_saves(deployment: LocalMesh, run: Callable[..., str], tmp_path: Path) -> None:
     code = program("docs/quick-start.md", "WavWriter")
     assert run(code, endpoint=deployment.endpoint)
     with wave.open(str(tmp_path / "speech.wav")) as audio:

@@ -72,9 +72,7 @@ def test_serve_refuses_to_run_an_external_stage(tmp_path: Path) -> None:
         assert process.wait(timeout=30) == ExitCode.USAGE
 
 
-def test_nothing_is_lost_when_either_end_of_a_transform_at_the_producer_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_lost_when_either_end_of_a_transform_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_transform(tmp_path, monkeypatch, name="doubled", source=DOUBLED)
     address = f"127.0.0.1:{PortPicker().pick()}"
     pipeline = song(tmp_path, address, edge=", transform: doubled", steps=40, step_s=0.02, writers=2)

@@ -124,9 +124,7 @@ def test_eight_requests_at_once_equal_transformers(omni_up: Deployment, expected
     eventually(omni_up.idle, timeout_s=10)
 
 
-def test_a_request_for_text_alone_needs_neither_talker_nor_vocoder(
-    omni_up: Deployment, expected: Sequence[reference.Result]
-) -> None:
+def test_text_alone_needs_neither_talker_nor_vocoder(omni_up: Deployment, expected: Sequence[reference.Result]) -> None:
     with omni_up.client() as client:
         thinker: StageArguments = {"temperature": 0.0, "max_tokens": TEXT_TOKENS}
         messages = [Message("user", cases()[0].content)]
@@ -163,9 +161,7 @@ BAD_REQUESTS: Mapping[str, tuple[GenerateArguments, str, str]] = {
 }
 
 
-def test_bad_requests_name_their_cause_and_disturb_no_other_request(
-    omni_up: Deployment, expected: Sequence[reference.Result]
-) -> None:
+def test_bad_requests_name_their_cause(omni_up: Deployment, expected: Sequence[reference.Result]) -> None:
     with omni_up.client() as client, ThreadPoolExecutor(8) as pool:
         good = [pool.submit(generate, client, cases()[number]) for number in (0, 6, 7)]
         bad = {name: pool.submit(_error_of, client, arguments) for name, (arguments, *_) in BAD_REQUESTS.items()}
@@ -188,9 +184,7 @@ def _error_of(client: Client, arguments: GenerateArguments) -> StagemeshError:
 
 
 @pytest.mark.parametrize(("characters", "max_tokens", "reason"), [(20, 40, "length"), (1490, None, "limit")])
-def test_a_talker_that_never_ends_stops_at_its_limit(
-    omni_up: Deployment, characters: int, max_tokens: int | None, reason: str
-) -> None:
+def test_endless_talkers_are_limited(omni_up: Deployment, characters: int, max_tokens: int | None, reason: str) -> None:
     talker: StageArguments = {"temperature": 0.9, "ignore_eos": True, "max_tokens": max_tokens}
     with omni_up.client() as client:
         thinker: StageArguments = {"max_tokens": 8}

@@ -306,9 +306,7 @@ def test_every_listening_socket_is_authenticated_or_named_by_the_operator(start:
     assert not unknown, "\n".join(unknown)
 
 
-async def test_a_gateway_of_tokens_has_one_port_and_answers_callers_with_a_token_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_gateway_of_tokens_answers_with_a_token_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listen = f"127.0.0.1:{PortPicker().pick()}"
     with known_callers(tmp_path, {"secret": "ada"}) as (checker, clients):
         https = issue(tmp_path, "client/gateway")

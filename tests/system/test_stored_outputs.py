@@ -61,9 +61,7 @@ def without_gaps(events: Iterable[Event]) -> Iterator[Event]:
         yield event
 
 
-def test_a_stored_output_is_in_the_store_and_can_be_downloaded(
-    up: Deployment, undisturbed: Result, tmp_path: Path
-) -> None:
+def test_a_stored_output_is_stored_and_downloaded(up: Deployment, undisturbed: Result, tmp_path: Path) -> None:
     (film,) = undisturbed.files["film"]
     with up.client() as client:
         client.download(film, tmp_path / "film.mp4")
@@ -76,9 +74,7 @@ def test_a_stored_output_is_in_the_store_and_can_be_downloaded(
 
 
 @pytest.mark.parametrize("victim", ["camera-0", "singer-0"])
-def test_a_stage_that_is_killed_makes_the_same_file_again(
-    up: Deployment, store: Path, undisturbed: Result, victim: str
-) -> None:
+def test_a_killed_stage_makes_the_file_again(up: Deployment, store: Path, undisturbed: Result, victim: str) -> None:
     with up.client() as client:
         events = without_gaps(client.generate("hello", seed=7, request_id=f"killed-{victim}"))
         result = read(events, {STEPS // 2: lambda: up.kill(victim)})

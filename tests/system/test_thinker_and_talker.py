@@ -38,9 +38,7 @@ outputs: {{thought: thinker.token_ids, text: thinker.text, said: talker.token_id
 """
 
 
-def test_the_talker_outputs_what_transformers_computes_from_the_hidden_states(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_talker_outputs_what_transformers_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_transform(tmp_path, monkeypatch, name="renamed", source=RENAMED)
     model = write_real_model(tmp_path / "model")
     file = pipeline_file(tmp_path, PIPELINE.format(model=model))

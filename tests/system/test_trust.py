@@ -72,9 +72,7 @@ def _stagemesh(*arguments: str, **variables: str) -> "subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=60)
 
 
-def test_users_connect_with_the_certificates_that_up_has_issued(
-    up: Deployment, authority: Path, client: Client
-) -> None:
+def test_users_connect_with_the_certificates_of_up(up: Deployment, authority: Path, client: Client) -> None:
     first, second = (client.generate("hello", seed=1).result().text for _ in range(2))
     assert first == second != ""
     assert client.describe().caller == "local"

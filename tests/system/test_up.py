@@ -47,9 +47,7 @@ def _check(found: Sequence[Choice], undisturbed: Sequence[Choice]) -> None:
 
 @pytest.mark.parametrize("choices", CHOICES)
 @pytest.mark.parametrize("replica", ["source-0", "relay-0", "frames-0"])
-def test_a_killed_stage_restarts_and_the_request_continues(
-    up: Deployment, undisturbed: Sequence[Choice], replica: str, choices: int
-) -> None:
+def test_a_killed_stage_restarts(up: Deployment, undisturbed: Sequence[Choice], replica: str, choices: int) -> None:
     first = up.process_id(replica)
     with up.client() as client:
         result = read(client.generate("hello", seed=SEED, choices=choices), {20: lambda: up.kill(replica)})

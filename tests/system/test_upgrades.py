@@ -83,9 +83,7 @@ async def _replace_orchestrator(former: RunningProcess, new: RunningProcess, ser
 @pytest.mark.parametrize(
     ("text", "generation"), [(_SAME_TOPOLOGY, "same-2"), (_OTHER_TOPOLOGY, "other-2")], ids=["compatible", "other"]
 )
-async def test_a_rolling_update_fails_no_request_and_never_mixes_generations(
-    tmp_path: Path, text: str, generation: str
-) -> None:
+async def test_a_rolling_update_fails_no_request_and_mixes_nothing(tmp_path: Path, text: str, generation: str) -> None:
     old = _write(tmp_path, "old", _OLD, generation="same-1")
     new = _write(tmp_path, "new", text, generation=generation)
     async with _processes(tmp_path) as processes:
@@ -111,9 +109,7 @@ async def test_a_rolling_update_fails_no_request_and_never_mixes_generations(
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("drain_s", [20.0, 0.1], ids=["requests finish", "requests move"])
-async def test_an_orchestrator_behind_a_shared_address_stops_without_a_failed_request(
-    tmp_path: Path, drain_s: float
-) -> None:
+async def test_an_orchestrator_at_a_shared_address_stops_unnoticed(tmp_path: Path, drain_s: float) -> None:
     version = _write(tmp_path, "old", _OLD, generation="same-1")
     async with _processes(tmp_path) as processes:
         for stage in ("first", "last"):

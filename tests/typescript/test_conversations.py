@@ -21,9 +21,7 @@ def expected() -> ExpectedConversation:
     return ExpectedConversation(7, steps=STEPS)
 
 
-async def test_an_interrupted_and_truncated_answer_is_what_the_pipeline_remembers(
-    up: Deployment, expected: ExpectedConversation
-) -> None:
+async def test_the_pipeline_remembers_a_truncated_answer(up: Deployment, expected: ExpectedConversation) -> None:
     async with typescript(up.endpoint, outputs=["text"], parameters=SEED) as talk:
         await talk.append("one")
         await talk.commit()

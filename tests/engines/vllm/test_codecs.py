@@ -348,9 +348,7 @@ async def test_given_frames_do_not_depend_on_how_rows_arrive(qwen3_tts: Talker, 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-async def test_a_preempted_clone_computes_the_same_codes_again(
-    qwen3_tts: Talker, clone: Sequence[Packet], temperature: float
-) -> None:
+async def test_a_preempted_clone_is_the_same(qwen3_tts: Talker, clone: Sequence[Packet], temperature: float) -> None:
     task = partial(qwen3_tts.task, Speech(partial(_divided, clone), []), cut=1000, temperature=temperature)
     undisturbed = await codes_of(qwen3_tts.engine, task())
     assert await codes_of(qwen3_tts.engine, task(), preempt_after=frozenset({1, 9})) == undisturbed
@@ -390,9 +388,7 @@ _NORM = "talker.model.norm.weight"
     ],
     ids=["no talker", "no thinker", "no folder", "unknown weight", "missing part", "other shape"],
 )
-async def test_a_model_that_cannot_be_loaded_is_explained(
-    tiny_qwen3_omni: Path, tmp_path: Path, change: Change, message: str
-) -> None:
+async def test_unloadable_models_are_named(tiny_qwen3_omni: Path, tmp_path: Path, change: Change, message: str) -> None:
     with pytest.raises(NotReadyError, match=message) as caught:
         async with started(changed(tiny_qwen3_omni, tmp_path, change), **options_of("qwen3_omni.talker")):
             pass

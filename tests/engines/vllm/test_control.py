@@ -81,9 +81,7 @@ def files_in(folder: Path) -> list[str]:
 # -- adapters
 
 
-async def test_half_a_batch_with_an_adapter_equals_merged_weights(
-    engine: VllmEngine, model: Path, tmp_path: Path
-) -> None:
+async def test_an_adapter_for_half_a_batch_equals_merging(engine: VllmEngine, model: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "poet")
     await controls_of(engine).adapters.load("poet", str(adapter))
     tasks = [task(prompt, adapter="poet" if number % 2 else None) for number, prompt in enumerate(PROMPTS)]
@@ -94,9 +92,7 @@ async def test_half_a_batch_with_an_adapter_equals_merged_weights(
     assert expected[1] != greedy(plain, PROMPTS[1], steps=STEPS)
 
 
-async def test_adapter_loaded_again_under_a_name_replaces_the_old_one(
-    engine: VllmEngine, model: Path, tmp_path: Path
-) -> None:
+async def test_adapter_replaces_the_one_of_its_name(engine: VllmEngine, model: Path, tmp_path: Path) -> None:
     prompt = LONG[: 3 * BLOCK]
     made: list[list[int]] = []
     for seed in (1, 2):

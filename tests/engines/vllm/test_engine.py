@@ -73,9 +73,7 @@ async def test_invalid_task_is_rejected(text_engine: VllmEngine, wrong: Task, me
         await collect(text_engine.submit(wrong))
 
 
-async def test_tools_are_rejected_if_the_template_accepts_none(
-    text_engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tools_need_a_template_that_has_them(text_engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_engine.control.llm.get_tokenizer(), "chat_template", CHAT_TEMPLATE)
     with pytest.raises(UnsupportedError, match="the model's chat template accepts no tools") as caught:
         await collect(text_engine.submit(task(Conversation([HI], [WEATHER]))))
@@ -185,9 +183,7 @@ async def test_template_receives_tools_their_calls_and_results(text_engine: Vllm
     ],
     ids=str,
 )
-async def test_template_receives_its_arguments(
-    text_engine: VllmEngine, arguments: dict[str, JsonValue], end: str
-) -> None:
+async def test_template_has_its_arguments(text_engine: VllmEngine, arguments: dict[str, JsonValue], end: str) -> None:
     assert rendered(text_engine, Conversation([HI], template_arguments=arguments)) == f"<|user|>hi<|end|>{end}"
 
 

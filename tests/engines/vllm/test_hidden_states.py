@@ -68,9 +68,7 @@ async def first_rows(events: AsyncGenerator[EngineEvent]) -> Packet:
     raise AssertionError("the request ended without any")
 
 
-async def test_states_of_sixteen_requests_equal_those_of_transformers(
-    shared: Running, references: list[Reference]
-) -> None:
+async def test_states_of_sixteen_requests_equal_the_references(shared: Running, references: list[Reference]) -> None:
     before = shared.arena.rows
     await assert_all_same(shared, references)
     assert shared.arena.rows - before == ROWS
@@ -87,9 +85,7 @@ async def test_states_with_an_adapter_on_half_of_the_requests_equal_merged_weigh
     await assert_all_same(shared, expected, adapter="poet")
 
 
-async def test_last_selects_only_rows_that_tokens_are_sampled_from(
-    shared: Running, references: list[Reference]
-) -> None:
+async def test_last_selects_the_rows_that_tokens_follow(shared: Running, references: list[Reference]) -> None:
     before = shared.arena.rows
     got = await received(shared.engine, task(5, tokens="last"))
     assert_same(got, references[5], first=len(PROMPTS[5]) - 1)

@@ -114,9 +114,7 @@ def audio_reference(audio_model: Path) -> Reference:
 # -- images
 
 
-async def test_image_gives_the_tokens_that_transformers_gives(
-    image_engine: VllmEngine, image_reference: Reference
-) -> None:
+async def test_image_gives_the_tokens_of_transformers(image_engine: VllmEngine, image_reference: Reference) -> None:
     expected = image_reference.tokens(text_of_template("what is <image>?"), images=[picture()])
     assert await sampled_tokens(image_engine, asked("what is ", image(), "?")) == expected
 
@@ -167,9 +165,7 @@ async def test_checkpoint_of_another_image_is_rejected(image_engine: VllmEngine)
         await collect(image_engine.submit(replace(asked(image(seed=2)), resume_from=checkpoint)))
 
 
-async def test_hidden_states_of_an_image_equal_those_of_transformers(
-    image_engine: VllmEngine, image_reference: Reference
-) -> None:
+async def test_hidden_states_of_an_image_are_right(image_engine: VllmEngine, image_reference: Reference) -> None:
     got = await received(image_engine, replace(asked("what is ", image(), "?"), wanted=None))
     inputs = image_reference.inputs(text_of_template("what is <image>?"), images=[picture()])
     inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([got.tokens[:-1]])], dim=1)
@@ -183,9 +179,7 @@ async def test_hidden_states_of_an_image_equal_those_of_transformers(
 # -- audio
 
 
-async def test_audio_gives_the_tokens_that_transformers_gives(
-    audio_engine: VllmEngine, audio_reference: Reference
-) -> None:
+async def test_audio_gives_the_tokens_of_transformers(audio_engine: VllmEngine, audio_reference: Reference) -> None:
     expected = audio_reference.tokens(text_of_template(f"say {AUDIO_PART}!"), audio=[tone()], **SAMPLED_AT)
     assert await sampled_tokens(audio_engine, asked("say ", audio_samples(), "!")) == expected
 
@@ -308,9 +302,7 @@ async def test_media_accompany_raw_text_and_token_ids(image_engine: VllmEngine, 
     ],
     ids=["more placeholders", "no placeholder", "unknown token", "no prompt"],
 )
-async def test_placeholders_must_match_the_media(
-    image_engine: VllmEngine, task: Task, reason: str, message: str
-) -> None:
+async def test_placeholders_match_the_media(image_engine: VllmEngine, task: Task, reason: str, message: str) -> None:
     with raises(InvalidRequestError, reason=reason, match=re.escape(message)):
         await collect(image_engine.submit(task))
 

@@ -48,9 +48,7 @@ async def tokens(engine: VllmEngine) -> int:
         ({"hidden_states": {}, "pipeline_parallel_size": 2}, "last pipeline rank, which is on another node"),
     ],
 )
-def test_a_feature_that_needs_the_memory_of_the_first_node_is_rejected(
-    options: dict[str, JsonValue], message: str, tmp_path: Path
-) -> None:
+def test_a_feature_of_one_node_is_rejected(options: dict[str, JsonValue], message: str, tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     engine = VllmEngine(stage_config("vllm", model=str(model), options={**SPREAD, **options}))
     with pytest.raises(InvalidRequestError, match=message):

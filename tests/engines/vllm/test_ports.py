@@ -53,9 +53,7 @@ def test_options_that_open_ports_are_accepted_if_permitted(text_model: Path) -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_an_engine_on_one_host_listens_on_loopback_alone(
-    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_listens_on_loopback(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_tiny_model(tmp_path / "model")
     # As an image for several nodes may set it, for an interface that the test's network namespace need not have.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
@@ -64,9 +62,7 @@ async def test_an_engine_on_one_host_listens_on_loopback_alone(
         assert listening_hosts(*family(os.getpid())) <= {"127.0.0.1"}
 
 
-async def test_with_certificates_kv_caches_are_not_handed_over_by_tcp(
-    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_certificates_exclude_tcp(text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_RDMA_DEVICES", tmp_path)
     for chosen in ("", "tcp"):
         monkeypatch.setenv("UCX_TLS", chosen)

@@ -48,9 +48,7 @@ async def test_dead_core_is_reported(model: Path) -> None:
     await engine.close()
 
 
-async def test_a_core_that_ends_while_vllm_kills_it_leaves_nothing(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_core_that_ends_while_it_is_killed_leaves_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine import utils
 
     def end_at_the_last_moment(cores: Sequence[BaseProcess], *, timeout: float | None) -> None:

@@ -45,9 +45,7 @@ async def _answer(endpoint: str) -> Result:
         return await client.generate(_PROMPT, seed=_SEED, max_tokens=_MAX_TOKENS).result()
 
 
-async def test_pods_speak_like_the_launcher_over_the_network_and_shared_memory(
-    tmp_path: Path, readable_models: Path
-) -> None:
+async def test_pods_speak_like_the_launcher(tmp_path: Path, readable_models: Path) -> None:
     async with Cluster(tmp_path) as cluster:
         with cluster.logged():
             await cluster.apply(_release(readable_models))

@@ -54,18 +54,14 @@ def relative_error(samples: Samples, expected: Samples) -> float:
 
 @pytest.mark.parametrize("speaker", qwen2_5_omni.SPEAKERS)
 @pytest.mark.parametrize("length", [1, 3, 42])
-def test_one_window_gives_the_samples_of_transformers(
-    tiny_qwen2_5_omni: Path, reference: DecodeReference, length: int, speaker: str
-) -> None:
+def test_one_window_is_exact(tiny_qwen2_5_omni: Path, reference: DecodeReference, length: int, speaker: str) -> None:
     samples = decode(load(tiny_qwen2_5_omni, look_ahead_blocks=WHOLE), CODES[:length], speaker=speaker)
     np.testing.assert_allclose(samples, reference.decode(CODES[:length], speaker), atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize("blocks", LARGEST_ERRORS)
 @pytest.mark.parametrize("cutting", CUTTINGS)
-def test_any_chunks_differ_from_a_whole_decode_by_the_look_ahead_alone(
-    tiny_qwen2_5_omni: Path, whole: Samples, cutting: str, blocks: int
-) -> None:
+def test_chunks_differ_by_their_look_ahead(tiny_qwen2_5_omni: Path, whole: Samples, cutting: str, blocks: int) -> None:
     samples = decode(load(tiny_qwen2_5_omni, look_ahead_blocks=blocks), CODES, CUTTINGS[cutting])
     assert len(samples) == len(whole)
     assert relative_error(samples, whole) < LARGEST_ERRORS[blocks]
@@ -79,9 +75,7 @@ def test_a_block_leaves_as_soon_as_its_look_ahead_has_arrived(tiny_qwen2_5_omni:
     assert len(push(vocoder, stream, None)) == 5 * hop
 
 
-def test_long_packets_are_decoded_in_pieces(
-    vocoder: Token2Wav, whole: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_packets_become_pieces(vocoder: Token2Wav, whole: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token2wav, "_MAX_BLOCKS", 2)
     stream = vocoder.open(seed=SEED, options={})
     (made,) = vocoder([Call(stream, Packet({"codes": CODES}))])

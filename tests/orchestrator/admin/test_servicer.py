@@ -126,9 +126,7 @@ async def test_loads_are_served_as_last_reported_without_asking_the_replicas(cha
     assert {each.name: each.HasField("load") for each in listed} == {"a-0": True, "b-0": True, "c-0": True}
 
 
-async def test_a_load_report_that_is_overdue_is_listed_with_its_age(
-    chain: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_overdue_load_report_is_listed_with_its_age(chain: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     await _until_all_loads_are_known(chain)
     monkeypatch.setattr(descriptions, "_OVERDUE_S", 3.0)
     chain.stages["b"].tells_load = False
@@ -244,9 +242,7 @@ async def test_an_edge_is_probed_again(chain: Mesh) -> None:
 @pytest.mark.parametrize(
     ("edge", "producer", "reason"), [("a->z", "", "UNKNOWN_EDGE"), ("a->b", "c-0", "UNKNOWN_TARGET")]
 )
-async def test_probing_an_unknown_edge_or_replica_is_an_error(
-    chain: Mesh, edge: str, producer: str, reason: str
-) -> None:
+async def test_an_unknown_edge_or_replica_is_not_probed(chain: Mesh, edge: str, producer: str, reason: str) -> None:
     request = admin_pb2.AdminServiceProbeEdgeRequest(edge=edge, producer=producer)
     assert (await error_of(_admin(chain).ProbeEdge(request, timeout=10))).reason == reason
 
@@ -304,9 +300,7 @@ async def test_control_calls_are_forwarded_to_the_named_replica(chain: Mesh) -> 
 @pytest.mark.parametrize(
     ("metadata", "reason"), [((), "NO_TARGET"), ((("stagemesh-replica", "z-9"),), "UNKNOWN_TARGET")]
 )
-async def test_a_control_call_without_a_known_replica_is_rejected(
-    chain: Mesh, metadata: tuple[tuple[str, str], ...], reason: str
-) -> None:
+async def test_a_control_call_names_a_replica(chain: Mesh, metadata: tuple[tuple[str, str], ...], reason: str) -> None:
     call = _controls(chain).Sleep(control_pb2.SleepRequest(level=1), timeout=10, metadata=metadata)
     assert (await error_of(call)).reason == reason
 

@@ -217,9 +217,7 @@ async def test_a_replica_whose_partners_all_left_gets_others() -> None:
     assert [link.producer for link in links.links_of(_EDGE)] == [one]
 
 
-async def test_a_joining_replica_whose_fixed_connector_cannot_work_gets_no_requests(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_joining_replica_without_its_connector_gets_no_requests(caplog: pytest.LogCaptureFixture) -> None:
     good, broken = _replica("b-0"), _replica("b-1")
     async with _probing(_replica("a-0", _Answering("b-1")), good) as (links, changed):
         await changed.wait()

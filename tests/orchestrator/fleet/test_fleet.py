@@ -203,9 +203,7 @@ async def test_a_restarted_process_is_another_replica(world: _World, pipeline: P
 
 @pytest.mark.parametrize(("listening", "at_least_s", "at_most_s"), [(False, 0.0, 1.0), (True, 15.0, 20.0)])
 @_played
-async def test_a_dead_replica_ends_at_once_and_an_unreachable_one_after_a_while(
-    world: _World, listening: bool, at_least_s: float, at_most_s: float
-) -> None:
+async def test_a_lost_replica_ends_in_time(world: _World, listening: bool, at_least_s: float, at_most_s: float) -> None:
     loop = asyncio.get_running_loop()
     (replica,) = world.fleet.replicas["b"]
     gone: asyncio.Future[StagemeshError] = loop.create_future()
@@ -272,9 +270,7 @@ async def test_a_second_replica_of_a_name_is_rejected(world: _World, caplog: pyt
 
 @pytest.mark.parametrize("text", [CHAIN.replace("{from: a, to: b}", "{from: a, to: b, connector: nixl}")], ids=["nixl"])
 @_played
-async def test_a_joining_replica_whose_fixed_connector_cannot_work_is_never_planned(
-    world: _World, pipeline: Pipeline
-) -> None:
+async def test_a_joining_replica_without_its_connector_is_not_planned(world: _World, pipeline: Pipeline) -> None:
     world.stages["h:a"].refused_consumers.add("b-1")
     await world.start("h:late", "b-1")
     good, broken = world.fleet.replicas["b"]

@@ -195,9 +195,7 @@ async def test_a_replica_that_deregisters_leaves_at_once(pipeline: Pipeline) -> 
 
 
 @pytest.mark.parametrize(("broken", "left"), [(False, ["it deregistered"]), (True, [])], ids=["ended", "broken"])
-async def test_a_replica_leaves_if_it_ends_its_stream_but_not_if_the_connection_breaks(
-    pipeline: Pipeline, broken: bool, left: list[str]
-) -> None:
+async def test_a_replica_leaves_if_it_ends_its_stream(pipeline: Pipeline, broken: bool, left: list[str]) -> None:
     async def requests() -> AsyncGenerator[membership_pb2.RegisterRequest]:
         yield membership_pb2.RegisterRequest(replica=_identity(pipeline))
         caller.gone = broken

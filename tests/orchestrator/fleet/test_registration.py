@@ -111,9 +111,7 @@ async def test_stages_that_register_serve(orchestrator: _Orchestrator, pipeline:
         await orchestrator.until()
 
 
-async def test_a_replica_registers_with_each_orchestrator_by_the_name_in_its_certificate(
-    orchestrator: _Orchestrator, pipeline: Pipeline
-) -> None:
+async def test_a_replica_registers_by_its_certificates_name(orchestrator: _Orchestrator, pipeline: Pipeline) -> None:
     both = _orchestrator(pipeline)
     async with both as other, _registered(pipeline, "b", orchestrator.endpoint, other.endpoint):
         for each in (orchestrator, other):
@@ -121,9 +119,7 @@ async def test_a_replica_registers_with_each_orchestrator_by_the_name_in_its_cer
             assert await each.replicas() == {"b-0": "b.example"}
 
 
-async def test_a_replica_registers_again_after_its_orchestrator_restarted(
-    pipeline: Pipeline, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_replica_registers_after_a_restart(pipeline: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(AsyncExitStack())
         orchestrator = await first.enter_async_context(_orchestrator(pipeline))
@@ -194,9 +190,7 @@ async def test_a_stage_of_another_pipeline_logs_why_it_is_rejected(
     assert (record.levelname, complaint in record.getMessage()) == ("ERROR", True)
 
 
-async def test_an_orchestrator_without_registration_rejects_replicas(
-    pipeline: Pipeline, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_registration_can_be_disabled(pipeline: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
     async with (
         _orchestrator(pipeline, open_to_all=False) as orchestrator,
         registered(_config(pipeline, "b", orchestrator.endpoint), incarnation="one", port=7),
@@ -212,9 +206,7 @@ async def test_an_unreachable_address_is_not_advertised(pipeline: Pipeline) -> N
             pass
 
 
-async def test_a_stage_process_registers_and_leaves_at_sigterm(
-    orchestrator: _Orchestrator, pipeline: Pipeline, tmp_path: Path
-) -> None:
+async def test_a_stage_deregisters_at_sigterm(orchestrator: _Orchestrator, pipeline: Pipeline, tmp_path: Path) -> None:
     config = _config(pipeline, "b", orchestrator.endpoint)
     command = config_command("stagemesh.services.stage", config, tmp_path / "stage.json")
     process = await asyncio.create_subprocess_exec(*command)

@@ -296,9 +296,7 @@ _EARLIER = {
 
 
 @pytest.mark.parametrize(("accepted", "same", "detail"), _EARLIER.values(), ids=_EARLIER)
-def test_a_replica_of_another_accepted_generation_has_the_same_signature(
-    pipeline: Pipeline, accepted: str, same: bool, detail: str
-) -> None:
+def test_an_accepted_generation_has_the_signature(pipeline: Pipeline, accepted: str, same: bool, detail: str) -> None:
     signature = signature_to_wire(pipeline.stages["a"].signature)
     signature.sampling ^= not same
     description = ready_description("a", pipeline=pipeline, generation="earlier")

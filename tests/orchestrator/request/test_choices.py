@@ -175,9 +175,7 @@ _TOO_MANY = {
 
 
 @pytest.mark.parametrize(("limits", "choices", "most"), _TOO_MANY.values(), ids=_TOO_MANY)
-async def test_a_number_of_choices_that_can_never_run_is_rejected(
-    tmp_path: Path, limits: str, choices: int, most: int
-) -> None:
+async def test_too_many_choices_are_rejected(tmp_path: Path, limits: str, choices: int, most: int) -> None:
     async with mesh(tmp_path, CHAIN + limits, scripts=SEEDS) as chain:
         error = await chain.failure(parameters={"choices": choices})
         assert (await chain.describe()).limits.max_choices == most

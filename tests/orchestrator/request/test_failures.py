@@ -69,9 +69,7 @@ _ECHOES = {
 
 
 @pytest.mark.parametrize(("stage", "echo"), _ECHOES.values(), ids=_ECHOES)
-async def test_a_stage_that_reports_the_failure_of_its_peer_is_not_blamed(
-    tmp_path: Path, stage: str, echo: StagemeshError
-) -> None:
+async def test_a_stage_is_not_blamed_for_its_peer(tmp_path: Path, stage: str, echo: StagemeshError) -> None:
     error = await _failure(tmp_path, **{"b": _slow_failure, stage: failing(echo)})
     assert (error.message, error.metadata["stage"]) == ("the real cause", "b")
 
@@ -105,9 +103,7 @@ _DISORDERED = {
 
 
 @pytest.mark.parametrize(("script", "said"), _DISORDERED.values(), ids=_DISORDERED)
-async def test_a_stage_whose_outputs_are_out_of_order_fails_the_request(
-    tmp_path: Path, script: Script, said: str
-) -> None:
+async def test_outputs_out_of_order_fail_the_request(tmp_path: Path, script: Script, said: str) -> None:
     error = await _failure(tmp_path, a=script)
     assert f"stage 'a' sent output 'text' from position {said}" in error.message
     assert (error.reason, error.metadata["stage"]) == ("OUTPUT_OUT_OF_ORDER", "a")
@@ -123,9 +119,7 @@ async def test_a_request_waits_for_a_lost_stage_until_its_deadline(tmp_path: Pat
         await chain.until_idle()
 
 
-async def test_the_error_for_a_lost_stage_names_its_replicas_state(
-    chain: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_error_of_a_lost_stage_has_its_state(chain: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "STAGE_WAIT_S", 0.2)
     await chain.servers["b"].stop(grace_s=0)
     await until_health(chain.channel, serving=False)

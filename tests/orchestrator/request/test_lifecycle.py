@@ -296,9 +296,7 @@ def test_a_checkpoint_that_is_too_large_replaces_an_older_one_by_none() -> None:
         (MAX_MESSAGE_BYTES - (1 << 20), 1 << 20, False),
     ],
 )
-def test_a_checkpoint_is_useful_if_it_fits_into_a_message_with_the_input(
-    tmp_path: Path, prompt_bytes: int, state_bytes: int, *, fits: bool
-) -> None:
+def test_a_useful_checkpoint_fits_a_message(tmp_path: Path, prompt_bytes: int, state_bytes: int, *, fits: bool) -> None:
     state = tensor_pb2.Tensor(name="state", inline=bytes(state_bytes))
     checkpoint = stage_pb2.Checkpoint(steps=3, tensors=[state])
     assert _calls(tmp_path, prompt_bytes).can_resume_from(checkpoint) is fits

@@ -192,9 +192,7 @@ async def test_the_fastest_of_several_callers_counts(record: RequestRecord, stop
     await slow.aclose()
 
 
-async def test_a_request_without_callers_or_with_a_late_caller_is_not_stopped_for_its_size(
-    record: RequestRecord, stopped: list[str]
-) -> None:
+async def test_late_callers_do_not_stop_a_large_request(record: RequestRecord, stopped: list[str]) -> None:
     add_texts(record, *["x" * 300] * 10)
     late = record.follow(next_positions={})
     await anext(late)
@@ -328,9 +326,7 @@ _PLAYOUTS = {
 
 
 @pytest.mark.parametrize(("parts", "total_s", "longest_s"), _PLAYOUTS.values(), ids=_PLAYOUTS)
-def test_a_listener_waits_for_parts_that_come_late(
-    parts: list[tuple[float, float]], total_s: float, longest_s: float
-) -> None:
+def test_a_listener_waits_for_late_parts(parts: list[tuple[float, float]], total_s: float, longest_s: float) -> None:
     playout = Playout(parts[0][0])
     for at_s, duration_s in parts:
         playout.add(at_s, duration_s=duration_s)

@@ -176,9 +176,7 @@ _SEVERED = {"for a moment": ("b", 0.5, [1]), "for long": ("c", 30.0, [1, 2])}
 
 @pytest.mark.parametrize(("stage", "for_s", "attempts"), _SEVERED.values(), ids=_SEVERED)
 @in_virtual_time
-async def test_only_a_replica_that_remains_unreachable_is_replaced(
-    world: World, stage: str, for_s: float, attempts: list[int]
-) -> None:
+async def test_a_brief_loss_replaces_no_replica(world: World, stage: str, for_s: float, attempts: list[int]) -> None:
     async with _running(world) as mesh:
         await asyncio.sleep(0.25)
         await mesh.of(stage).sever(for_s)

@@ -175,9 +175,7 @@ def lives(draw: st.DrawFn) -> list[Output]:
 
 
 @given(rounds=st.lists(st.tuples(lives(), st.integers(0, 30)), max_size=5), last=lives())
-def test_a_caller_gets_every_output_once_however_often_its_call_breaks(
-    rounds: list[tuple[list[Output], int]], last: list[Output]
-) -> None:
+def test_a_caller_gets_every_output_once(rounds: list[tuple[list[Output], int]], last: list[Output]) -> None:
     delivery, received = ClientPosition(GenerateRequest(), RetryPolicy()), list[Event]()
     for outputs, lost_after in [*rounds, (last, len(last))]:
         positions = delivery.request().next_positions

@@ -123,9 +123,7 @@ async def _received(host: Host, planes: InputPlanes, *, attempt: int = 1) -> str
         await inlet.aclose()
 
 
-async def test_each_attempt_receives_everything_and_bytes_are_consumed_once(
-    consumer: Host, planes: InputPlanes
-) -> None:
+async def test_each_attempt_receives_all_and_bytes_are_consumed_once(consumer: Host, planes: InputPlanes) -> None:
     consumed = list[int]()
     stream = StreamedInput(consumed.append)
     stream.begin([EDGE])
@@ -159,9 +157,7 @@ async def test_an_abort_overtakes_packets_that_lack_credit(planes: InputPlanes) 
     await consumer.close()
 
 
-async def test_a_stage_is_told_if_the_request_stops_before_the_end_of_its_input(
-    consumer: Host, planes: InputPlanes
-) -> None:
+async def test_a_stage_is_told_if_its_request_stops_early(consumer: Host, planes: InputPlanes) -> None:
     stream = StreamedInput(lambda _: None)
     stream.begin([EDGE])
     sending = asyncio.ensure_future(_send(stream, planes, _replica(consumer)))
@@ -184,9 +180,7 @@ async def later() -> AsyncIterator[Host]:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-async def test_a_generation_has_a_data_plane_while_it_has_flows(
-    ends: bool, consumer: Host, later: Host, planes: InputPlanes
-) -> None:
+async def test_each_generation_has_a_data_plane(ends: bool, consumer: Host, later: Host, planes: InputPlanes) -> None:
     first, second = StreamedInput(lambda _: None), StreamedInput(lambda _: None)
     sending = asyncio.ensure_future(_send(first, planes, _replica(consumer)))
     receiving = asyncio.ensure_future(_received(consumer, planes))

@@ -350,9 +350,7 @@ def test_a_value_of_another_type_or_outside_the_bounds_is_rejected(name: str, va
         ("main_stage: sound\n", "stage 'sound' does not choose tokens; name thinker or talker, or remove main_stage"),
     ],
 )
-def test_a_pipeline_with_several_stages_that_choose_tokens_names_its_main_stage(
-    tmp_path: Path, line: str, text: str
-) -> None:
+def test_several_stages_that_choose_tokens_need_a_main_stage(tmp_path: Path, line: str, text: str) -> None:
     with pytest.raises(InvalidPipelineError, match=re.escape(text)):
         load(tmp_path, OMNI.replace("main_stage: thinker\n", line))
 

@@ -87,9 +87,7 @@ async def test_only_a_turn_that_is_being_answered_can_be_interrupted(chat: Chat,
         ({"turn": 3, "positions": [{"name": "text"}]}, "TURN_NOT_STARTED"),
     ],
 )
-async def test_a_truncation_must_fit_to_the_newest_answer(
-    chat: Chat, truncation: Mapping[str, Any], reason: str
-) -> None:
+async def test_a_truncation_must_fit_the_last_answer(chat: Chat, truncation: Mapping[str, Any], reason: str) -> None:
     await chat.turn(1, "hello", "one")
     await chat.turn(2, "hello", "answer")
     chat.send(truncate=truncation)

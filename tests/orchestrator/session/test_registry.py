@@ -84,9 +84,7 @@ async def test_no_session_is_opened_while_the_orchestrator_stops(registry: Sessi
         await registry.open(Open(session_id="s"))
 
 
-async def test_a_session_is_opened_again_when_its_former_turn_is_released(
-    registry: SessionRegistry, runner: FakeRunner
-) -> None:
+async def test_a_session_opens_when_its_last_turn_is_released(registry: SessionRegistry, runner: FakeRunner) -> None:
     session, call = await registry.open(Open(session_id="s"))
     ask(session, call)
     request = runner.requests["s.1"]

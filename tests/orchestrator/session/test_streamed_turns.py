@@ -72,9 +72,7 @@ async def test_the_open_turn_may_be_interrupted(chat: Chat) -> None:
 
 
 @pytest.mark.parametrize("error", [None, InternalError("broken")])
-async def test_a_turn_whose_request_ends_early_ends_when_it_is_committed(
-    chat: Chat, error: InternalError | None
-) -> None:
+async def test_a_turn_whose_request_ends_early_awaits_its_commit(chat: Chat, error: InternalError | None) -> None:
     chat.say("one")
     await chat.answer(1, error=error)
     chat.commit("more")
@@ -87,9 +85,7 @@ async def test_a_turn_whose_request_ends_early_ends_when_it_is_committed(
 
 @pytest.mark.parametrize("error", [None, InternalError("broken")])
 @pytest.mark.parametrize("received", ["", "spo"])
-async def test_outputs_of_a_request_that_ended_meanwhile_precede_the_end(
-    chat: Chat, error: InternalError | None, received: str
-) -> None:
+async def test_outputs_of_an_ended_request_come_first(chat: Chat, error: InternalError | None, received: str) -> None:
     chat.say("one")
     if received:
         chat.request(1).emit(received)

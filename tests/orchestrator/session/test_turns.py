@@ -158,9 +158,7 @@ async def test_a_truncation_never_lengthens_an_answer(chat: Chat) -> None:
 
 
 @pytest.mark.parametrize("answered", [False, True])
-async def test_a_named_text_is_cut_at_its_position_even_while_the_next_turn_is_answered(
-    chat: Chat, answered: bool
-) -> None:
+async def test_a_named_text_is_cut_at_its_position(chat: Chat, answered: bool) -> None:
     await chat.turn(1, "one", "answer")
     turns = ["one", "ans"]
     if answered:

@@ -297,9 +297,7 @@ class ReaderSuite(Suite):
             assert_same(await exchange(outlet, inlet, sent), sent)
             assert outlet.attempt.connector != self.connector
 
-    async def test_flow_with_failed_reads_continues_by_another_connector(
-        self, pair: Connected, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_flow_with_failed_reads_continues(self, pair: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
         if not isinstance(pair.reader, FetchingReader):
             pytest.skip("a read in place cannot fail")
         kind = type(pair.reader)
