@@ -36,6 +36,7 @@ from stagemesh.common.errors import (
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
+    StagemeshError,
     UnavailableError,
 )
 from stagemesh.common.wire.tensors import read_inline
@@ -46,7 +47,7 @@ from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
 from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
 from stagemesh.v1.request_pb2 import ROLE_ASSISTANT, ROLE_SYSTEM, ROLE_TOOL, ROLE_USER, Output, TokenIds
 from tests.client.conftest import Generate
-from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text
+from tests.client.scripted import Pause, Script, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text
 from tests.rpc.call_errors import raises
 
 
@@ -258,19 +259,23 @@ async def test_a_rejected_request_is_sent_again_with_its_id(
     assert len({request.request_id for request in orchestrator.requests}) == 1
 
 
-async def test_retries_are_bounded(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
-    orchestrator.scripts.append([UnavailableError("gone")])
-    with pytest.raises(UnavailableError, match="gone"):
-        await generate(orchestrator.endpoint)
-    assert len(orchestrator.requests) == 3
+LOST = UnavailableError("thinker-0 died", metadata={"stage": "thinker"})
+REPEATED: dict[str, tuple[Script, StagemeshError, int]] = {
+    "before the admission": ([LOST], LOST, 3),
+    "once admitted": ([admitted(), LOST], LOST, 1),
+    "an overload without a time": ([full := OverloadedError("too many bytes")], full, 1),
+}
 
 
-async def test_nothing_is_retried_once_admitted(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
-    orchestrator.scripts.append([admitted(), UnavailableError("thinker-0 died", metadata={"stage": "thinker"})])
-    with pytest.raises(UnavailableError, match="thinker-0 died") as caught:
+@pytest.mark.parametrize(("script", "error", "calls"), REPEATED.values(), ids=REPEATED)
+async def test_retries_are_bounded(
+    orchestrator: ScriptedOrchestrator, generate: Generate, script: Script, error: StagemeshError, calls: int
+) -> None:
+    orchestrator.scripts.append(script)
+    with pytest.raises(type(error), match=error.message) as caught:
         await generate(orchestrator.endpoint)
-    assert caught.value.metadata["stage"] == "thinker"
-    assert len(orchestrator.requests) == 1
+    assert error.metadata.items() <= caught.value.metadata.items()
+    assert len(orchestrator.requests) == calls
 
 
 async def test_a_queued_request_receives_its_position(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
@@ -283,13 +288,6 @@ async def test_an_overloaded_server_is_called_later(orchestrator: ScriptedOrches
     orchestrator.scripts.extend([[OverloadedError("full", retry_after_s=0.05)], [admitted(), finished()]])
     await generate(orchestrator.endpoint)
     assert len(orchestrator.requests) == 2
-
-
-async def test_an_overload_without_a_time_is_final(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
-    orchestrator.scripts.append([OverloadedError("too many bytes")])
-    with pytest.raises(OverloadedError, match="too many bytes"):
-        await generate(orchestrator.endpoint)
-    assert len(orchestrator.requests) == 1
 
 
 async def test_a_deadline_in_the_past_sends_nothing(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:

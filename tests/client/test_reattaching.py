@@ -21,7 +21,7 @@ from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
 from stagemesh.v1.request_pb2 import FINISH_REASON_FAILED, Finish, Media, Output, TokenIds
 from tests.client.conftest import Generate
-from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text
+from tests.client.scripted import Pause, Script, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text
 from tests.client.session_drivers import QUICK
 
 
@@ -69,12 +69,19 @@ async def test_the_next_call_sends_received_positions(orchestrator: ScriptedOrch
     assert first.linger_s == second.linger_s == 5
 
 
+FULL: Script = [OverloadedError("full", retry_after_s=0.02)]
+
+
+@pytest.mark.parametrize("before", [[], [FULL] * 4], ids=["at once", "when it is not full"])
 async def test_the_next_orchestrator_continues_the_request(
-    orchestrator: ScriptedOrchestrator, generate: Generate, other: ScriptedOrchestrator
+    orchestrator: ScriptedOrchestrator, generate: Generate, other: ScriptedOrchestrator, before: list[Script]
 ) -> None:
     orchestrator.scripts.append([admitted(), text("Hi "), Pause.BREAK])
-    other.scripts.append([admitted(), text("you"), finished()])
-    assert _text_of(await generate(orchestrator.endpoint, other.endpoint)) == "Hi you"
+    other.scripts.extend([*before, [queued(1), admitted(), text("you"), finished()]])
+    events = await generate(orchestrator.endpoint, other.endpoint)
+    assert [type(event) for event in events] == [Admitted, Text, Text, Finished]
+    assert _text_of(events) == "Hi you"
+    assert len(orchestrator.requests) == 1
 
 
 async def test_the_request_finishes_once_although_another_orchestrator_repeats_it(
@@ -102,17 +109,6 @@ async def test_a_request_that_failed_is_not_run_again(orchestrator: ScriptedOrch
     with pytest.raises(InternalError, match="out of luck"):
         await generate(orchestrator.endpoint)
     assert len(orchestrator.requests) == 2
-
-
-async def test_a_lost_request_waits_for_an_overloaded_orchestrator(
-    orchestrator: ScriptedOrchestrator, generate: Generate, other: ScriptedOrchestrator
-) -> None:
-    full = OverloadedError("full", retry_after_s=0.02)
-    orchestrator.scripts.append([admitted(), text("Hi "), Pause.BREAK])
-    other.scripts.extend([[full], [full], [full], [full], [queued(1), admitted(), text("you"), finished()]])
-    events = await generate(orchestrator.endpoint, other.endpoint)
-    assert [type(event) for event in events] == [Admitted, Text, Text, Finished]
-    assert len(orchestrator.requests) == 1
 
 
 async def test_progress_is_not_reported_twice(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:

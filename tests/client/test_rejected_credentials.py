@@ -52,24 +52,16 @@ async def endpoint(gate: Gate) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize(("code", "kind"), CODES)
-async def test_a_status_of_a_proxy_is_final(
-    gate: Gate, endpoint: str, code: grpc.StatusCode, kind: type[StagemeshError]
+@pytest.mark.parametrize("by_proxy", [True, False])
+async def test_a_rejection_is_final(
+    gate: Gate, endpoint: str, code: grpc.StatusCode, kind: type[StagemeshError], by_proxy: bool
 ) -> None:
-    gate.rejection = code
+    gate.rejection = code if by_proxy else kind("the token has expired", metadata={"stage": "thinker"})
     async with AsyncClient(endpoint, endpoint) as client:
         with pytest.raises(kind, match="the token has expired") as caught:
             await client.generate("hello").result()
-    assert (caught.value.reason, caught.value.metadata) == (code.name, {"peer": endpoint})
-    assert gate.methods == ["Generate"]
-
-
-@pytest.mark.parametrize("kind", [kind for _, kind in CODES])
-async def test_an_error_of_a_security_layer_is_final(gate: Gate, endpoint: str, kind: type[StagemeshError]) -> None:
-    gate.rejection = kind("the role client may not call this", metadata={"stage": "thinker"})
-    async with AsyncClient(endpoint, endpoint) as client:
-        with pytest.raises(kind, match="may not") as caught:
-            await client.generate("hello").result()
-    assert caught.value.metadata == {"stage": "thinker"}
+    assert caught.value.metadata == ({"peer": endpoint} if by_proxy else {"stage": "thinker"})
+    assert caught.value.reason == code.name
     assert gate.methods == ["Generate"]
 
 
