@@ -30,15 +30,7 @@ from stagemesh.client import (
     VideoFile,
     read_media,
 )
-from stagemesh.common.errors import (
-    DeadlineError,
-    InternalError,
-    InvalidRequestError,
-    NotFoundError,
-    OverloadedError,
-    StagemeshError,
-    UnavailableError,
-)
+from stagemesh.common import errors
 from stagemesh.common.wire.tensors import read_inline
 from stagemesh.conformance.replicas import until
 from stagemesh.rpc.server import Server
@@ -133,7 +125,7 @@ async def test_media_reach_the_server_in_order(orchestrator: ScriptedOrchestrato
 
 @pytest.mark.parametrize(("name", "problem"), [("cat.txt", "has none of the suffixes"), ("cat.png", "No such file")])
 def test_a_file_that_is_not_a_medium_is_rejected(tmp_path: Path, name: str, problem: str) -> None:
-    with pytest.raises(InvalidRequestError, match=problem):
+    with pytest.raises(errors.InvalidRequestError, match=problem):
         read_media(tmp_path / name)
 
 
@@ -254,22 +246,22 @@ async def test_a_cancelled_task_cancels_the_request(orchestrator: ScriptedOrches
 async def test_a_rejected_request_is_sent_again_with_its_id(
     orchestrator: ScriptedOrchestrator, generate: Generate, first: list[GenerateResponse]
 ) -> None:
-    orchestrator.scripts.extend([[*first, UnavailableError("it stops")], [admitted(), text("Hi"), finished()]])
+    orchestrator.scripts.extend([[*first, errors.UnavailableError("it stops")], [admitted(), text("Hi"), finished()]])
     assert Text(output="text", delta="Hi") in await generate(orchestrator.endpoint)
     assert len({request.request_id for request in orchestrator.requests}) == 1
 
 
-LOST = UnavailableError("thinker-0 died", metadata={"stage": "thinker"})
-REPEATED: dict[str, tuple[Script, StagemeshError, int]] = {
+LOST = errors.UnavailableError("thinker-0 died", metadata={"stage": "thinker"})
+REPEATED: dict[str, tuple[Script, errors.StagemeshError, int]] = {
     "before the admission": ([LOST], LOST, 3),
     "once admitted": ([admitted(), LOST], LOST, 1),
-    "an overload without a time": ([full := OverloadedError("too many bytes")], full, 1),
+    "an overload without a time": ([full := errors.OverloadedError("too many bytes")], full, 1),
 }
 
 
 @pytest.mark.parametrize(("script", "error", "calls"), REPEATED.values(), ids=REPEATED)
 async def test_retries_are_bounded(
-    orchestrator: ScriptedOrchestrator, generate: Generate, script: Script, error: StagemeshError, calls: int
+    orchestrator: ScriptedOrchestrator, generate: Generate, script: Script, error: errors.StagemeshError, calls: int
 ) -> None:
     orchestrator.scripts.append(script)
     with pytest.raises(type(error), match=error.message) as caught:
@@ -285,31 +277,31 @@ async def test_a_queued_request_receives_its_position(orchestrator: ScriptedOrch
 
 
 async def test_an_overloaded_server_is_called_later(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
-    orchestrator.scripts.extend([[OverloadedError("full", retry_after_s=0.05)], [admitted(), finished()]])
+    orchestrator.scripts.extend([[errors.OverloadedError("full", retry_after_s=0.05)], [admitted(), finished()]])
     await generate(orchestrator.endpoint)
     assert len(orchestrator.requests) == 2
 
 
 async def test_a_deadline_in_the_past_sends_nothing(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
-    with pytest.raises(DeadlineError, match="timeout_s"):
+    with pytest.raises(errors.DeadlineError, match="timeout_s"):
         await client.generate("hello", timeout_s=0).result()
     assert orchestrator.requests == []
 
 
 async def test_the_deadline_ends_a_silent_request(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.append([admitted(), Pause.FOREVER])
-    with pytest.raises(DeadlineError):
+    with pytest.raises(errors.DeadlineError):
         await generate(orchestrator.endpoint, timeout_s=0.3)
 
 
 async def test_a_stream_without_its_end_is_an_error(orchestrator: ScriptedOrchestrator, client: AsyncClient) -> None:
     orchestrator.scripts.append([admitted(), text("Hi")])
-    with pytest.raises(InternalError, match="finished"):
+    with pytest.raises(errors.InternalError, match="finished"):
         await client.generate("hello").result()
 
 
 async def test_an_unreachable_server_is_named(generate: Generate) -> None:
-    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+    with pytest.raises(errors.UnavailableError, match=r"127\.0\.0\.1:1"):
         await generate("127.0.0.1:1", policy=RetryPolicy(attempts=1))
 
 
@@ -329,7 +321,7 @@ async def test_a_server_that_starts_late_is_reached(orchestrator: ScriptedOrches
 
 
 async def test_a_prompt_over_the_message_limit_is_rejected_with_sizes(client: AsyncClient) -> None:
-    with pytest.raises(InvalidRequestError, match="9000") as caught:
+    with pytest.raises(errors.InvalidRequestError, match="9000") as caught:
         client.generate("x" * 9_000_000)
     assert caught.value.metadata["limit_bytes"] == str(8 << 20)
 
@@ -349,12 +341,12 @@ async def test_a_prompt_over_the_message_limit_is_rejected_with_sizes(client: As
 )
 async def test_invalid_arguments_are_rejected(prompt: str | None, arguments: dict[str, object], message: str) -> None:
     async with AsyncClient("127.0.0.1:1") as client:
-        with pytest.raises(InvalidRequestError, match=message):
+        with pytest.raises(errors.InvalidRequestError, match=message):
             client.generate(prompt, **arguments)  # type: ignore[arg-type]
 
 
 async def test_cancel_of_an_unknown_request_is_an_error(client: AsyncClient) -> None:
-    with raises(NotFoundError, reason="UNKNOWN_REQUEST"):
+    with raises(errors.NotFoundError, reason="UNKNOWN_REQUEST"):
         await client.cancel("nobody")
 
 

@@ -8,15 +8,7 @@ import pytest
 from stagemesh.client import Admitted, AsyncClient, Event, Finished, Progress, RetryPolicy, Text
 from stagemesh.client.received_events import ClientPosition
 from stagemesh.client.responses import ResultBuilder
-from stagemesh.common.errors import (
-    CancelledRequestError,
-    DeadlineError,
-    InternalError,
-    NotFoundError,
-    OverloadedError,
-    StagemeshError,
-    UnavailableError,
-)
+from stagemesh.common import errors
 from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
 from stagemesh.v1.request_pb2 import FINISH_REASON_FAILED, Finish, Media, Output, TokenIds
@@ -25,8 +17,8 @@ from tests.client.scripted import Pause, Script, ScriptedOrchestrator, admitted,
 from tests.client.session_drivers import QUICK
 
 
-def _stops() -> StagemeshError:
-    return UnavailableError("it stops", reason="NOT_RUNNING", retry_after_s=0.01)
+def _stops() -> errors.StagemeshError:
+    return errors.UnavailableError("it stops", reason="NOT_RUNNING", retry_after_s=0.01)
 
 
 def _positions(request: GenerateRequest) -> dict[str, int]:
@@ -39,7 +31,7 @@ def _text_of(events: list[Event]) -> str:
 
 @pytest.mark.parametrize("loss", [Pause.BREAK, _stops()], ids=["broken connection", "orchestrator that stops"])
 async def test_a_lost_request_continues(
-    orchestrator: ScriptedOrchestrator, generate: Generate, loss: Pause | StagemeshError
+    orchestrator: ScriptedOrchestrator, generate: Generate, loss: Pause | errors.StagemeshError
 ) -> None:
     orchestrator.scripts.extend([[admitted(), text("Hi "), loss], [admitted(), text("you"), finished()]])
     events = await generate(orchestrator.endpoint)
@@ -69,7 +61,7 @@ async def test_the_next_call_sends_received_positions(orchestrator: ScriptedOrch
     assert first.linger_s == second.linger_s == 5
 
 
-FULL: Script = [OverloadedError("full", retry_after_s=0.02)]
+FULL: Script = [errors.OverloadedError("full", retry_after_s=0.02)]
 
 
 @pytest.mark.parametrize("before", [[], [FULL] * 4], ids=["at once", "when it is not full"])
@@ -105,8 +97,10 @@ async def test_an_unreachable_orchestrator_is_skipped(orchestrator: ScriptedOrch
 
 
 async def test_a_request_that_failed_is_not_run_again(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
-    orchestrator.scripts.extend([[admitted(), text("Hi "), Pause.BREAK], [admitted(), InternalError("out of luck")]])
-    with pytest.raises(InternalError, match="out of luck"):
+    orchestrator.scripts.extend(
+        [[admitted(), text("Hi "), Pause.BREAK], [admitted(), errors.InternalError("out of luck")]]
+    )
+    with pytest.raises(errors.InternalError, match="out of luck"):
         await generate(orchestrator.endpoint)
     assert len(orchestrator.requests) == 2
 
@@ -120,14 +114,14 @@ async def test_progress_is_not_reported_twice(orchestrator: ScriptedOrchestrator
 
 async def test_the_search_for_a_lost_request_is_bounded(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.extend([[admitted(), text("Hi "), Pause.BREAK], [Pause.BREAK]])
-    with pytest.raises(UnavailableError, match="Socket closed"):
+    with pytest.raises(errors.UnavailableError, match="Socket closed"):
         await generate(orchestrator.endpoint, policy=RetryPolicy(first_pause_s=0.01, reattach_s=2))
     assert len(orchestrator.requests) > 3
 
 
 async def test_a_repeatedly_lost_request_is_abandoned(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.append([admitted(), Pause.BREAK])
-    with pytest.raises(UnavailableError, match="Socket closed"):
+    with pytest.raises(errors.UnavailableError, match="Socket closed"):
         await generate(orchestrator.endpoint, policy=RetryPolicy(attempts=3, first_pause_s=0.01, reattach_s=0.1))
     assert 4 <= len(orchestrator.requests) < 10
 
@@ -141,7 +135,7 @@ async def test_progress_permits_any_number_of_losses(orchestrator: ScriptedOrche
 
 async def test_the_deadline_holds_over_all_calls(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.extend([[admitted(), text("Hi"), Pause.BREAK], [Pause.BREAK]])
-    with pytest.raises((UnavailableError, DeadlineError)):
+    with pytest.raises((errors.UnavailableError, errors.DeadlineError)):
         await asyncio.wait_for(generate(orchestrator.endpoint, timeout_s=0.5), 10)
     assert orchestrator.deadlines_s[-1] is not None
     assert orchestrator.deadlines_s[-1] < 0.5
@@ -149,7 +143,7 @@ async def test_the_deadline_holds_over_all_calls(orchestrator: ScriptedOrchestra
 
 async def test_without_reattaching_a_loss_is_an_error(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
     orchestrator.scripts.append([admitted(), Pause.BREAK])
-    with pytest.raises(UnavailableError):
+    with pytest.raises(errors.UnavailableError):
         await generate(orchestrator.endpoint, policy=RetryPolicy(reattach_s=0))
     assert [request.linger_s for request in orchestrator.requests] == [0]
 
@@ -179,15 +173,15 @@ async def test_a_closed_client_makes_no_calls() -> None:
     client = AsyncClient("127.0.0.1:1")
     events = aiter(client.generate("hello"))
     await client.close()
-    with pytest.raises(CancelledRequestError, match="closed"):
+    with pytest.raises(errors.CancelledRequestError, match="closed"):
         await anext(events)
 
 
 async def test_a_finished_request_is_not_revoked(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.extend([[admitted(), finished()], [InternalError("no")]])
+    orchestrator.scripts.extend([[admitted(), finished()], [errors.InternalError("no")]])
     async with AsyncClient(orchestrator.endpoint) as client:
         await client.generate("hello").result()
-        with pytest.raises(InternalError):
+        with pytest.raises(errors.InternalError):
             await client.generate("hello").result()
     assert orchestrator.cancels == []
 
@@ -196,7 +190,7 @@ async def test_cancel_finds_the_orchestrator(orchestrator: ScriptedOrchestrator,
     other.requests.append(GenerateRequest(request_id="r"))
     async with AsyncClient("127.0.0.1:1", orchestrator.endpoint, other.endpoint) as client:
         await client.cancel("r")
-        with pytest.raises(NotFoundError):
+        with pytest.raises(errors.NotFoundError):
             await client.cancel("nobody")
     assert [each.request_id for each in other.cancels] == ["r", "nobody"]
 
@@ -245,7 +239,7 @@ def test_a_part_that_arrives_twice_is_dropped_and_a_gap_is_an_error() -> None:
     delivery = ClientPosition(GenerateRequest(), QUICK)
     part = GenerateResponse(output=Output(name="text", text="Hi"))
     assert [len(delivery.take(part)) for _ in range(2)] == [1, 0]
-    with pytest.raises(InternalError, match="continues at 5, but only 2 were received"):
+    with pytest.raises(errors.InternalError, match="continues at 5, but only 2 were received"):
         delivery.take(GenerateResponse(output=Output(name="text", position=5, text="!")))
 
 
@@ -259,7 +253,9 @@ async def test_a_request_that_failed_while_the_connection_broke_may_succeed_else
 
 
 async def test_a_rejected_call_is_not_an_earlier_one(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
-    orchestrator.scripts.extend([[OverloadedError("full", retry_after_s=0.01)], [_stops()], [admitted(), finished()]])
+    orchestrator.scripts.extend(
+        [[errors.OverloadedError("full", retry_after_s=0.01)], [_stops()], [admitted(), finished()]]
+    )
     await generate(orchestrator.endpoint)
     assert [request.earlier_calls for request in orchestrator.requests] == [0, 0, 0]
 

@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 
 from stagemesh.client import AudioSamples, ImageFile, Message
-from stagemesh.common.errors import (
-    ExistsError,
-    InternalError,
-    InvalidRequestError,
-    NotFoundError,
-    NotReadyError,
-    UnsupportedError,
-)
+from stagemesh.common import errors
 from stagemesh.conformance.replicas import until
 from stagemesh.v1.orchestrator_pb2 import ConverseResponse
 from tests.client.scripted import ScriptedOrchestrator, Talk, TalkItem, admitted, audio, finished
@@ -88,24 +81,24 @@ async def test_an_append_waits_for_credit(orchestrator: ScriptedOrchestrator, co
 
 async def test_a_piece_that_is_too_large_is_not_sent(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     async with open_session(converse, orchestrator, *ANSWER) as talk:
-        with raises(InvalidRequestError, reason="MESSAGE_TOO_LARGE", match="shorten the input"):
+        with raises(errors.InvalidRequestError, reason="MESSAGE_TOO_LARGE", match="shorten the input"):
             await talk.append(Message("user", "x" * (8 << 20)))
         assert await talk.say("hello") == "Hi you"
 
 
 async def test_a_rejected_commit_raises_its_error(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
-    empty = NotReadyError("turn 1 has no input", reason="EMPTY_TURN")
+    empty = errors.NotReadyError("turn 1 has no input", reason="EMPTY_TURN")
     async with open_session(converse, orchestrator, "commit", rejected(1, empty), *ANSWER) as talk:
-        with raises(NotReadyError, reason="EMPTY_TURN", match="turn 1 has no input"):
+        with raises(errors.NotReadyError, reason="EMPTY_TURN", match="turn 1 has no input"):
             await talk.commit()
         assert await talk.ask("hello") == 1
 
 
 async def test_a_rejected_piece_fails_the_next_call(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
-    wrong = rejected(1, UnsupportedError("no edge carries images"))
+    wrong = rejected(1, errors.UnsupportedError("no edge carries images"))
     async with open_session(converse, orchestrator, "append", wrong, "append", granted(accepted=2), *ANSWER) as talk:
         await talk.append("wrong")
-        with pytest.raises(UnsupportedError, match="no edge carries images"):
+        with pytest.raises(errors.UnsupportedError, match="no edge carries images"):
             await talk.ask("right")
 
 
@@ -122,10 +115,10 @@ async def test_nothing_of_an_interrupted_turn_follows(orchestrator: ScriptedOrch
 
 
 async def test_an_ended_turn_cannot_be_interrupted(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
-    ended = NotReadyError("turn 1 has ended", reason="TURN_ENDED")
+    ended = errors.NotReadyError("turn 1 has ended", reason="TURN_ENDED")
     async with open_session(converse, orchestrator, *ANSWER, "interrupt", rejected(3, ended)) as talk:
         await talk.ask("hello")
-        with pytest.raises(NotReadyError, match="turn 1 has ended"):
+        with pytest.raises(errors.NotReadyError, match="turn 1 has ended"):
             await talk.interrupt()
 
 
@@ -151,7 +144,7 @@ async def test_a_truncation_names_what_was_heard(orchestrator: ScriptedOrchestra
 async def test_audio_cannot_be_truncated_without_audio(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     async with open_session(converse, orchestrator, *ANSWER[:2], turn_ended(1)) as talk:
         await talk.ask("hello")
-        with pytest.raises(NotFoundError, match="produced no audio"):
+        with pytest.raises(errors.NotFoundError, match="produced no audio"):
             await talk.truncate(audio_s=1.0)
 
 
@@ -175,10 +168,10 @@ async def test_cleared_streamed_input_ends_its_turn(orchestrator: ScriptedOrches
 
 
 async def test_a_failed_turn_raises_after_its_events(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
-    failed = turn_ended(1, "Hi ", InternalError("the stage failed"))
+    failed = turn_ended(1, "Hi ", errors.InternalError("the stage failed"))
     again: Talk = ["commit", committed(2), text(2, "ok"), turn_ended(2, "ok")]
     async with open_session(converse, orchestrator, *ANSWER[:4], failed, *again) as talk:
-        with pytest.raises(InternalError, match="the stage failed"):
+        with pytest.raises(errors.InternalError, match="the stage failed"):
             await talk.say("hello")
         assert talk.kinds[-1] == "ended"
         assert await talk.say("again") == "ok"
@@ -197,27 +190,27 @@ async def test_detected_turns_and_speech_are_events(orchestrator: ScriptedOrches
 
 
 async def test_an_error_of_the_session_ends_it(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
-    wrong = InvalidRequestError("event 3 follows event 1", reason="EVENT_GAP")
+    wrong = errors.InvalidRequestError("event 3 follows event 1", reason="EVENT_GAP")
     # The error follows the last event: grpc.aio replaces the status of a call that ends while an event is written.
     orchestrator.talks.append([opened(), "append", "commit", wrong])
-    with raises(InvalidRequestError, reason="EVENT_GAP", match="event 3 follows event 1"):
+    with raises(errors.InvalidRequestError, reason="EVENT_GAP", match="event 3 follows event 1"):
         async with converse(orchestrator) as talk:
             await talk.append("hello")
-            with pytest.raises(InvalidRequestError, match="event 3 follows event 1"):
+            with pytest.raises(errors.InvalidRequestError, match="event 3 follows event 1"):
                 await talk.commit()
             await talk.read("ended")
 
 
 async def test_a_session_that_cannot_be_opened_raises(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
-    orchestrator.talks.append([UnsupportedError("no stage detects turns")])
-    with pytest.raises(UnsupportedError, match="no stage detects turns"):
+    orchestrator.talks.append([errors.UnsupportedError("no stage detects turns")])
+    with pytest.raises(errors.UnsupportedError, match="no stage detects turns"):
         async with converse(orchestrator, turn_detection={}):
             pass
 
 
 async def test_the_session_of_another_is_not_taken(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     orchestrator.talks.append([opened(known=True, accepted=5)])
-    with pytest.raises(ExistsError, match="another client"):
+    with pytest.raises(errors.ExistsError, match="another client"):
         async with converse(orchestrator, session_id="s"):
             pass
 
@@ -227,6 +220,6 @@ async def test_an_unknown_kind_closes_the_session(orchestrator: ScriptedOrchestr
     ignorable = ConverseResponse.FromString(b"\xa2\x06\x00\x78\x01")
     async with open_session(converse, orchestrator, ignorable, "append", unknown) as talk:
         await talk.append("hello")
-        with raises(UnsupportedError, reason="UNKNOWN_KIND", match="unknown kind"):
+        with raises(errors.UnsupportedError, reason="UNKNOWN_KIND", match="unknown kind"):
             await talk.read("ended")
     await until(lambda: kinds(orchestrator.events[0]) == ["open", "append", "close"], timeout_s=5)

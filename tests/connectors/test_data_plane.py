@@ -8,13 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
-from stagemesh.common.errors import (
-    CancelledRequestError,
-    InvalidRequestError,
-    NotReadyError,
-    StagemeshError,
-    UnavailableError,
-)
+from stagemesh.common import errors
 from stagemesh.common.plugins.connectors import AUTO, GRPC, NIXL, SHM, ConnectorName
 from stagemesh.common.wire.chunk_sizes import FramesPolicy, PlayoutPace
 from stagemesh.conformance import (
@@ -79,9 +73,9 @@ async def test_private_arena_transfers_by_every_connector_but_shm(connector: Con
 async def test_private_arena_is_refused_with_a_remedy() -> None:
     remedy = r"remove data_plane\.shared_arena"
     async with two_hosts(shared_arena=False) as (a, b):
-        with raises(NotReadyError, reason="CONNECTOR_UNAVAILABLE", match=f"arena is private; {remedy}"):
+        with raises(errors.NotReadyError, reason="CONNECTOR_UNAVAILABLE", match=f"arena is private; {remedy}"):
             await a.plane.probe(ConsumerAddress(b.replica, b.endpoint), SHM)
-        with raises(NotReadyError, reason="ARENA_NOT_SHARED", match=remedy):
+        with raises(errors.NotReadyError, reason="ARENA_NOT_SHARED", match=remedy):
             a.plane.arena.open_partition(1 << 20)
 
 
@@ -114,10 +108,10 @@ async def test_flow_may_end_while_rows_wait_for_a_pause() -> None:
         finished, aborted = (open_flow(a, b, request=name, policy=policy) for name in ("finished", "aborted"))
         await finished[0].send(_frames(0, 5))
         await aborted[0].send(_frames(0, 5))
-        aborted[0].abort(UnavailableError("the engine has failed", reason="ENGINE_FAILED"))
+        aborted[0].abort(errors.UnavailableError("the engine has failed", reason="ENGINE_FAILED"))
         _, received = await asyncio.gather(finished[0].finish(), receive_all(finished[1]))
         assert [len(each.tensors["frames"]) for each in received] == [2, 3]
-        with pytest.raises(StagemeshError, match="the engine has failed"):
+        with pytest.raises(errors.StagemeshError, match="the engine has failed"):
             await receive_all(aborted[1])
         await a.settled()
 
@@ -132,14 +126,14 @@ async def test_producer_that_pauses_receives_the_error_that_ended_its_flow() -> 
             await outlet.chunks.changed.wait()
         sending = asyncio.create_task(outlet.send(Packet({"frames": rows})))
         await inlet.aclose()
-        with raises(StagemeshError, reason="NOT_READ"):
+        with raises(errors.StagemeshError, reason="NOT_READ"):
             await sending
         await a.settled()
 
 
 async def test_chunk_larger_than_the_arena_is_rejected_with_a_remedy() -> None:
     async with flow_of_hosts(SMALL) as (_, _, outlet, _):
-        with pytest.raises(InvalidRequestError, match="frames"):
+        with pytest.raises(errors.InvalidRequestError, match="frames"):
             await outlet.send(packet(0, 1_000_000))
 
 
@@ -155,9 +149,9 @@ async def test_frames_policy_cuts_across_packets() -> None:
 async def test_unexpected_flow_and_stale_attempt_are_rejected() -> None:
     async with two_hosts() as (a, b):
         b.plane.open_inlet(EdgeKey("r", "a->b", 2), producer="a-0")
-        with raises(NotReadyError, reason="STALE_ATTEMPT", match="replaced"):
+        with raises(errors.NotReadyError, reason="STALE_ATTEMPT", match="replaced"):
             await send_all(open_outlet(a, b), [packet(0)])
-        with pytest.raises(StagemeshError, match="expects nothing"):
+        with pytest.raises(errors.StagemeshError, match="expects nothing"):
             await send_all(open_outlet(a, b, request="nobody"), [packet(0)])
 
 
@@ -165,7 +159,7 @@ async def test_consumer_that_never_answers_fails_the_flow(monkeypatch: pytest.Mo
     monkeypatch.setattr("stagemesh.connectors.peer_timeouts.LOST_CONSUMER_S", 0.2)
     async with flow_of_hosts() as (_, b, outlet, _):
         await b.server.stop(None)
-        with pytest.raises(UnavailableError, match="b-0"):
+        with pytest.raises(errors.UnavailableError, match="b-0"):
             await send_all(outlet, [packet(0, 10)])
 
 
@@ -176,7 +170,7 @@ async def test_lost_producer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         packets = aiter(inlet)
         await anext(packets)
         await a.plane.close()
-        with pytest.raises(UnavailableError, match=r"a-0 .* chunk 1 of edge a->b"):
+        with pytest.raises(errors.UnavailableError, match=r"a-0 .* chunk 1 of edge a->b"):
             await anext(packets)
 
 
@@ -250,8 +244,8 @@ async def test_an_ended_flow_is_freed_at_once(aborted: bool, no_collector: None)
         outlet, inlet = open_flow(a, b, connector=GRPC)
         if aborted:
             await outlet.send(packet(0, 10))
-            outlet.abort(CancelledRequestError("by the test"))
-            with pytest.raises(CancelledRequestError):
+            outlet.abort(errors.CancelledRequestError("by the test"))
+            with pytest.raises(errors.CancelledRequestError):
                 await receive_all(inlet)
         else:
             await _carry(outlet, inlet, 2)

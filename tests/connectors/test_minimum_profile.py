@@ -8,29 +8,21 @@ from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.conformance import assert_same, packet, receive_all, send_all
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.v1 import chunk_pb2
+from tests.connectors import minimum_profile
 from tests.connectors.hosts import serving, started_host
-from tests.connectors.minimum_profile import (
-    LIMITS,
-    WINDOW_BYTES,
-    Identity,
-    MinimumConsumer,
-    Received,
-    send_on,
-    stage_service,
-)
 
-IDENTITY = Identity("m-0", "1", "p", "g")
+IDENTITY = minimum_profile.Identity("m-0", "1", "p", "g")
 
 
 @pytest.mark.parametrize("size_bytes", [0, 300, 30_000, 200_000, 700_000])
 async def test_a_stage_of_the_minimum_profile_passes_chunks_on(size_bytes: int) -> None:
-    stage = MinimumConsumer(IDENTITY)
-    received = stage.flows["r"] = Received()
+    stage = minimum_profile.MinimumConsumer(IDENTITY)
+    received = stage.flows["r"] = minimum_profile.Received()
     sent: list[Packet] = [packet(seq, size_bytes) for seq in range(4)]
     async with (
-        serving(stage_service(PutChunk=stage.handler()), LIMITS) as endpoint,
+        serving(minimum_profile.stage_service(PutChunk=stage.handler()), minimum_profile.LIMITS) as endpoint,
         started_host("a-0") as a,
-        started_host("c-0", window_bytes=WINDOW_BYTES) as c,
+        started_host("c-0", window_bytes=minimum_profile.WINDOW_BYTES) as c,
     ):
         outlet = a.plane.open_outlet(
             EdgeKey("r", "a->m", 1), ConsumerAddress("m-0", endpoint), connector="auto", policy=StepPolicy()
@@ -40,7 +32,7 @@ async def test_a_stage_of_the_minimum_profile_passes_chunks_on(size_bytes: int) 
         inlet = c.plane.open_inlet(EdgeKey("r", "m->c", 1), producer="m-0")
         key = chunk_pb2.EdgeKey(request_id="r", edge="m->c", attempt=1)
         _, arrived = await asyncio.gather(
-            send_on(key, received.chunks, identity=IDENTITY, endpoint=c.endpoint), receive_all(inlet)
+            minimum_profile.send_on(key, received.chunks, identity=IDENTITY, endpoint=c.endpoint), receive_all(inlet)
         )
         assert_same(arrived, sent)
         assert "offer" not in stage.kinds

@@ -11,14 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagemesh.common.errors import (
-    InternalError,
-    InvalidChunkError,
-    NotReadyError,
-    StagemeshError,
-    UnavailableError,
-    UnsupportedError,
-)
+from stagemesh.common import errors
 from stagemesh.common.plugins.connectors import GRPC, SHM, ConnectorName
 from stagemesh.common.wire.chunk_sizes import FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.conformance import Host, Proxy, proxied, two_hosts, until
@@ -162,7 +155,7 @@ async def test_ticket_without_an_acceptance_is_kept_until_the_flow_ends() -> Non
 async def test_ticket_cannot_be_accepted_after_its_time_limit() -> None:
     async with handed_over(time_limit_s=0.05) as it:
         await eventually(lambda: it.offers.released == ["kv"])
-        with raises(UnavailableError, reason="TICKET_EXPIRED"):
+        with raises(errors.UnavailableError, reason="TICKET_EXPIRED"):
             await it.ticket.accept()
         it.ticket.release()
     assert it.offers.released == ["kv"]
@@ -256,7 +249,7 @@ async def test_lost_consumer_without_a_successor_releases_the_state(apart: None)
     async with handed_over() as it:
         await it.b.close()
         await eventually(lambda: it.offers.released == ["kv"])
-        with raises(UnavailableError, reason="TICKET_LOST"):
+        with raises(errors.UnavailableError, reason="TICKET_LOST"):
             await it.ticket.accept()
 
 
@@ -267,7 +260,7 @@ async def test_ticket_of_a_former_incarnation_is_refused() -> None:
             other, other_inlet = open_ticket_flow(restarted, it.b, request="r2")
             await Offers().send(other)
             await (await take(other_inlet)).accept()
-            with raises(UnavailableError, reason="TICKET_LOST"):
+            with raises(errors.UnavailableError, reason="TICKET_LOST"):
                 await it.ticket.accept()
     assert it.offers.released == ["kv"]
 
@@ -277,7 +270,7 @@ async def test_producer_that_does_not_answer_is_not_waited_for(monkeypatch: pyte
     async with handed_over_through_proxy() as (it, proxy):
         proxy.targets[:] = ["127.0.0.1:9"]
         proxy.cut()
-        with raises(UnavailableError, reason="TICKET_LOST"):
+        with raises(errors.UnavailableError, reason="TICKET_LOST"):
             await it.ticket.accept()
 
 
@@ -287,8 +280,8 @@ async def test_producer_that_does_not_answer_is_not_waited_for(monkeypatch: pyte
 async def test_aborted_flow_keeps_a_state_that_is_being_read() -> None:
     async with handed_over() as it:
         await it.ticket.accept()
-        it.outlet.abort(InternalError("the engine failed"))
-        with pytest.raises(InternalError):
+        it.outlet.abort(errors.InternalError("the engine failed"))
+        with pytest.raises(errors.InternalError):
             await take(it.inlet)
         await it.inlet.aclose()
         await asyncio.sleep(0.05)
@@ -299,7 +292,7 @@ async def test_aborted_flow_keeps_a_state_that_is_being_read() -> None:
 
 async def test_aborted_flow_releases_a_state_without_a_reader() -> None:
     async with ticket_flow() as it:
-        it.outlet.abort(InternalError("the engine failed"))
+        it.outlet.abort(errors.InternalError("the engine failed"))
         await it.inlet.aclose()
         await eventually(lambda: it.offers.released == ["kv"])
 
@@ -310,7 +303,7 @@ async def test_used_ticket_is_not_sent_to_another_consumer() -> None:
         it.outlet.check_rebindable()
         it.ticket.release()
         await eventually(lambda: it.offers.released == ["kv"])
-        with raises(NotReadyError, reason="CHUNK_GONE"):
+        with raises(errors.NotReadyError, reason="CHUNK_GONE"):
             it.outlet.check_rebindable()
 
 
@@ -332,10 +325,10 @@ async def test_ticket_that_a_new_producer_repeats_is_dropped() -> None:
 
 async def test_flow_with_a_kind_that_the_reader_does_not_accept_is_rejected() -> None:
     async with ticket_flow(ticket_kinds=("other.state",)) as it:
-        with raises(UnsupportedError, reason="TICKET_REFUSED", match=r"accepts other\.state"):
+        with raises(errors.UnsupportedError, reason="TICKET_REFUSED", match=r"accepts other\.state"):
             await it.outlet.finish()
         await eventually(lambda: it.offers.released == ["kv"])
-        with pytest.raises(UnsupportedError):
+        with pytest.raises(errors.UnsupportedError):
             await take(it.inlet)
 
 
@@ -344,7 +337,7 @@ async def test_policy_that_cuts_packets_rejects_tickets(policy: WholePolicy | Fr
     offers = Offers()
     async with two_hosts() as (a, b):
         outlet, _ = open_ticket_flow(a, b, policy=policy)
-        with pytest.raises(InvalidChunkError, match="cannot be cut"):
+        with pytest.raises(errors.InvalidChunkError, match="cannot be cut"):
             await offers.send(outlet)
     assert offers.released == ["kv"]
 
@@ -359,7 +352,7 @@ async def test_limits_of_a_packet_with_tickets(tensor_bytes: int, names: int, me
         outlet, inlet = open_ticket_flow(a, b)
         packet = Packet({"x": np.zeros(tensor_bytes, np.uint8)}, tickets=offered)
         if message:
-            with pytest.raises(InvalidChunkError, match=message):
+            with pytest.raises(errors.InvalidChunkError, match=message):
                 await outlet.send(packet)
         else:
             await outlet.send(packet)
@@ -383,7 +376,7 @@ async def test_offered_ticket_can_be_used_without_a_data_plane() -> None:
     assert await ticket.accept() > asyncio.get_running_loop().time()
     ticket.release()
     assert offers.released == ["kv"]
-    with raises(StagemeshError, reason="TICKET_EXPIRED"):
+    with raises(errors.StagemeshError, reason="TICKET_EXPIRED"):
         await ticket.accept()
 
 
@@ -433,7 +426,7 @@ async def test_ticket_of_another_kind_is_refused_and_its_lease_returned(kind: st
     async with ticket_peer() as (one, inlet):
         await one.put(chunk(data=_data(_handover(kind=kind))))
         assert (await one.answer("release")).release.lease_ids == [5]
-        with pytest.raises(UnsupportedError):
+        with pytest.raises(errors.UnsupportedError):
             await take(inlet)
 
 
@@ -461,7 +454,7 @@ async def test_lease_of_another_consumer_cannot_be_accepted() -> None:
         accept = partial(c.plane.consumer._producers[producer].acceptances.accept, lease_id)
         offer = tensor_pb2.Handover(kind=KIND, size_bytes=1, time_limit_s=30)
         thief = ReceivedTicket(offer, accept=accept, on_release=lambda: None)
-        with raises(UnavailableError, reason="TICKET_EXPIRED"):
+        with raises(errors.UnavailableError, reason="TICKET_EXPIRED"):
             await thief.accept()
         await it.ticket.accept()
         await other.aclose()

@@ -13,14 +13,7 @@ import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 
-from stagemesh.common.errors import (
-    ExistsError,
-    InvalidRequestError,
-    NotFoundError,
-    NotReadyError,
-    OverloadedError,
-    StagemeshError,
-)
+from stagemesh.common import errors
 from stagemesh.services.engines.abilities import Adapter
 from stagemesh.services.engines.base import Emission, Task
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
@@ -82,7 +75,7 @@ async def test_requests_with_different_adapters_take_turns(engine: DiffusionEngi
     await controls_of(engine).adapters.pin("first")
     listed = controls_of(engine).adapters.list_adapters()
     assert [(each.name, each.pinned) for each in listed] == [("first", True), ("second", False)]
-    with pytest.raises(OverloadedError, match=r"has 2 adapters, its max_loras \(first, second\)"):
+    with pytest.raises(errors.OverloadedError, match=r"has 2 adapters, its max_loras \(first, second\)"):
         await controls_of(engine).adapters.load("third", str(adapters / "first"))
     tasks = [task("first"), task("second", name="s"), task(name="t"), task("first", name="u", adapter_scale=0.25)]
     alone = [await made_frames(engine, each) for each in tasks]
@@ -96,7 +89,7 @@ async def test_unloading_waits_for_running_requests(engine: DiffusionEngine, ada
     expected = await made_frames(engine, task("first"))
     async with aclosing(engine.submit(task("first"))) as events:
         await anext(events)
-        with pytest.raises(NotReadyError, match="used by 1 requests"):
+        with pytest.raises(errors.NotReadyError, match="used by 1 requests"):
             await controls_of(engine).adapters.unload("first", drain=False)
         unloading = asyncio.create_task(controls_of(engine).adapters.unload("first", drain=True))
         frames = [event.packet.tensors["frames"] async for event in events if isinstance(event, Emission)]
@@ -118,7 +111,7 @@ async def test_an_unknown_adapter_fails_its_request_alone(engine: DiffusionEngin
     await controls_of(engine).adapters.load("first", str(adapters / "first"))
     expected = await made_frames(engine, task("first"))
     other = asyncio.create_task(made_frames(engine, task("first")))
-    with pytest.raises(NotFoundError, match="has no adapter 'missing'; loaded: first"):
+    with pytest.raises(errors.NotFoundError, match="has no adapter 'missing'; loaded: first"):
         await made_frames(engine, task("missing"))
     assert np.array_equal(await other, expected)
 
@@ -126,14 +119,14 @@ async def test_an_unknown_adapter_fails_its_request_alone(engine: DiffusionEngin
 @pytest.mark.parametrize(
     ("names", "kind", "error"),
     [
-        (("large", "large"), InvalidRequestError, "rank 16; .* a rank of at most 8, its option max_lora_rank"),
-        (("gone", "gone"), InvalidRequestError, "it must be an absolute path of a folder"),
-        (("a b", "first"), InvalidRequestError, "an adapter's name is 'a b'"),
-        (("known", "second"), ExistsError, "is loaded from"),
+        (("large", "large"), errors.InvalidRequestError, "rank 16; .* a rank of at most 8, its option max_lora_rank"),
+        (("gone", "gone"), errors.InvalidRequestError, "it must be an absolute path of a folder"),
+        (("a b", "first"), errors.InvalidRequestError, "an adapter's name is 'a b'"),
+        (("known", "second"), errors.ExistsError, "is loaded from"),
     ],
 )
 async def test_an_adapter_that_cannot_be_loaded_is_rejected(
-    engine: DiffusionEngine, adapters: Path, names: tuple[str, str], kind: type[StagemeshError], error: str
+    engine: DiffusionEngine, adapters: Path, names: tuple[str, str], kind: type[errors.StagemeshError], error: str
 ) -> None:
     name, folder = names
     await controls_of(engine).adapters.load("known", str(adapters / "first"))
@@ -162,17 +155,17 @@ async def test_an_adapter_of_another_model_is_rejected(
     engine: DiffusionEngine, tmp_path: Path, layer: str, written: dict[str, Any], error: str
 ) -> None:
     write_matrices(tmp_path, layer, **written)
-    with pytest.raises(InvalidRequestError, match=error):
+    with pytest.raises(errors.InvalidRequestError, match=error):
         await controls_of(engine).adapters.load("wrong", str(tmp_path))
 
 
 async def test_a_stage_without_adapter_support_rejects_adapters(qwen_image: Path, adapters: Path) -> None:
     async with painting(qwen_image) as plain:
-        with pytest.raises(NotReadyError, match="start it with the option enable_lora"):
+        with pytest.raises(errors.NotReadyError, match="start it with the option enable_lora"):
             await controls_of(plain).adapters.load("first", str(adapters / "first"))
-        with pytest.raises(NotFoundError, match="without the option enable_lora"):
+        with pytest.raises(errors.NotFoundError, match="without the option enable_lora"):
             await made_frames(plain, task("first"))
-        with pytest.raises(InvalidRequestError, match="unknown option 'adapter_scale'"):
+        with pytest.raises(errors.InvalidRequestError, match="unknown option 'adapter_scale'"):
             await made_frames(plain, task(adapter_scale=1.0))
 
 

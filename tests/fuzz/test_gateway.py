@@ -11,14 +11,7 @@ import pytest
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.rpc.handlers import Context, answering, streaming
 from stagemesh.rpc.server import Server
-from stagemesh.v1 import signature_pb2, tensor_pb2
-from stagemesh.v1.orchestrator_pb2 import (
-    ConverseRequest,
-    ConverseResponse,
-    EdgeDescription,
-    GenerateRequest,
-    GenerateResponse,
-)
+from stagemesh.v1 import orchestrator_pb2, signature_pb2, tensor_pb2
 from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
 from stagemesh.v1.request_pb2 import Media, Output
 from tests.client.scripted import ScriptedOrchestrator, admitted, audio, ended, finished, text
@@ -37,7 +30,9 @@ class _AnsweringOrchestrator(ScriptedOrchestrator):
     """Answers each request in all outputs that it asks for, and accepts what a real orchestrator would check."""
 
     @streaming
-    async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
+    async def Generate(
+        self, request: orchestrator_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[orchestrator_pb2.GenerateResponse]:
         async with answering(context):
             choices = max(1, request.parameters.choices)
             if choices > _MAX_CHOICES:
@@ -51,8 +46,8 @@ class _AnsweringOrchestrator(ScriptedOrchestrator):
 
     @streaming
     async def Converse(
-        self, requests: AsyncIterator[ConverseRequest], context: Context
-    ) -> AsyncIterator[ConverseResponse]:
+        self, requests: AsyncIterator[orchestrator_pb2.ConverseRequest], context: Context
+    ) -> AsyncIterator[orchestrator_pb2.ConverseResponse]:
         async with answering(context):
             turn = 1
             yield opened()
@@ -67,12 +62,12 @@ class _AnsweringOrchestrator(ScriptedOrchestrator):
                     yield rejected(event.seq, NotReadyError("the answer has ended", reason="TURN_ENDED"))
 
 
-def _content(output: str, index: int) -> Sequence[GenerateResponse]:
+def _content(output: str, index: int) -> Sequence[orchestrator_pb2.GenerateResponse]:
     if output == "audio":
         return [audio([0.25] * 240, index=index)]
     if output == "image":
         image = Media(media_type="image/png", data=PNG, last=True)
-        return [GenerateResponse(output=Output(name=output, index=index, image=image))]
+        return [orchestrator_pb2.GenerateResponse(output=Output(name=output, index=index, image=image))]
     call = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
     return [text(word, output=output, index=index) for word in ("one ", call)]
 
@@ -89,7 +84,7 @@ async def test_the_gateway_survives_any_body_and_any_event(tmp_path: Path, capfd
         media=True,
         sampling=True,
     )
-    fed = EdgeDescription(from_stage="@input", to_stage="stage")
+    fed = orchestrator_pb2.EdgeDescription(from_stage="@input", to_stage="stage")
     describe(orchestrator, "text", "audio", "image", signature=stage, edges=[fed], detects_turns=True)
     async with server.serving(grace_s=0) as port:
         before = set(psutil.Process().children())

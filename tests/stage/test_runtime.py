@@ -7,14 +7,7 @@ from itertools import accumulate
 
 import pytest
 
-from stagemesh.common.errors import (
-    CancelledRequestError,
-    InternalError,
-    NotReadyError,
-    StagemeshError,
-    StaleAttemptError,
-    UnavailableError,
-)
+from stagemesh.common import errors
 from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.conformance import until
 from stagemesh.services.stage.lifecycle import PLANNED_S
@@ -67,7 +60,7 @@ async def test_an_ended_step_does_not_run_again(engine: GatedEngine) -> None:
 async def test_a_stale_attempt_is_rejected() -> None:
     async with ready_runtime() as runtime:
         await events_of(runtime, step_spec(attempt=2))
-        with pytest.raises(StaleAttemptError, match="has been replaced by attempt 2") as caught:
+        with pytest.raises(errors.StaleAttemptError, match="has been replaced by attempt 2") as caught:
             await events_of(runtime, step_spec(attempt=1))
     assert caught.value.metadata["attempt"] == "2"
 
@@ -80,7 +73,7 @@ async def test_a_newer_attempt_stops_the_older(engine: GatedEngine) -> None:
         await anext(older)
         async with aclosing(runtime.execute(step_spec(attempt=2), time_left_s=None)) as newer:
             await anext(newer)
-            with pytest.raises(StaleAttemptError, match="attempt 2 has taken over"):
+            with pytest.raises(errors.StaleAttemptError, match="attempt 2 has taken over"):
                 [event async for event in older]
 
 
@@ -92,7 +85,7 @@ async def test_the_engine_releases_a_step_without_callers(engine: GatedEngine, m
                 await anext(others)
             assert engine.running == ["r"]
         await until(lambda: bool(engine.released), timeout_s=10)
-        with pytest.raises(CancelledRequestError, match="every caller of the step has disconnected"):
+        with pytest.raises(errors.CancelledRequestError, match="every caller of the step has disconnected"):
             await events_of(runtime, step_spec())
         assert engine.released == ["r"]
 
@@ -106,22 +99,25 @@ async def test_a_caller_that_leaves_early_stops_a_step(engine: GatedEngine, monk
             waiting.cancel()
             await asyncio.wait([waiting])
         await until(lambda: bool(engine.released), timeout_s=10)
-        with pytest.raises(CancelledRequestError):
+        with pytest.raises(errors.CancelledRequestError):
             await events_of(runtime, step_spec())
         assert engine.running == []
 
 
 @pytest.mark.parametrize(
     ("error", "expected"),
-    [(ValueError("bad luck"), InternalError), (UnavailableError("a peer is gone"), UnavailableError)],
+    [
+        (ValueError("bad luck"), errors.InternalError),
+        (errors.UnavailableError("a peer is gone"), errors.UnavailableError),
+    ],
 )
 async def test_an_engine_error_names_stage_and_replica(
-    engine: GatedEngine, error: Exception, expected: type[StagemeshError]
+    engine: GatedEngine, error: Exception, expected: type[errors.StagemeshError]
 ) -> None:
     engine.error = error
     engine.gate.set()
     async with ready_runtime(engine=engine) as runtime:
-        expected_text = str(error) if isinstance(error, StagemeshError) else "of stage thinker raised ValueError"
+        expected_text = str(error) if isinstance(error, errors.StagemeshError) else "of stage thinker raised ValueError"
         with pytest.raises(expected, match=expected_text) as caught:
             await events_of(runtime, step_spec())
     assert caught.value.metadata == {"stage": "thinker", "replica": "thinker-0", "request_id": "r"}
@@ -155,7 +151,7 @@ async def test_a_second_stop_does_not_interrupt_the_first(engine: GatedEngine) -
         await asyncio.sleep(0)
         await asyncio.gather(first, runtime.cancel("r", attempt=0, reason="second"))
         assert engine.released == ["r"]
-        with pytest.raises(CancelledRequestError, match="first"):
+        with pytest.raises(errors.CancelledRequestError, match="first"):
             [event async for event in events]
 
 
@@ -180,7 +176,7 @@ async def test_shutdown_lets_steps_finish_and_accepts_planned_ones_meanwhile(eng
         await draining
         assert (await running)[-1].HasField("finished")
         assert (await planned)[-1].HasField("finished")
-        with pytest.raises(NotReadyError, match="draining"):
+        with pytest.raises(errors.NotReadyError, match="draining"):
             await events_of(runtime, step_spec("c"))
 
 
@@ -193,7 +189,7 @@ async def test_an_idle_replica_waits_for_planned_steps_while_an_orchestrator_wat
             began_s = asyncio.get_running_loop().time()
             await draining
             assert asyncio.get_running_loop().time() - began_s < PLANNED_S
-        with pytest.raises(NotReadyError, match="draining"):
+        with pytest.raises(errors.NotReadyError, match="draining"):
             await events_of(runtime, step_spec("late"))
 
 
@@ -207,7 +203,7 @@ async def test_an_idle_replica_that_is_not_watched_ends_at_once() -> None:
 async def test_shutdown_stops_steps_that_do_not_finish(engine: GatedEngine) -> None:
     async with running_step(engine=engine) as (runtime, events):
         await runtime.lifecycle.finish_steps(grace_s=0.01)
-        with pytest.raises(UnavailableError, match="thinker-0 is shutting down"):
+        with pytest.raises(errors.UnavailableError, match="thinker-0 is shutting down"):
             [event async for event in events]
     assert engine.closed
 
@@ -215,9 +211,9 @@ async def test_shutdown_stops_steps_that_do_not_finish(engine: GatedEngine) -> N
 async def test_a_dead_engine_fails_its_steps_with_the_cause(engine: GatedEngine) -> None:
     async with running_step(engine=engine) as (runtime, events):
         engine.death.set()
-        with pytest.raises(UnavailableError, match="the gate fell down"):
+        with pytest.raises(errors.UnavailableError, match="the gate fell down"):
             await runtime.watch_engine()
-        with pytest.raises(UnavailableError, match="stage thinker: the gate fell down") as caught:
+        with pytest.raises(errors.UnavailableError, match="stage thinker: the gate fell down") as caught:
             [event async for event in events]
         assert caught.value.metadata["request_id"] == "r"
         assert (runtime.lifecycle.state, runtime.lifecycle.detail) == (ReplicaState.FAILED, "the gate fell down")
@@ -227,7 +223,7 @@ async def test_a_load_failure_is_reported_to_later_calls(engine: GatedEngine) ->
     engine.load_error = ValueError("no such weights")
     message = "ValueError: no such weights"
     async with loading(engine=engine) as runtime:
-        with pytest.raises(NotReadyError, match=f"engine fake of stage thinker failed to load: {message}"):
+        with pytest.raises(errors.NotReadyError, match=f"engine fake of stage thinker failed to load: {message}"):
             await runtime.start()
         assert (runtime.lifecycle.state, runtime.lifecycle.detail) == (ReplicaState.FAILED, message)
 

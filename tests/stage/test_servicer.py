@@ -9,13 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from stagemesh.common.errors import (
-    CancelledRequestError,
-    ExistsError,
-    InvalidRequestError,
-    NotFoundError,
-    NotReadyError,
-)
+from stagemesh.common import errors
 from stagemesh.common.plugins import connectors
 from stagemesh.common.process.host import host_token
 from stagemesh.common.wire.versions import OFFERS, own_protocol
@@ -111,7 +105,7 @@ async def test_other_content_with_the_same_id_is_rejected() -> None:
     async with served_stage() as replica:
         assert await call_step(replica, step_request(text="hi"))
         error = await failure_of(call_step(replica, step_request(text="ho")))
-    assert (type(error), error.reason) == (ExistsError, "STEP_EXISTS")
+    assert (type(error), error.reason) == (errors.ExistsError, "STEP_EXISTS")
     assert "other content" in error.message
 
 
@@ -124,7 +118,7 @@ async def test_cancel_returns_once_the_engine_has_released_the_step(engine: Gate
         assert (answer.stopped, engine.released) == (1, ["r"])
         assert not (await replica.stub.CancelStep(stage_pb2.CancelStepRequest(request_id="r"))).stopped
         error = await failure_of(call_step(replica, step_request()))
-    assert (type(error), error.message) == (CancelledRequestError, "enough")
+    assert (type(error), error.message) == (errors.CancelledRequestError, "enough")
 
 
 async def test_describe_returns_the_description_of_the_replica() -> None:
@@ -155,7 +149,7 @@ async def test_a_replica_has_a_location(monkeypatch: pytest.MonkeyPatch, configu
 async def test_a_loading_replica_rejects_steps_with_the_cause() -> None:
     async with loading() as runtime, served(runtime) as replica:
         error = await failure_of(call_step(replica, step_request()))
-    assert isinstance(error, NotReadyError)
+    assert isinstance(error, errors.NotReadyError)
     assert "replica thinker-0 of stage thinker is loading: starting" in error.message
 
 
@@ -214,7 +208,7 @@ async def test_an_interval_of_load_reports_is_checked(interval_s: float, idle_in
     async with served_stage() as replica:
         request = stage_pb2.WatchLoadRequest(interval_s=interval_s, idle_interval_s=idle_interval_s)
         error = await failure_of(anext(aiter(replica.stub.WatchLoad(request))))
-    assert isinstance(error, InvalidRequestError)
+    assert isinstance(error, errors.InvalidRequestError)
     assert message in error.message
 
 
@@ -230,7 +224,7 @@ async def test_an_unknown_flow_is_named() -> None:
     key = chunk_pb2.EdgeKey(request_id="r", edge="thinker->talker", attempt=1)
     async with served_stage() as replica:
         error = await failure_of(anext(aiter(replica.stub.GetChunk(stage_pb2.GetChunkRequest(key=key)))))
-    assert isinstance(error, NotFoundError)
+    assert isinstance(error, errors.NotFoundError)
     assert "thinker->talker" in error.message
 
 
@@ -276,7 +270,7 @@ async def test_a_fixed_connector_that_cannot_work_is_rejected(monkeypatch: pytes
     monkeypatch.setattr(connectors, "find_spec", lambda _: None)
     async with served_stage() as thinker, served_stage(stage_config("talker", function="relay")) as talker:
         error = await failure_of(_probe(thinker, talker.endpoint, connector=chunk_pb2.CONNECTOR_NIXL))
-    assert (type(error), error.reason) == (NotReadyError, "CONNECTOR_UNAVAILABLE")
+    assert (type(error), error.reason) == (errors.NotReadyError, "CONNECTOR_UNAVAILABLE")
     assert error.metadata["edge"] == "thinker->talker"
     assert "set `connector: auto`" in error.message
 

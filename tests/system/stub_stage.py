@@ -18,18 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import chunk_pb2, request_pb2, signature_pb2, stage_pb2, tensor_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
-from tests.connectors.minimum_profile import (
-    LIMITS,
-    PROTOCOL,
-    FlowRejectedError,
-    Identity,
-    Item,
-    MinimumConsumer,
-    Received,
-    Reply,
-    send_on,
-    stage_service,
-)
+from tests.connectors import minimum_profile
 
 Event: TypeAlias = stage_pb2.ExecuteStepResponse
 OTHER_PROTOCOL = Protocol(lowest_version=7, highest_version=9, software="stub 7")
@@ -61,10 +50,10 @@ def fault_of(request_id: str) -> RequestFault:
     return RequestFault(name) if name in {fault.value for fault in RequestFault} else RequestFault.NONE
 
 
-class FaultyConsumer(MinimumConsumer):
+class FaultyConsumer(minimum_profile.MinimumConsumer):
     """A consumer that makes the mistakes of a RequestFault."""
 
-    def take(self, item: Item) -> list[Reply]:
+    def take(self, item: minimum_profile.Item) -> list[minimum_profile.Reply]:
         kind = item.WhichOneof("item")
         assert kind is not None
         key = getattr(item, kind).key
@@ -86,7 +75,7 @@ class FaultyConsumer(MinimumConsumer):
                 )
                 self.flows[key.request_id].error = error
                 self.flows[key.request_id].ended.set()
-                return [Reply(rejected=stage_pb2.EdgeRejected(key=key, error=error))]
+                return [minimum_profile.Reply(rejected=stage_pb2.EdgeRejected(key=key, error=error))]
             case _:
                 return super().take(item)
 
@@ -94,7 +83,7 @@ class FaultyConsumer(MinimumConsumer):
 class StubStage:
     """The stage's other methods."""
 
-    def __init__(self, identity: Identity, fault: ReplicaFault) -> None:
+    def __init__(self, identity: minimum_profile.Identity, fault: ReplicaFault) -> None:
         self._identity, self._fault = identity, fault
         self.consumer = FaultyConsumer(identity)
 
@@ -125,7 +114,7 @@ class StubStage:
         fault = fault_of(request.request_id)
         if fault is RequestFault.NO_ACCEPTANCE:
             await asyncio.Event().wait()
-        flow = self.consumer.flows[request.request_id] = Received()
+        flow = self.consumer.flows[request.request_id] = minimum_profile.Received()
         yield Event(accepted=stage_pb2.StepAccepted())
         await flow.ended.wait()
         if flow.error is not None:
@@ -134,7 +123,7 @@ class StubStage:
             await asyncio.Event().wait()
         try:
             await asyncio.gather(*(self._send(request, output, flow) for output in request.outputs))
-        except FlowRejectedError as exc:
+        except minimum_profile.FlowRejectedError as exc:
             await fail(context, exc.error)
         except grpc.aio.AioRpcError as exc:
             await context.abort(exc.code(), exc.details(), tuple(exc.trailing_metadata()))
@@ -145,12 +134,12 @@ class StubStage:
         yield Event(finished=stage_pb2.StepFinished())
 
     async def _send(
-        self, request: stage_pb2.ExecuteStepRequest, binding: stage_pb2.OutputBinding, flow: Received
+        self, request: stage_pb2.ExecuteStepRequest, binding: stage_pb2.OutputBinding, flow: minimum_profile.Received
     ) -> None:
         key = chunk_pb2.EdgeKey(
             request_id=request.request_id, edge=binding.edge, attempt=binding.attempt or request.attempt
         )
-        await send_on(
+        await minimum_profile.send_on(
             key,
             flow.chunks,
             identity=self._identity,
@@ -171,9 +160,9 @@ async def fail(context: Any, error: chunk_pb2.Error) -> None:
 @asynccontextmanager
 async def serving_stub(pipeline: Pipeline, listen: str, *, name: str, fault: ReplicaFault) -> AsyncGenerator[None]:
     """Serves a replica at an address within the block. Its connections break at the end."""
-    identity = Identity(name, uuid4().hex, pipeline.name, pipeline.generation, PROTOCOL)
+    identity = minimum_profile.Identity(name, uuid4().hex, pipeline.name, pipeline.generation, minimum_profile.PROTOCOL)
     stage = StubStage(identity, fault)
-    server = grpc.aio.server(options=[*LIMITS, ("grpc.http2.min_ping_interval_without_data_ms", 500)])
+    server = grpc.aio.server(options=[*minimum_profile.LIMITS, ("grpc.http2.min_ping_interval_without_data_ms", 500)])
     describe = grpc.unary_unary_rpc_method_handler(
         stage.describe, stage_pb2.DescribeRequest.FromString, stage_pb2.DescribeResponse.SerializeToString
     )
@@ -181,7 +170,7 @@ async def serving_stub(pipeline: Pipeline, listen: str, *, name: str, fault: Rep
         stage.execute_step, stage_pb2.ExecuteStepRequest.FromString, Event.SerializeToString
     )
     server.add_generic_rpc_handlers(
-        (stage_service(Describe=describe, ExecuteStep=execute, PutChunk=stage.consumer.handler()),)
+        (minimum_profile.stage_service(Describe=describe, ExecuteStep=execute, PutChunk=stage.consumer.handler()),)
     )
     healthy = health.aio.HealthServicer()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)

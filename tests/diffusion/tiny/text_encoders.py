@@ -2,22 +2,7 @@
 
 from typing import Any
 
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
-    Qwen3Config,
-    Qwen3Model,
-    T5Config,
-    T5EncoderModel,
-    T5Tokenizer,
-    UMT5Config,
-    UMT5EncoderModel,
-)
+import transformers
 
 from tests.diffusion.tiny.tokenizers import QWEN_SPECIAL
 
@@ -28,7 +13,7 @@ _HEAD = 32
 _LAYERS = 2
 
 
-def qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+def qwen_vl(tokenizer: transformers.Qwen2Tokenizer) -> transformers.Qwen2_5_VLForConditionalGeneration:
     """Text encoder of Qwen-Image, a vision-language model."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
     vision = {
@@ -40,7 +25,7 @@ def qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
         "fullatt_block_indexes": [0],
     }
     ids = QWEN_SPECIAL.index
-    config = Qwen2_5_VLConfig(
+    config = transformers.Qwen2_5_VLConfig(
         text_config={**_decoder(tokenizer), "rope_parameters": rope},
         vision_config=vision,
         image_token_id=ids("<|image_pad|>"),
@@ -49,35 +34,37 @@ def qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
         vision_end_token_id=ids("<|vision_end|>"),
         tie_word_embeddings=True,
     )
-    return Qwen2_5_VLForConditionalGeneration(config)  # type: ignore[no-untyped-call]
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)  # type: ignore[no-untyped-call]
 
 
-def qwen3(tokenizer: Qwen2Tokenizer) -> Qwen3Model:
+def qwen3(tokenizer: transformers.Qwen2Tokenizer) -> transformers.Qwen3Model:
     """Text encoder of Z-Image."""
-    return Qwen3Model(Qwen3Config(**_decoder(tokenizer), head_dim=_HEAD, tie_word_embeddings=True))
+    return transformers.Qwen3Model(
+        transformers.Qwen3Config(**_decoder(tokenizer), head_dim=_HEAD, tie_word_embeddings=True)
+    )
 
 
-def clip(tokenizer: CLIPTokenizer) -> CLIPTextModel:
+def clip(tokenizer: transformers.CLIPTokenizer) -> transformers.CLIPTextModel:
     """Text encoder of Flux whose pooled output is used."""
-    return CLIPTextModel(_clip_config(tokenizer))
+    return transformers.CLIPTextModel(_clip_config(tokenizer))
 
 
-def clip_with_projection(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
+def clip_with_projection(tokenizer: transformers.CLIPTokenizer) -> transformers.CLIPTextModelWithProjection:
     """Each of the two CLIP text encoders of Stable Diffusion 3."""
-    return CLIPTextModelWithProjection(_clip_config(tokenizer))
+    return transformers.CLIPTextModelWithProjection(_clip_config(tokenizer))
 
 
-def t5(tokenizer: T5Tokenizer) -> T5EncoderModel:
+def t5(tokenizer: transformers.T5Tokenizer) -> transformers.T5EncoderModel:
     """T5 text encoder of Flux and Stable Diffusion 3."""
-    return T5EncoderModel(T5Config(**_t5_sizes(tokenizer)))
+    return transformers.T5EncoderModel(transformers.T5Config(**_t5_sizes(tokenizer)))
 
 
-def umt5(tokenizer: T5Tokenizer) -> UMT5EncoderModel:
+def umt5(tokenizer: transformers.T5Tokenizer) -> transformers.UMT5EncoderModel:
     """Text encoder of Wan."""
-    return UMT5EncoderModel(UMT5Config(**_t5_sizes(tokenizer)))  # type: ignore[no-untyped-call]
+    return transformers.UMT5EncoderModel(transformers.UMT5Config(**_t5_sizes(tokenizer)))  # type: ignore[no-untyped-call]
 
 
-def _decoder(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+def _decoder(tokenizer: transformers.Qwen2Tokenizer) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
@@ -92,8 +79,8 @@ def _decoder(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
     }
 
 
-def _clip_config(tokenizer: CLIPTokenizer) -> CLIPTextConfig:
-    return CLIPTextConfig(
+def _clip_config(tokenizer: transformers.CLIPTokenizer) -> transformers.CLIPTextConfig:
+    return transformers.CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=CLIP_HIDDEN,
         intermediate_size=2 * CLIP_HIDDEN,
@@ -106,7 +93,7 @@ def _clip_config(tokenizer: CLIPTokenizer) -> CLIPTextConfig:
     )
 
 
-def _t5_sizes(tokenizer: T5Tokenizer) -> dict[str, Any]:
+def _t5_sizes(tokenizer: transformers.T5Tokenizer) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
         "d_model": HIDDEN,

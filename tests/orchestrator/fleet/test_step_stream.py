@@ -10,13 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from stagemesh.common.errors import (
-    InternalError,
-    InvalidRequestError,
-    StagemeshError,
-    UnavailableError,
-    UnsupportedError,
-)
+from stagemesh.common import errors
 from stagemesh.conformance.replicas import until
 from stagemesh.orchestrator.fleet import step_stream
 from stagemesh.orchestrator.fleet.replica import Replica
@@ -57,8 +51,8 @@ class Caller:
         """Waits until the replica runs this number of steps."""
         await until(lambda: self.stage.running == count, timeout_s=BOUND_S)
 
-    async def fails(self, request_id: str, *, take: Callable[[Response], None] | None = None) -> StagemeshError:
-        with pytest.raises(StagemeshError) as caught:
+    async def fails(self, request_id: str, *, take: Callable[[Response], None] | None = None) -> errors.StagemeshError:
+        with pytest.raises(errors.StagemeshError) as caught:
             await self.run(request_id, take=take)
         return caught.value
 
@@ -92,7 +86,7 @@ def _until_set(end: asyncio.Event) -> Script:
 async def _fail(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
     yield ACCEPTED
     if request.request_id == "bad":
-        raise InternalError("out of luck")
+        raise errors.InternalError("out of luck")
     yield FINISHED
 
 
@@ -230,7 +224,7 @@ async def test_a_request_larger_than_a_message_is_rejected_and_others_continue()
     async with _calling(hang) as caller:
         running = asyncio.create_task(caller.run("r"))
         await caller.until_running(1)
-        with pytest.raises(InvalidRequestError, match="shorten the input"):
+        with pytest.raises(errors.InvalidRequestError, match="shorten the input"):
             await caller.run("large", text="x" * MAX_MESSAGE_BYTES)
         assert not running.done()
         running.cancel()
@@ -257,7 +251,7 @@ class _Held:
     """An object that a step refers to while it runs. It refuses each event."""
 
     def take(self, event: Response) -> None:
-        raise UnavailableError(f"{event.WhichOneof('event')} is not wanted", reason="NOT_WANTED")
+        raise errors.UnavailableError(f"{event.WhichOneof('event')} is not wanted", reason="NOT_WANTED")
 
 
 @pytest.mark.usefixtures("no_collector")
@@ -265,7 +259,7 @@ async def test_a_step_that_an_error_of_take_ends_is_freed_at_once() -> None:
     async with _calling(hang) as caller:
         held = _Held()
         gone = weakref.ref(held)
-        with pytest.raises(UnavailableError):
+        with pytest.raises(errors.UnavailableError):
             await caller.run("r", take=held.take)
         del held
         assert gone() is None
@@ -296,7 +290,7 @@ async def test_a_service_without_the_method_does_not_count_as_lost() -> None:
     server = Server("127.0.0.1:0")
     endpoint = f"127.0.0.1:{await server.start()}"
     client = ReplicaClient(stage="a", replica="a-0", endpoint=endpoint)
-    with pytest.raises(UnsupportedError, match=r"replica a-0 .* Method not found") as caught:
+    with pytest.raises(errors.UnsupportedError, match=r"replica a-0 .* Method not found") as caught:
         await client.execute(stage_pb2.ExecuteStepRequest(), timeout_s=BOUND_S, take=lambda _: None)
     await client.close()
     await server.stop(grace_s=0)

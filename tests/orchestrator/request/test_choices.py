@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.errors import (
-    CancelledRequestError,
-    DeadlineError,
-    InternalError,
-    InvalidRequestError,
-    StaleAttemptError,
-)
+from stagemesh.common import errors
 from stagemesh.conformance.replicas import until
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2, request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh
@@ -83,7 +77,7 @@ async def _fail_second(stage: ScriptedStage, request: stage_pb2.ExecuteStepReque
         yield text_output(tensor.tensor, "c ")
     if request.request_id.endswith("/1"):
         await asyncio.gather(*(stage.peers["a-0"].started_steps[f"r{suffix}"].wait() for suffix in ("", "/1", "/2")))
-        raise InternalError("out of luck", metadata={"request_id": request.request_id})
+        raise errors.InternalError("out of luck", metadata={"request_id": request.request_id})
     await asyncio.Event().wait()
 
 
@@ -118,7 +112,7 @@ def _taken_second(first_spoke: asyncio.Event, taken_over: asyncio.Event) -> Scri
         """Rejects the second choice's first attempt after an output of the first choice, which ends after the next."""
         if request.request_id == "r/1" and request.attempt == 1:
             await first_spoke.wait()
-            raise StaleAttemptError("it is over", metadata={"attempt": "41"})
+            raise errors.StaleAttemptError("it is over", metadata={"attempt": "41"})
         yield ACCEPTED
         await stage.until_fed(request)
         yield text_output(request.streamed[0].tensor, f"c {request.seed}")
@@ -146,7 +140,7 @@ async def test_a_cancellation_stops_every_choice(busy: Mesh) -> None:
         assert (await busy.describe()).in_flight == 3
         await busy.cancel("r")
         assert [len(stage.cancels) for stage in busy.stages.values()] == [3, 3, 3]
-        assert isinstance(await failure, CancelledRequestError)
+        assert isinstance(await failure, errors.CancelledRequestError)
         assert (await busy.describe()).in_flight == 0
 
 
@@ -154,7 +148,7 @@ async def test_the_deadline_ends_every_choice(tmp_path: Path) -> None:
     async with mesh(tmp_path, scripts=dict.fromkeys("abc", hang), max_request_s=1.0) as chain:
         error = await chain.failure(parameters={"choices": 2})
         await chain.until_idle()
-    assert (type(error), error.reason) == (DeadlineError, "DEADLINE_EXCEEDED")
+    assert (type(error), error.reason) == (errors.DeadlineError, "DEADLINE_EXCEEDED")
 
 
 async def test_a_caller_that_leaves_stops_every_choice(busy: Mesh) -> None:
@@ -180,7 +174,7 @@ async def test_too_many_choices_are_rejected(tmp_path: Path, limits: str, choice
         error = await chain.failure(parameters={"choices": choices})
         assert (await chain.describe()).limits.max_choices == most
         assert len(_texts(await chain.generate(parameters={"choices": most}), "last")) == most
-    assert isinstance(error, InvalidRequestError)
+    assert isinstance(error, errors.InvalidRequestError)
     assert (error.reason, error.metadata["max_choices"]) == ("INVALID_CHOICES", str(most))
     assert f"choices is {choices}; use 1 to {most}" in error.message
 

@@ -8,18 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stagemesh.common.errors import (
-    CancelledRequestError,
-    DeadlineError,
-    ExistsError,
-    InternalError,
-    InvalidRequestError,
-    NotFoundError,
-    NotReadyError,
-    StagemeshError,
-    StaleAttemptError,
-    UnavailableError,
-)
+from stagemesh.common import errors
 from stagemesh.orchestrator.request import lifecycle
 from stagemesh.orchestrator.request.failures import Failure, root_cause
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
@@ -39,7 +28,7 @@ from tests.rpc.call_errors import error_of
 
 
 async def test_the_stage_that_failed_is_named_and_all_others_stop(tmp_path: Path) -> None:
-    scripts = {"a": hang, "b": failing(InternalError("out of luck")), "c": hang}
+    scripts = {"a": hang, "b": failing(errors.InternalError("out of luck")), "c": hang}
     async with mesh(tmp_path, scripts=scripts) as chain:
         error = await chain.failure(request_id="r1")
         await chain.until_idle()
@@ -47,7 +36,7 @@ async def test_the_stage_that_failed_is_named_and_all_others_stop(tmp_path: Path
     assert (error.message, error.metadata["stage"]) == ("out of luck", "b")
 
 
-async def _failure(folder: Path, **scripts: Script) -> StagemeshError:
+async def _failure(folder: Path, **scripts: Script) -> errors.StagemeshError:
     """Runs a request over stages with these scripts. Other stages never end. Returns the error when no stage runs."""
     async with mesh(folder, scripts={**dict.fromkeys("abc", hang), **scripts}) as chain:
         error = await chain.failure()
@@ -56,20 +45,23 @@ async def _failure(folder: Path, **scripts: Script) -> StagemeshError:
 
 
 async def test_a_reason_of_a_stages_own_reaches_the_client_unchanged(tmp_path: Path) -> None:
-    own = InvalidRequestError("too loud", reason="X_TOO_LOUD", metadata={"loudness": "11"})
+    own = errors.InvalidRequestError("too loud", reason="X_TOO_LOUD", metadata={"loudness": "11"})
     error = await _failure(tmp_path, b=failing(own))
-    assert (type(error), error.reason, error.message) == (InvalidRequestError, "X_TOO_LOUD", "too loud")
+    assert (type(error), error.reason, error.message) == (errors.InvalidRequestError, "X_TOO_LOUD", "too loud")
     assert error.metadata["loudness"] == "11"
 
 
 _ECHOES = {
-    "an abort": ("c", UnavailableError("lost the producer", metadata={"edge": "b->c"})),
-    "a lost peer": ("a", UnavailableError("b-0 cannot be reached", metadata={"peer": "replica b-0 at somewhere"})),
+    "an abort": ("c", errors.UnavailableError("lost the producer", metadata={"edge": "b->c"})),
+    "a lost peer": (
+        "a",
+        errors.UnavailableError("b-0 cannot be reached", metadata={"peer": "replica b-0 at somewhere"}),
+    ),
 }
 
 
 @pytest.mark.parametrize(("stage", "echo"), _ECHOES.values(), ids=_ECHOES)
-async def test_a_stage_is_not_blamed_for_its_peer(tmp_path: Path, stage: str, echo: StagemeshError) -> None:
+async def test_a_stage_is_not_blamed_for_its_peer(tmp_path: Path, stage: str, echo: errors.StagemeshError) -> None:
     error = await _failure(tmp_path, **{"b": _slow_failure, stage: failing(echo)})
     assert (error.message, error.metadata["stage"]) == ("the real cause", "b")
 
@@ -77,7 +69,7 @@ async def test_a_stage_is_not_blamed_for_its_peer(tmp_path: Path, stage: str, ec
 async def _slow_failure(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
     yield ACCEPTED
     await asyncio.sleep(0.1)  # The echo must arrive first.
-    raise InternalError("the real cause")
+    raise errors.InternalError("the real cause")
 
 
 def _saying(*positions: int, finished_after: int | None = None) -> Script:
@@ -115,7 +107,7 @@ async def test_a_request_waits_for_a_lost_stage_until_its_deadline(tmp_path: Pat
         await chain.until_started()
         await chain.servers["b"].grpc.stop(0)
         error = await error_of(call)
-        assert (type(error), "stage 'b' waits for a replica" in error.message) == (DeadlineError, True)
+        assert (type(error), "stage 'b' waits for a replica" in error.message) == (errors.DeadlineError, True)
         await chain.until_idle()
 
 
@@ -124,7 +116,7 @@ async def test_the_error_of_a_lost_stage_has_its_state(chain: Mesh, monkeypatch:
     await chain.servers["b"].stop(grace_s=0)
     await until_health(chain.channel, serving=False)
     error = await chain.failure()
-    assert (type(error), error.retry_after_s) == (UnavailableError, 1.0)
+    assert (type(error), error.retry_after_s) == (errors.UnavailableError, 1.0)
     assert "no replica of stage 'b' is ready: b-0 unreachable" in error.message
 
 
@@ -142,8 +134,8 @@ async def _accept_only(stage: ScriptedStage, request: stage_pb2.ExecuteStepReque
 
 
 async def test_an_unrequested_cancellation_ends_the_request(tmp_path: Path) -> None:
-    error = await _failure(tmp_path, b=failing(CancelledRequestError("someone called CancelStep")))
-    assert (type(error), error.metadata["stage"]) == (CancelledRequestError, "b")
+    error = await _failure(tmp_path, b=failing(errors.CancelledRequestError("someone called CancelStep")))
+    assert (type(error), error.metadata["stage"]) == (errors.CancelledRequestError, "b")
 
 
 async def test_stopping_the_orchestrator_ends_its_requests(busy: Mesh) -> None:
@@ -154,14 +146,14 @@ async def test_stopping_the_orchestrator_ends_its_requests(busy: Mesh) -> None:
     await busy.until_idle()
 
 
-LOST = Failure("b", UnavailableError("gone", reason="REPLICA_LOST"))
-BROKE = Failure("b", InternalError("broke"))
-ECHO = Failure("c", InternalError("broke", metadata={"stage": "b"}))
-NO_PRODUCER = Failure("c", UnavailableError("replica b-0 went away", reason="PEER_LOST"))
-NOT_EXPECTED = Failure("a", NotFoundError("expects nothing", reason="UNKNOWN_FLOW"))
-STOPPED = Failure("a", CancelledRequestError("the consumer stopped reading"))
-DRAINING = Failure("a", NotReadyError("it drains"))
-REPLACED = Failure("a", StaleAttemptError("replaced", metadata={"edge": "a->b"}))
+LOST = Failure("b", errors.UnavailableError("gone", reason="REPLICA_LOST"))
+BROKE = Failure("b", errors.InternalError("broke"))
+ECHO = Failure("c", errors.InternalError("broke", metadata={"stage": "b"}))
+NO_PRODUCER = Failure("c", errors.UnavailableError("replica b-0 went away", reason="PEER_LOST"))
+NOT_EXPECTED = Failure("a", errors.NotFoundError("expects nothing", reason="UNKNOWN_FLOW"))
+STOPPED = Failure("a", errors.CancelledRequestError("the consumer stopped reading"))
+DRAINING = Failure("a", errors.NotReadyError("it drains"))
+REPLACED = Failure("a", errors.StaleAttemptError("replaced", metadata={"edge": "a->b"}))
 
 
 @pytest.mark.parametrize("root", [LOST, BROKE])
@@ -180,7 +172,7 @@ def test_only_a_conclusive_cause_ends_the_wait(failure: Failure, conclusive: boo
 
 
 def test_of_two_causes_the_first_counts() -> None:
-    first, second = Failure("a", InvalidRequestError("one")), Failure("b", InvalidRequestError("two"))
+    first, second = Failure("a", errors.InvalidRequestError("one")), Failure("b", errors.InvalidRequestError("two"))
     assert root_cause([first, second]) is first
 
 
@@ -189,7 +181,7 @@ def test_a_loss_is_recoverable(failure: Failure) -> None:
     assert failure.is_recoverable
 
 
-@pytest.mark.parametrize("failure", [BROKE, ECHO, STOPPED, Failure("a", StaleAttemptError("made elsewhere"))])
+@pytest.mark.parametrize("failure", [BROKE, ECHO, STOPPED, Failure("a", errors.StaleAttemptError("made elsewhere"))])
 def test_an_error_of_the_stage_itself_is_not_recoverable(failure: Failure) -> None:
     assert not failure.is_recoverable
 
@@ -204,7 +196,7 @@ async def test_a_second_call_gets_the_same_request_from_its_start(chain: Mesh) -
 async def test_a_known_id_with_other_content_is_rejected(chain: Mesh) -> None:
     await chain.generate(request_id="r1")
     error = await chain.failure(request_id="r1", outputs=["last"])
-    assert (type(error), error.reason) == (ExistsError, "REQUEST_EXISTS")
+    assert (type(error), error.reason) == (errors.ExistsError, "REQUEST_EXISTS")
 
 
 async def test_a_caller_resumes_at_its_next_part(chain: Mesh) -> None:
@@ -292,7 +284,7 @@ async def test_a_request_that_was_taken_over_is_not_taken_back(tmp_path: Path) -
 
 async def _accept_attempt_42(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
     if request.attempt <= 41:
-        raise StaleAttemptError("it is over", metadata={"attempt": "41"})
+        raise errors.StaleAttemptError("it is over", metadata={"attempt": "41"})
     async for response in say_hello(stage, request):
         yield response
 
@@ -300,7 +292,7 @@ async def _accept_attempt_42(stage: ScriptedStage, request: stage_pb2.ExecuteSte
 async def _talk_and_lose(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
     yield ACCEPTED
     yield text_output(request.streamed[0].tensor, "so far")
-    raise StaleAttemptError("it is over", metadata={"attempt": "41"})
+    raise errors.StaleAttemptError("it is over", metadata={"attempt": "41"})
 
 
 async def _joined(
