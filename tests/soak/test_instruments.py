@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests.soak.report import Report
 from tests.soak.workload import Request, requests, units
 
 UNITS = [f"Step {number} is {number:08x}. ".encode() for number in range(12)]
+WHOLE = b"".join(UNITS)
 REQUEST = Request("hello", seed=1, steps=4)
 FINISHED = Finished(({},), Timings(0.0, None, 0.0))
 
@@ -44,14 +46,9 @@ def test_each_flaw_is_named(numbers: list[int], expected: Flaws) -> None:
     assert flaws(b"".join(UNITS[number] for number in numbers), UNITS[:4]) == expected
 
 
-def test_a_cut_unit_is_lost_and_its_remainder_altered() -> None:
-    assert flaws(b"".join(UNITS)[:-3], UNITS) == Flaws(lost=1, altered=1)
-
-
-def test_one_byte_that_differs_is_found() -> None:
-    received = bytearray(b"".join(UNITS))
-    received[30] ^= 1
-    assert flaws(bytes(received), UNITS) == Flaws(lost=1, altered=1)
+@pytest.mark.parametrize("received", [WHOLE[:-3], WHOLE[:30] + b"?" + WHOLE[31:]], ids=["cut", "one byte"])
+def test_a_damaged_unit_is_lost_and_altered(received: bytes) -> None:
+    assert flaws(received, UNITS) == Flaws(lost=1, altered=1)
 
 
 @given(st.lists(st.integers(0, 11), max_size=24))
@@ -141,25 +138,21 @@ CLEAN = Report(
 )
 
 
-def test_a_soak_without_problems_passes() -> None:
-    assert CLEAN.problems() == []
+def _problems(**changes: Any) -> list[str]:
+    return replace(CLEAN, **changes).problems()
 
 
 def test_each_kind_of_problem_fails_a_soak() -> None:
-    assert replace(CLEAN, failed={"r1": "it broke"}).problems() == ["request r1 failed: it broke"]
-    assert len(replace(CLEAN, flawed={"r1": Flaws(lost=1)}).problems()) == 1
-    assert len(replace(CLEAN, missed_faults=["kill of a-0"]).problems()) == 1
-    assert replace(CLEAN, growth=["a-0 grew"]).problems() == ["a-0 grew"]
-    assert replace(CLEAN, left=["a-0: 1 running"]).problems() == ["left behind: a-0: 1 running"]
-
-
-def test_long_pauses_after_kills_fail_a_soak() -> None:
-    late = replace(CLEAN, pause_s={"kill": [1.5, 1.3, 1.4], "nothing": [0.2]})
-    assert late.problems() == ["the median pause after a kill is 1.40 s, and 0.20 s without a fault"]
-
-
-def test_pauses_of_a_busy_machine_are_allowed() -> None:
-    assert replace(CLEAN, pause_s={"kill": [1.4], "nothing": [0.8]}).problems() == []
+    assert _problems() == []
+    assert _problems(failed={"r1": "it broke"}) == ["request r1 failed: it broke"]
+    assert len(_problems(flawed={"r1": Flaws(lost=1)})) == 1
+    assert len(_problems(missed_faults=["kill of a-0"])) == 1
+    assert _problems(growth=["a-0 grew"]) == ["a-0 grew"]
+    assert _problems(left=["a-0: 1 running"]) == ["left behind: a-0: 1 running"]
+    slow = _problems(pause_s={"kill": [1.5, 1.3, 1.4], "nothing": [0.2]})
+    assert slow == ["the median pause after a kill is 1.40 s, and 0.20 s without a fault"]
+    # A busy machine pauses without a fault, too.
+    assert _problems(pause_s={"kill": [1.4], "nothing": [0.8]}) == []
 
 
 def test_the_summary_has_the_figures_and_the_problems() -> None:
@@ -186,34 +179,24 @@ def test_only_processes_that_are_ready_are_measured() -> None:
     assert measured.files > 2
 
 
-def test_a_constant_process_does_not_grow() -> None:
-    assert growth(_life([50.0, 52.0, 49.0] * 10), warm_s=3) == []
+LIVES: dict[str, tuple[list[Sample], int, list[str]]] = {
+    "constant": (_life([50.0, 52.0, 49.0] * 10), 3, []),
+    "growing": (_life([50.0 + at for at in range(30)]), 3, ["one grew from at most 61.0 to 75.0 MB"]),
+    "returning callers": (_life([41.0, 41.0, 50.0] + [41.0] * 7 + [51.0] * 20), 1, []),
+    "warming": (_life([10.0 * at for at in range(10)] + [100.0] * 20), 10, []),
+    "open files": (
+        _life([50.0] * 30, files=[10 + 2 * at for at in range(30)]),
+        3,
+        ["one had at most 32 files open, then 60"],
+    ),
+    "returning peers": (_life([50.0] * 30, files=[33] * 4 + [51] + [33] * 4 + [51] * 21), 1, []),
+    "restarted": ([*_life([50.0] * 10), *_life([90.0] * 10, process_id=2)], 1, []),
+}
 
 
-def test_growing_memory_is_found() -> None:
-    assert growth(_life([50.0 + at for at in range(30)]), warm_s=3) == ["one grew from at most 61.0 to 75.0 MB"]
-
-
-def test_returning_callers_are_not_a_leak() -> None:
-    assert growth(_life([41.0, 41.0, 50.0] + [41.0] * 7 + [51.0] * 20), warm_s=1) == []
-
-
-def test_growth_of_a_warming_process_is_ignored() -> None:
-    assert growth(_life([10.0 * at for at in range(10)] + [100.0] * 20), warm_s=10) == []
-
-
-def test_files_that_stay_open_are_found() -> None:
-    found = growth(_life([50.0] * 30, files=[10 + 2 * at for at in range(30)]), warm_s=3)
-    assert found == ["one had at most 32 files open, then 60"]
-
-
-def test_returning_peers_are_not_a_leak() -> None:
-    files = [33, 33, 33, 33, 51, 33, 33, 33, 33] + [51] * 21
-    assert growth(_life([50.0] * 30, files=files), warm_s=1) == []
-
-
-def test_a_restarted_process_is_measured_separately() -> None:
-    assert growth([*_life([50.0] * 10), *_life([90.0] * 10, process_id=2)], warm_s=1) == []
+@pytest.mark.parametrize(("life", "warm_s", "found"), LIVES.values(), ids=LIVES)
+def test_only_growth_is_found(life: list[Sample], warm_s: int, found: list[str]) -> None:
+    assert growth(life, warm_s=warm_s) == found
 
 
 _PEER = """
@@ -259,15 +242,11 @@ def peer() -> Iterator[_Peer]:
             yield _Peer(process, ours, also_ours)
 
 
-def test_severing_ends_local_streams_and_resets_tcp(peer: _Peer) -> None:
+def test_severing_ends_local_streams_resets_tcp_and_leaves_other_sockets_open(peer: _Peer) -> None:
     assert sever(peer.process.pid) == 2
     assert peer.local.recv(1) == b""
     with pytest.raises(ConnectionResetError):
         peer.tcp.recv(1)
-
-
-def test_severing_leaves_other_sockets_open(peer: _Peer) -> None:
-    sever(peer.process.pid)
     assert peer.process.stdin is not None
     peer.process.stdin.write("\n")
     peer.process.stdin.flush()

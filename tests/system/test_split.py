@@ -76,12 +76,17 @@ def test_error_of_a_request_is_that_of_one_stage(split_up: Deployment) -> None:
     check_no_blocks(split_up)
 
 
-def test_no_request_fails_if_either_side_is_killed(split_up: Deployment) -> None:
-    moments = random.Random(0)
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])])
+def test_no_request_fails_if_either_side_is_killed(split_up: Deployment, kills: int) -> None:
+    moments = random.Random(kills)
     with split_up.client() as client:
-        for number, victim in enumerate(["thinker-prefill-0", "thinker-0"]):
-            split_up.wait(Deployment.all_ready, timeout_s=300)
-            after = moments.randrange(KILLED_TOKENS // 2) if number else -1
-            check_equal(generate_with_kill(split_up, client, seed=70 + number, victim=victim, after=after))
-    split_up.wait(Deployment.all_ready, timeout_s=300)
+        for number in range(kills):
+            split_up.wait(Deployment.all_ready, timeout_s=400)
+            victim = ("thinker-prefill-0", "thinker-0")[number % 2]
+            # Half of the moments are before the first token.
+            after = -1 if number % 4 in {0, 3} else moments.randrange(KILLED_TOKENS - 50)
+            delay_s = moments.uniform(0.0, 0.3) if after < 0 else 0.0
+            result = generate_with_kill(split_up, client, seed=70 + number, victim=victim, after=after, delay_s=delay_s)
+            check_equal(result)
+    split_up.wait(Deployment.all_ready, timeout_s=400)
     check_no_blocks(split_up)
