@@ -17,6 +17,7 @@ from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc, tensor_pb2
+from tests.connectors.hosts import started_host
 from tests.typescript.nodes import QUICK, RunningStage, running_stage
 
 IN, OUT = "a->m", "m->c"
@@ -84,16 +85,6 @@ async def upper_stage(*arguments: str) -> AsyncIterator[Upper]:
         yield Upper(running, channel)
 
 
-@asynccontextmanager
-async def host(replica: str, **limits: Any) -> AsyncIterator[Host]:
-    """Runs a data plane."""
-    started = await Host.started(replica, **limits)
-    try:
-        yield started
-    finally:
-        await started.close()
-
-
 def outlet_to(stage_endpoint: str, plane: DataPlane, request_id: str, *, attempt: int = 1) -> Outlet:
     """Opens a flow into the stage in TypeScript."""
     return plane.open_outlet(
@@ -128,7 +119,7 @@ class Chain:
 async def chain(*, window_bytes: int | None = None, **fields: Any) -> AsyncIterator[Chain]:
     """Starts a step of the request "r" with these fields. `window_bytes` is the window of credit of "c-0"."""
     limits = {} if window_bytes is None else {"window_bytes": window_bytes}
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0", **limits) as c:
+    async with upper_stage(*QUICK) as stage, started_host("a-0") as a, started_host("c-0", **limits) as c:
         inlet = inlet_from(c.plane, "r")
         step = await stage.start("r", consumer=c.endpoint, **fields)
         yield Chain(stage, a, c, step, outlet_to(stage.endpoint, a.plane, "r"), inlet)

@@ -13,10 +13,11 @@ from stagemesh.conformance.fault_suite import proxied
 from stagemesh.conformance.replicas import until
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.v1 import chunk_pb2
+from tests.connectors.hosts import started_host
 from tests.connectors.relay_faults import Direction, Fault, Faults
 from tests.connectors.relays import relayed
 from tests.typescript.nodes import QUICK
-from tests.typescript.stage_harness import chain, host, inlet_from, outlet_to, text, texts, upper, upper_stage
+from tests.typescript.stage_harness import chain, inlet_from, outlet_to, text, texts, upper, upper_stage
 
 CHUNKS = 12
 CHUNK_BYTES = 20_000
@@ -37,7 +38,7 @@ async def test_chunk_of_almost_the_window_follows_a_small_one() -> None:
 
 
 async def test_requests_at_once_arrive_apart() -> None:
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
+    async with upper_stage(*QUICK) as stage, started_host("a-0") as a, started_host("c-0") as c:
 
         async def run(number: int) -> None:
             name, sent = f"r{number}", texts(20 + number, 7_000)
@@ -56,8 +57,8 @@ async def test_cut_connections_lose_nothing(size_bytes: int) -> None:
     sent = texts(30, size_bytes)
     async with (
         upper_stage(*QUICK) as stage,
-        host("a-0") as a,
-        host("c-0") as c,
+        started_host("a-0") as a,
+        started_host("c-0") as c,
         proxied(stage.endpoint) as (before, stage_endpoint),
         proxied(c.endpoint) as (behind, consumer_endpoint),
     ):
@@ -93,7 +94,11 @@ def quick_producer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fault", Fault)
 @pytest.mark.usefixtures("quick_producer")
 async def test_fault_of_a_message_is_recovered(fault: Fault, direction: Direction) -> None:
-    async with upper_stage(*QUICK) as stage, host("c-0", window_bytes=64 << 10) as c, relayed(stage.endpoint) as before:
+    async with (
+        upper_stage(*QUICK) as stage,
+        started_host("c-0", window_bytes=64 << 10) as c,
+        relayed(stage.endpoint) as before,
+    ):
 
         async def run(name: str, *, into: Faults | None = None, out_of: Faults | None = None) -> None:
             """Sends one request by a producer of its own. The faults strike on the way into the stage, or out of it."""

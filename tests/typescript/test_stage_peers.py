@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -11,15 +12,17 @@ import pytest
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.conformance import assert_same, receive_all, send_all
+from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.connectors.wire import FlowDigest, PacketShape, key_to_wire
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.message_streams import PUT_CHUNK
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
+from tests.connectors.hosts import started_host
 from tests.later_contract import LATER, later, later_class
 from tests.typescript.nodes import QUICK
-from tests.typescript.stage_harness import IN, Upper, host, inlet_from, outlet_to, texts, upper, upper_stage
+from tests.typescript.stage_harness import IN, Step, Upper, inlet_from, outlet_to, texts, upper, upper_stage
 
 ITEM = stage_pb2.PutItem
 KEY = key_to_wire(EdgeKey("r", IN, 1))
@@ -69,6 +72,26 @@ async def later_producer(stage: Upper, hello: stage_pb2.Hello = HELLO) -> AsyncI
     await call.write(later(stage_pb2.PutChunkRequest(hello=hello)))
     yield LaterProducer(call)
     call.cancel()
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A step of the stage from a producer of a later version to the host "c-0"."""
+
+    stage: Upper
+    step: Step
+    inlet: Inlet
+    producer: LaterProducer
+
+
+@asynccontextmanager
+async def scene(**limits: int) -> AsyncIterator[Scene]:
+    async with upper_stage(*QUICK) as stage, started_host("c-0", **limits) as c:
+        inlet = inlet_from(c.plane, "r")
+        step = await stage.start("r", consumer=c.endpoint)
+        async with later_producer(stage) as producer:
+            yield Scene(stage, step, inlet, producer)
+            await inlet.aclose()
 
 
 def data() -> chunk_pb2.ChunkData:
@@ -149,7 +172,7 @@ REJECTED: dict[str, tuple[str, Callable[[], Any]]] = {
 
 async def test_invalid_items_reject_their_flow_alone() -> None:
     sent = texts(3, 1000)
-    async with upper_stage(*QUICK) as stage, host("c-0") as c:
+    async with upper_stage(*QUICK) as stage, started_host("c-0") as c:
         for number, (what, (reason, make)) in enumerate(REJECTED.items(), start=1):
             inlet = inlet_from(c.plane, "r", attempt=number)
             step = await stage.start("r", consumer=c.endpoint, attempt=number)
@@ -167,7 +190,7 @@ async def test_invalid_items_reject_their_flow_alone() -> None:
                 await step.finished()
             await inlet.aclose()
         other = inlet_from(c.plane, "r2")
-        async with host("b-0") as b:
+        async with started_host("b-0") as b:
             step = await stage.start("r2", consumer=c.endpoint, producer="b-0")
             sending = send_all(outlet_to(stage.endpoint, b.plane, "r2"), sent)
             _, received = await asyncio.gather(sending, receive_all(other))
@@ -181,37 +204,28 @@ def _first_attempt() -> None:
 
 async def test_added_fields_and_ignorable_kinds_are_ignored() -> None:
     empty = chunk_pb2.ChunkData(tensors=[tensor_pb2.Tensor(name="text", dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[0])])
-    async with upper_stage(*QUICK) as stage, host("c-0") as c:
-        inlet = inlet_from(c.plane, "r")
-        step = await stage.start("r", consumer=c.endpoint)
-        async with later_producer(stage) as producer:
-            await producer.put(later(ITEM(open=OPEN)))
-            await producer.put(later_item(ignorable=True), later_item(with_key=False, ignorable=True))
-            digest = FlowDigest()
-            for packet in (DATA, Packet({"text": np.empty(0, np.uint8)})):
-                digest.add(PacketShape(packet))
-            await producer.put(later(chunk()), later(chunk(1, data=empty)), later(chunk(2, end=digest.end())))
-            received = await receive_all(inlet)
-            await producer.reply("commit")
+    digest = FlowDigest()
+    for packet in (DATA, Packet({"text": np.empty(0, np.uint8)})):
+        digest.add(PacketShape(packet))
+    async with scene() as it:
+        await it.producer.put(later(ITEM(open=OPEN)))
+        await it.producer.put(later_item(ignorable=True), later_item(with_key=False, ignorable=True))
+        await it.producer.put(later(chunk()), later(chunk(1, data=empty)), later(chunk(2, end=digest.end())))
+        received = await receive_all(it.inlet)
+        await it.producer.reply("commit")
         assert [packet.tensors["text"].tobytes() for packet in received] == [b"X" * 40, b""]
-        await step.finished()
+        await it.step.finished()
 
 
 async def test_lost_messages_are_asked_for_three_times() -> None:
-    async with upper_stage(*QUICK) as stage, host("c-0") as c:
-        inlet = inlet_from(c.plane, "r")
-        await stage.start("r", consumer=c.endpoint)
-        async with later_producer(stage) as producer:
-            await producer.put(later(chunk()))
-            assert (await producer.reply("resync")).error.reason == "NOT_OPENED"
-            for _ in range(2):
-                await producer.put(later(ITEM(open=OPEN)), later(chunk(1)))
-                assert (await producer.reply("resync")).error.reason == "SEQUENCE_GAP"
-            await producer.put(later(ITEM(open=OPEN)), later(chunk(1)))
-            assert (await producer.reply("rejected")).error.reason == "SEQUENCE_GAP"
+    async with scene() as it:
+        await it.producer.put(later(chunk()))
+        assert (await it.producer.reply("resync")).error.reason == "NOT_OPENED"
+        for kind in ("resync", "resync", "rejected"):
+            await it.producer.put(later(ITEM(open=OPEN)), later(chunk(1)))
+            assert (await it.producer.reply(kind)).error.reason == "SEQUENCE_GAP"
         with pytest.raises(StagemeshError):
-            await anext(inlet)
-        await inlet.aclose()
+            await anext(it.inlet)
 
 
 async def test_bytes_read_without_a_connection_are_granted_with_the_next_one() -> None:
@@ -219,41 +233,34 @@ async def test_bytes_read_without_a_connection_are_granted_with_the_next_one() -
     content = data()
     content.tensors[0].shape[0] = content.size_bytes = size_bytes
     content.tensors[0].inline = b"x" * size_bytes
-    async with upper_stage(*QUICK) as stage, host("c-0", window_bytes=size_bytes) as c:
-        inlet = inlet_from(c.plane, "r")
-        await stage.start("r", consumer=c.endpoint)
-        async with later_producer(stage) as producer:
-            await producer.put(later(ITEM(open=OPEN)))
-            for seq in range(4):
-                await producer.put(later(chunk(seq, data=content)))
-                await producer.reply("ack")
-            await producer.end()
+    async with scene(window_bytes=size_bytes) as it:
+        await it.producer.put(later(ITEM(open=OPEN)))
+        for seq in range(4):
+            await it.producer.put(later(chunk(seq, data=content)))
+            await it.producer.reply("ack")
+        await it.producer.end()
         for _ in range(4):
-            await anext(inlet)
-        async with later_producer(stage) as producer:
+            await anext(it.inlet)
+        async with later_producer(it.stage) as producer:
             await producer.put(later(ITEM(open=OPEN)))
             assert (await producer.reply("opened")).credit_limit_bytes == (64 << 10) + 4 * size_bytes
-        await inlet.aclose()
 
 
 async def test_committed_and_unknown_flows_are_answered() -> None:
-    async with upper_stage(*QUICK) as stage, host("c-0") as c:
-        inlet = inlet_from(c.plane, "r")
-        await stage.start("r", consumer=c.endpoint)
-        async with later_producer(stage) as producer:
-            await producer.put(later(ITEM(open=OPEN)), later(chunk()), later(chunk(1, end=end())))
-            await producer.reply("commit")
-            await producer.put(later(ITEM(open=OPEN)))
-            await producer.reply("commit")
-            unknown = stage_pb2.OpenEdge(key=key_to_wire(EdgeKey("other", IN, 1)))
-            await producer.put(later(ITEM(open=unknown)))
-            assert (await producer.reply("rejected")).error.reason == "UNKNOWN_FLOW"
-            offer = stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_SHM)
-            await producer.put(later(ITEM(offer=offer)))
-            assert (await producer.reply("offer_answer")).error.reason == "CONNECTOR_UNAVAILABLE"
-            await producer.put(later_item(with_key=False))
-            assert (await producer.error()).reason == "UNKNOWN_KIND"
-        await receive_all(inlet)
+    unknown = stage_pb2.OpenEdge(key=key_to_wire(EdgeKey("other", IN, 1)))
+    async with scene() as it:
+        producer = it.producer
+        await producer.put(later(ITEM(open=OPEN)), later(chunk()), later(chunk(1, end=end())))
+        await producer.reply("commit")
+        await producer.put(later(ITEM(open=OPEN)))
+        await producer.reply("commit")
+        await producer.put(later(ITEM(open=unknown)))
+        assert (await producer.reply("rejected")).error.reason == "UNKNOWN_FLOW"
+        await producer.put(later(ITEM(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_SHM))))
+        assert (await producer.reply("offer_answer")).error.reason == "CONNECTOR_UNAVAILABLE"
+        await producer.put(later_item(with_key=False))
+        assert (await producer.error()).reason == "UNKNOWN_KIND"
+        await receive_all(it.inlet)
 
 
 HELLOS: dict[str, dict[str, Any]] = {

@@ -14,6 +14,7 @@ from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.connectors.packets import Packet
 from stagemesh.orchestrator.planning.chunk_policies import policy_to_wire
 from stagemesh.v1 import stage_pb2
+from tests.connectors.hosts import started_host
 from tests.rpc.call_errors import error_of, raises
 from tests.typescript.nodes import QUICK
 from tests.typescript.stage_harness import (
@@ -21,7 +22,6 @@ from tests.typescript.stage_harness import (
     OUT,
     Step,
     chain,
-    host,
     inlet_from,
     outlet_to,
     step_request,
@@ -55,7 +55,7 @@ def output_binding(endpoint: str, attempt: int, consumer: str = "c-1") -> stage_
 async def test_restarted_producer_continues_the_edge_by_rows(first_row: int, rows: int) -> None:
     sent = numbered(10, rows=7)
     whole = joined(sent)
-    async with chain() as running, host("a-1") as successor:
+    async with chain() as running, started_host("a-1") as successor:
         for one in sent[:3]:
             await running.outlet.send(one)
         got = [await anext(running.inlet) for _ in range(3)]
@@ -72,7 +72,7 @@ async def test_restarted_producer_continues_the_edge_by_rows(first_row: int, row
 
 async def test_dead_producer_is_replaced_while_its_flow_waits() -> None:
     sent = texts(10, 5000)
-    async with chain() as running, host("a-1") as successor:
+    async with chain() as running, started_host("a-1") as successor:
         await running.outlet.send(sent[0])
         got = [await anext(running.inlet)]
         await running.a.close()
@@ -86,7 +86,7 @@ async def test_dead_producer_is_replaced_while_its_flow_waits() -> None:
 @pytest.mark.parametrize("taken", [0, 4, 12])
 async def test_another_consumer_receives_all_chunks(taken: int) -> None:
     sent = texts(12, 20_000)
-    async with chain() as running, host("c-1") as other:
+    async with chain() as running, started_host("c-1") as other:
         sending = asyncio.create_task(send_all(running.outlet, sent))
         for _ in range(taken):
             await anext(running.inlet)
@@ -100,7 +100,7 @@ async def test_another_consumer_receives_all_chunks(taken: int) -> None:
 
 async def test_finished_step_sends_its_chunks_to_another_consumer() -> None:
     sent = texts(6, 20_000)
-    async with chain() as running, host("c-1") as other:
+    async with chain() as running, started_host("c-1") as other:
         await asyncio.gather(send_all(running.outlet, sent), running.step.finished())
         await anext(running.inlet)
         await running.c.close()
@@ -129,7 +129,7 @@ async def test_rebinding_that_cannot_succeed_changes_nothing() -> None:
 
 
 async def test_producer_that_repeats_fewer_rows_fails_the_step() -> None:
-    async with chain() as running, host("a-1") as successor:
+    async with chain() as running, started_host("a-1") as successor:
         await running.outlet.send(text(0, 100))
         await anext(running.inlet)
         await running.stage.rebind(running.step, inputs=[input_binding("a-1", 2)])
@@ -147,9 +147,9 @@ async def test_restarted_consumer_gets_the_flow_again_by_rebinding() -> None:
     sent = texts(8, 20_000)
     async with (
         upper_stage(*QUICK) as stage,
-        host("a-0") as a,
-        host("c-0") as c1,
-        host("c-0") as c2,
+        started_host("a-0") as a,
+        started_host("c-0") as c1,
+        started_host("c-0") as c2,
         proxied(c1.endpoint) as (proxy, endpoint),
     ):
         inlet = inlet_from(c1.plane, "r")
@@ -167,7 +167,7 @@ async def test_restarted_consumer_gets_the_flow_again_by_rebinding() -> None:
 
 async def test_restarted_producer_is_not_taken_for_its_previous_incarnation() -> None:
     sent = texts(5, 20_000)
-    async with chain() as running, host("a-0") as successor:
+    async with chain() as running, started_host("a-0") as successor:
         stage, other = running.stage, inlet_from(running.c.plane, "r2")
         await running.outlet.send(sent[0])
         await anext(running.inlet)
@@ -193,7 +193,7 @@ async def test_chunk_policies_cut_as_they_do_in_python(policy: FramesPolicy | Wh
     sent = texts(6, 37)
     chunker = Chunker(policy)
     expected = [chunk for packet in upper(sent) for chunk in chunker.push(packet)] + chunker.finish()
-    async with upper_stage(*QUICK) as stage, host("a-0") as a, host("c-0") as c:
+    async with upper_stage(*QUICK) as stage, started_host("a-0") as a, started_host("c-0") as c:
         inlet = inlet_from(c.plane, "r")
         request = step_request("r", consumer=c.endpoint)
         request.outputs[0].policy.CopyFrom(policy_to_wire(policy))
