@@ -14,10 +14,23 @@ from stagemesh.cli.local.process_display import make_display
 from stagemesh.common.errors import ExitCode
 from stagemesh.common.process import settings
 from stagemesh.pipeline import load_pipeline
-from tests.cli.added_connector import NUMBER, add_connector
 from tests.cli.commands import COMMAND, run_process, stagemesh
 from tests.gateway.sounds import tone, wav
 from tests.launcher.processes import ended
+from tests.system.added_transforms import add_package
+
+NUMBER = 1000
+_MODULE = f"""\
+from stagemesh.common.plugins.connectors import ConnectorDescriptor
+DESCRIPTOR = ConnectorDescriptor("pigeon", {NUMBER}, 5, "pigeon:Pigeon", module="not_there", remedy="feed it")
+"""
+
+
+def add_connector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs connector "pigeon" for every process that is started after this call."""
+    (folder / "pigeon.py").write_text(_MODULE)
+    entry_points = "[stagemesh.connectors]\npigeon = pigeon:DESCRIPTOR\n"
+    add_package(folder, monkeypatch, name="pigeon", entry_points=entry_points)
 
 
 class Up:

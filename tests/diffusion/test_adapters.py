@@ -5,12 +5,13 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from stagemesh.common import errors
@@ -18,9 +19,37 @@ from stagemesh.services.engines.abilities import Adapter
 from stagemesh.services.engines.base import Emission, Task
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from tests.diffusion.stages import image_options, image_task, made_frames, painting
-from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
-from tests.diffusion.tiny.lora import lora_image, write_lora
+from tests.diffusion.tiny.calls import ImageSpec, classic_image, diffusers, load
 from tests.engines.support import controls_of
+
+_TARGETS = ["to_q", "to_v", "to_out.0"]
+
+
+def write_lora(folder: Path, model: Path, *, by: Literal["peft", "diffusers"], seed: int = 0, rank: int = 4) -> Path:
+    """Writes an adapter for the tiny Qwen-Image in `model`. Alpha is twice the rank. Returns its folder."""
+    transformer = diffusers.QwenImageTransformer2DModel.from_pretrained(model / "transformer")
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_TARGETS, init_lora_weights=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if by == "peft":
+            get_peft_model(transformer, config).save_pretrained(str(folder))
+            return folder
+        transformer.add_adapter(config)
+    diffusers.QwenImagePipeline.save_lora_weights(
+        folder,
+        transformer_lora_layers=get_peft_model_state_dict(transformer),
+        transformer_lora_adapter_metadata=transformer.peft_config["default"].to_dict(),
+    )
+    return folder
+
+
+def lora_image(model: Path, adapter: Path, spec: ImageSpec, *, scale: float = 1.0) -> Any:
+    """Returns the image of the pipeline's own `__call__` with an adapter that diffusers wrote."""
+    pipeline = load(model)
+    pipeline.load_lora_weights(adapter, adapter_name="one")
+    pipeline.set_adapters("one", scale)
+    return classic_image("qwen-image", pipeline, spec)
+
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from copy import copy
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from stagemesh.common.errors import NotFoundError, StagemeshError
 from stagemesh.common.notification import Journal
@@ -14,7 +14,32 @@ from stagemesh.common.wire.versions import own_protocol
 from stagemesh.rpc.handlers import answering, streaming
 from stagemesh.services.stage.servicer import StepSession
 from stagemesh.v1 import chunk_pb2, control_pb2, control_pb2_grpc, request_pb2, stage_pb2, stage_pb2_grpc
-from tests.step_journals import journal_of
+
+
+def journal_of(events: AsyncGenerator[stage_pb2.ExecuteStepResponse]) -> Journal[bytes]:
+    """Returns a journal of the events that a generator yields. Closes the generator when the journal's last
+    reader stops."""
+    journal = Journal[bytes]()
+    writing = asyncio.create_task(_write(events, journal))
+    journal.on_abandoned = lambda: _cancel(writing)
+    return journal
+
+
+async def _write(events: AsyncGenerator[stage_pb2.ExecuteStepResponse], journal: Journal[bytes]) -> None:
+    error: Exception | None = None
+    try:
+        async with aclosing(events):
+            async for event in events:
+                journal.append(event.SerializeToString())
+    except Exception as exc:  # noqa: BLE001
+        error = exc
+    # An error may be of any kind here, because the caller must receive that of a defect, too.
+    journal.close(cast("Any", error))
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+
 
 if TYPE_CHECKING:
     import grpc
