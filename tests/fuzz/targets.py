@@ -7,7 +7,6 @@ A reader raises nothing: the errors of bad input count as a refusal, and any oth
 
 import asyncio
 import contextlib
-import io
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from google.protobuf.message import DecodeError
-from PIL import Image
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.media.decoding import DecodedBytes
@@ -186,35 +184,21 @@ _MEDIA = [(kind, f"{kind}/{name}") for kind, names in _FORMATS.items() for name 
 
 
 def _media_seeds() -> list[bytes]:
-    seeds: list[bytes] = []
-    for number, (kind, media_type) in enumerate(_MEDIA):
-        content = io.BytesIO()
+    # Imports PyAV, which the other targets do without.
+    from tests.engines.vllm.media_files import encoded, pixels, video_file
+    from tests.gateway.sounds import encode, tone
+
+    seeds = dict[str, bytes]()
+    for kind, media_type in _MEDIA:
+        name = media_type.partition("/")[2]
         if kind == "image":
-            Image.effect_noise((24, 16), 50).convert("RGB").save(content, media_type.partition("/")[2].upper())
+            seeds[media_type] = encoded(pixels(24, 16), name.upper())
+        elif kind == "audio":
+            seeds[media_type] = encode(tone(0.1), media_type)
         else:
-            _write_with_av(content, kind, media_type)
-        seeds.append(bytes([number]) + content.getvalue())
-    return seeds
-
-
-def _write_with_av(content: io.BytesIO, kind: str, media_type: str) -> None:
-    import av
-
-    container_format = {"audio/mpeg": "mp3", "audio/ogg": "ogg"}.get(media_type, media_type.partition("/")[2])
-    with av.open(content, "w", format=container_format) as container:
-        if kind == "audio":
-            codec = {"wav": "pcm_s16le", "flac": "flac", "ogg": "libopus", "mp3": "libmp3lame"}[container_format]
-            rate = 48000
-            stream: Any = container.add_stream(codec, rate=rate)
-            frame: Any = av.AudioFrame.from_ndarray(np.zeros((1, 4800), np.int16), format="s16", layout="mono")
-            frame.sample_rate = rate
-        else:
-            stream = container.add_stream({"mp4": "libx264", "webm": "libvpx"}[container_format], rate=8)
-            stream.width = stream.height = 32
-            stream.pix_fmt = "yuv420p"
-            frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8))
-        for packet in (*stream.encode(frame), *stream.encode(None)):
-            container.mux(packet)
+            codec = {"mp4": "libx264", "webm": "libvpx"}[name]
+            seeds[media_type] = video_file(np.zeros((1, 32, 32, 3), np.uint8), codec=codec, container=name)
+    return [bytes([number]) + seeds[media_type] for number, (_, media_type) in enumerate(_MEDIA)]
 
 
 # -- states

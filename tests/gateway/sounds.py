@@ -20,11 +20,11 @@ def tone(seconds: float, *, loudness: float = 0.5) -> npt.NDArray[np.float32]:
     return samples
 
 
-def wav(samples: npt.NDArray[np.float32], *, rate_hz: int = RATE_HZ) -> bytes:
-    """Returns a WAV file with 16 bits of one channel."""
+def wav(samples: npt.NDArray[np.float32], rate_hz: int = RATE_HZ) -> bytes:
+    """Returns a WAV file with 16 bits, from [samples] or [samples, channels]."""
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
-        file.setparams((1, 2, rate_hz, 0, "NONE", "NONE"))
+        file.setparams((samples.shape[1] if samples.ndim > 1 else 1, 2, rate_hz, 0, "NONE", "NONE"))
         file.writeframes((samples * 32_767).astype("<i2").tobytes())
     return buffer.getvalue()
 

@@ -5,12 +5,10 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import av
+import numpy as np
 import pytest
 from av.error import FFmpegError
 from PIL import Image
@@ -20,20 +18,14 @@ from stagemesh.common.media.decoding import DecodedBytes, open_container
 from stagemesh.gateway.audio import find_media_type, measure
 from stagemesh.services.engines.media_decoding import read_audio, read_image, read_video
 from stagemesh.services.engines.prompts import MediaFile
+from tests.engines.vllm.media_files import video_file
 from tests.gateway.sounds import audio_file, encode, hours_of_silence, tone, wav
 
 PLENTY = 1 << 30
 
 
-def video_file(codec: str, container: str, *, frames: int = 3) -> bytes:
-    file = io.BytesIO()
-    with av.open(file, "w", format=container) as output:
-        stream: Any = output.add_stream(codec, rate=Fraction(10))
-        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
-        for _ in range(frames):
-            output.mux(stream.encode(av.VideoFrame(64, 64, "yuv420p")))
-        output.mux(stream.encode(None))
-    return file.getvalue()
+def black_video(codec: str, container: str) -> bytes:
+    return video_file(np.zeros((3, 64, 64, 3), np.uint8), codec=codec, container=container)
 
 
 def failure(call: Callable[[], object]) -> StagemeshError:
@@ -67,7 +59,7 @@ def test_an_audio_codec_that_is_not_permitted_is_not_decoded(codec: str, contain
     ],
 )
 def test_a_video_codec_that_is_not_permitted_is_not_decoded(codec: str, container: str, media_type: str) -> None:
-    file = MediaFile("video", video_file(codec, container), media_type)
+    file = MediaFile("video", black_video(codec, container), media_type)
     error = failure(lambda: read_video(file, DecodedBytes(PLENTY), max_frames=4))
     assert error.reason == "INVALID_MEDIA"
     assert f"its codec {codec} is not supported" in error.message
@@ -83,7 +75,7 @@ def test_a_video_codec_that_is_not_permitted_is_not_decoded(codec: str, containe
     ],
 )
 def test_common_video_codecs_are_decoded(codec: str, container: str, media_type: str) -> None:
-    file = MediaFile("video", video_file(codec, container), media_type)
+    file = MediaFile("video", black_video(codec, container), media_type)
     assert read_video(file, DecodedBytes(PLENTY), max_frames=4).metadata["total_num_frames"] == 3
 
 
@@ -154,7 +146,7 @@ def test_no_reader_of_a_stage_continues_after_its_request_has_ended() -> None:
     ended.close()
     image = io.BytesIO()
     Image.new("RGB", (30, 30)).save(image, "PNG")
-    video = MediaFile("video", video_file("mpeg4", "avi"), "video/x-msvideo")
+    video = MediaFile("video", black_video("mpeg4", "avi"), "video/x-msvideo")
     for call in (
         lambda: read_audio(MediaFile("audio", wav(tone(1.0)), "audio/wav"), ended),
         lambda: read_image(MediaFile("image", image.getvalue(), "image/png"), ended),

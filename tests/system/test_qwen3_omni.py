@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,10 @@ from stagemesh.client import (
 )
 from stagemesh.common.errors import StagemeshError
 from tests.deployment import Deployment, eventually
-from tests.engines.vllm.media_files import encoded, pixels, tone, video_file, wav
+from tests.engines.vllm.media_files import encoded, gray_video, pixels, tone, video_file
+from tests.gateway.sounds import wav
 from tests.models.qwen3_omni import reference
 from tests.models.qwen3_omni.reference import SOUND_HZ, Conversation
-from tests.system.lossless_video import video_of
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -63,7 +64,9 @@ def cases() -> list[Case]:
     sound = noise.normal(0, 0.1, 2 * SOUND_HZ).astype(np.float32)
     frames = noise.integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
     image, audio = ImageFile(encoded(picture), "image/png"), AudioSamples(sound, SOUND_HZ)
-    video = video_of(frames, rate_hz=2)
+    lossless = partial(video_file, frames, codec="ffv1", container="matroska", pixel_format="bgr0", rate_hz=2)
+    video = VideoFile(lossless(), "video/x-matroska")
+    heard = lossless(sound=sound, sound_codec="pcm_f32le", sound_hz=SOUND_HZ)
     return [
         case("text", "Hello there"),
         case("longer text", "What is the sea? Tell me everything about it, from the shore to the deepest trench."),
@@ -75,7 +78,7 @@ def cases() -> list[Case]:
         case(
             "video with its sound",
             "What is it?",
-            video_of(frames, rate_hz=2, sound=sound, sound_hz=SOUND_HZ),
+            VideoFile(heard, "video/x-matroska", use_audio_in_video=True),
             videos=[frames],
             audio=[sound],
             use_audio_in_video=True,
@@ -137,7 +140,7 @@ def _letters(count: int) -> GenerateArguments:
     return {"messages": [("user", "a" * count)]}
 
 
-SILENT_VIDEO = VideoFile(video_file([0, 9]), "video/mp4", use_audio_in_video=True)
+SILENT_VIDEO = VideoFile(gray_video([0, 9]), "video/mp4", use_audio_in_video=True)
 BAD_REQUESTS: Mapping[str, tuple[GenerateArguments, str, str]] = {
     "unknown speaker": ({"options": {"speaker": "nobody"}}, "INVALID_OPTION", "choose one of: aiden, chelsie, ethan"),
     "speaker of another stage": ({"stages": {"thinker": {"options": {"speaker": "ethan"}}}}, "UNKNOWN_OPTION", "none"),
@@ -150,7 +153,7 @@ BAD_REQUESTS: Mapping[str, tuple[GenerateArguments, str, str]] = {
     ),
     "empty audio": (_ask(AudioFile(b"", "audio/wav")), "INVALID_MEDIA", "audio has no data"),
     "short audio": (_ask(AudioSamples(tone(0.001), SOUND_HZ)), "INVALID_MEDIA", "send other media, for example longer"),
-    "damaged video": (_ask(VideoFile(video_file([0, 9])[:99], "video/mp4")), "INVALID_MEDIA", "video cannot be read"),
+    "damaged video": (_ask(VideoFile(gray_video([0, 9])[:99], "video/mp4")), "INVALID_MEDIA", "video cannot be read"),
     "silent video": (_ask(SILENT_VIDEO), "INVALID_MEDIA", "it has no audio track"),
     "too large image": (_ask(ImageFile(encoded(pixels(1600, 1600)), "image/png")), "PROMPT_TOO_LONG", "of media"),
     "too long for the thinker": (_letters(3000), "PROMPT_TOO_LONG", "the model accepts 2048 in all"),

@@ -1,8 +1,8 @@
 """Synthetic images, audio and video for tests."""
 
 import io
-import wave
 from collections.abc import Sequence
+from typing import Any
 
 import av
 import numpy as np
@@ -43,33 +43,37 @@ def audio_samples(seconds: float = 1.0, *, rate_hz: int = 16_000, pitch_hz: floa
     return Samples(tone(seconds, rate_hz=rate_hz, pitch_hz=pitch_hz), rate_hz)
 
 
-def wav(samples: Floats, rate_hz: int = 16_000) -> bytes:
-    """Returns a WAV file of 16-bit samples, from [samples] or [samples, channels]."""
-    file = io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setnchannels(samples.shape[1] if samples.ndim > 1 else 1)
-        writer.setsampwidth(2)
-        writer.setframerate(rate_hz)
-        writer.writeframes((samples * 32767).astype("<i2").tobytes())
-    return file.getvalue()
+def gray_video(
+    grays: Sequence[int], *, width: int = 64, height: int = 48, container: str = "mp4", sound: Floats | None = None
+) -> bytes:
+    """Returns a video file of 10 Hz whose frames are each of one gray, with `sound` as its audio track at 16 kHz."""
+    frames = np.broadcast_to(np.array(grays, np.uint8)[:, None, None, None], (len(grays), height, width, 3))
+    return video_file(frames, container=container, sound=sound)
 
 
 def video_file(
-    grays: Sequence[int], *, width: int = 64, height: int = 48, file_format: str = "mp4", sound: Floats | None = None
+    frames: npt.NDArray[np.uint8],
+    *,
+    codec: str = "mpeg4",
+    container: str = "mp4",
+    pixel_format: str = "yuv420p",
+    rate_hz: int = 10,
+    sound: Floats | None = None,
+    sound_codec: str = "aac",
+    sound_hz: int = 16_000,
 ) -> bytes:
-    """Returns a video file of 10 Hz whose frames are each of one gray, with `sound` as its audio track at 16 kHz."""
+    """Returns a video file of `frames`, [frames, height, width, 3], with `sound`, [samples], as its audio track."""
     file = io.BytesIO()
-    with av.open(file, "w", format=file_format) as container:
-        track = container.add_stream("aac", rate=16_000, layout="mono") if sound is not None else None
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for gray in grays:
-            frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), gray, np.uint8), format="rgb24")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-        if track is not None and sound is not None:
-            audio = av.AudioFrame.from_ndarray(sound[np.newaxis], format="fltp", layout="mono")
-            audio.sample_rate = 16_000
-            container.mux(track.encode(audio))
-            container.mux(track.encode(None))
+    with av.open(file, "w", format=container) as output:
+        track: Any = output.add_stream(sound_codec, rate=sound_hz, layout="mono") if sound is not None else None
+        stream: Any = output.add_stream(codec, rate=rate_hz)
+        stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], pixel_format
+        for frame in frames:
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
+        output.mux(stream.encode(None))
+        if sound is not None:
+            audio = av.AudioFrame.from_ndarray(sound[np.newaxis], format=track.codec_context.format.name, layout="mono")
+            audio.sample_rate = sound_hz
+            output.mux(track.encode(audio))
+            output.mux(track.encode(None))
     return file.getvalue()

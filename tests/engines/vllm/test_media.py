@@ -26,9 +26,10 @@ from stagemesh.services.engines.vllm.requests import prompt_tokens
 from tests.engines.support import collect, sampled_tokens, tokens_of, usage_of
 from tests.engines.vllm.emitted_states import ONLY_LAST, TOLERANCE, received, running
 from tests.engines.vllm.engines import started, undisturbed
-from tests.engines.vllm.media_files import audio_samples, image, pixels, tone, video_file, wav
+from tests.engines.vllm.media_files import audio_samples, gray_video, image, pixels, tone
 from tests.engines.vllm.tiny_media_models import SAMPLE_RATE_HZ, write_idefics3, write_qwen2_audio
 from tests.engines.vllm.tiny_model import FLOAT32
+from tests.gateway.sounds import wav
 from tests.rpc.call_errors import raises
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
@@ -214,7 +215,7 @@ async def test_samples_of_a_low_rate_count_as_they_are_after_resampling(audio_en
 
 
 async def test_vllm_parses_a_decoded_video() -> None:
-    file = MediaFile("video", video_file([10 * number for number in range(20)]), "video/mp4")
+    file = MediaFile("video", gray_video([10 * number for number in range(20)]), "video/mp4")
     read = read_video(file, DecodedBytes(1 << 20), max_frames=4)
     parsed = MultiModalDataParser(video_needs_metadata=True).parse_mm_data({"video": [read]})
     frames, metadata = parsed["video"].get(0)
@@ -238,8 +239,8 @@ async def test_chat_template_places_each_kind_of_media(image_engine: VllmEngine,
 
 # -- a video with its audio track: models that accept it need torchvision, so these tests end at vLLM's input, too
 
-VIDEO = MediaFile("video", video_file([0, 50, 100, 150], sound=tone(1.0)), "video/mp4", use_audio=True)
-SILENT = MediaFile("video", video_file([0, 50]), "video/mp4")
+VIDEO = MediaFile("video", gray_video([0, 50, 100, 150], sound=tone(1.0)), "video/mp4", use_audio=True)
+SILENT = MediaFile("video", gray_video([0, 50]), "video/mp4")
 
 
 async def test_audio_track_of_a_video_is_decoded_as_audio() -> None:

@@ -16,7 +16,8 @@ from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.media.decoding import DecodedBytes
 from stagemesh.services.engines.media_decoding import read_audio, read_image, read_samples, read_video
 from stagemesh.services.engines.prompts import MediaFile, Samples
-from tests.engines.vllm.media_files import encoded, pixels, tone, video_file, wav
+from tests.engines.vllm.media_files import encoded, gray_video, pixels, tone
+from tests.gateway.sounds import wav
 
 PLENTY = 64 << 20
 Reader = Callable[[Any, DecodedBytes], object]
@@ -54,7 +55,7 @@ def test_channels_of_a_file_are_averaged() -> None:
 
 
 def test_video_frames_are_sampled_evenly() -> None:
-    read = read_video(video(video_file([10 * number for number in range(20)])), DecodedBytes(PLENTY), max_frames=5)
+    read = read_video(video(gray_video([10 * number for number in range(20)])), DecodedBytes(PLENTY), max_frames=5)
     assert read.metadata["frames_indices"] == [0, 5, 10, 14, 19]
     np.testing.assert_allclose(read.frames.mean(axis=(1, 2, 3)), [0, 50, 100, 140, 190], atol=3)
     assert read.frames.shape == (5, 48, 64, 3)
@@ -62,7 +63,7 @@ def test_video_frames_are_sampled_evenly() -> None:
 
 
 def test_all_frames_of_a_short_video_are_read() -> None:
-    file = video(video_file([0, 100, 200], file_format="avi"), "video/x-msvideo")
+    file = video(gray_video([0, 100, 200], container="avi"), "video/x-msvideo")
     read = read_video(file, DecodedBytes(PLENTY), max_frames=32)
     assert read.metadata["frames_indices"] == [0, 1, 2]
 
@@ -87,7 +88,7 @@ WRONG: list[tuple[Reader, MediaFile | Samples, str]] = [
     (read_image, image_file(encoded(pixels()), "image/gif"), "not that of its media type"),
     (read_image, image_file(encoded(np.zeros((1, 900, 3), np.uint8))), "900 by 1"),
     (read_audio, audio(PLAYLIST), "the audio cannot be read"),
-    (read_audio, audio(video_file([0]), "audio/mp4"), "it has no audio track"),
+    (read_audio, audio(gray_video([0]), "audio/mp4"), "it has no audio track"),
     (read_audio, audio(wav(tone())[:20_000]), "it ends after 20000 of 32044 bytes"),
     (read_audio, audio(wav(tone(0.0))), "it has no samples"),
     (read_samples, Samples(np.full(5, np.inf, np.float32), 8_000), "is inf"),
@@ -98,7 +99,7 @@ WRONG: list[tuple[Reader, MediaFile | Samples, str]] = [
 TOO_LARGE: list[tuple[Reader, MediaFile, str]] = [
     (read_image, image_file(encoded(pixels(600, 600))), "the image exceeds the limit of 1000000"),
     (read_audio, audio(wav(tone(20.0))), "the audio exceeds the limit"),
-    (read_few_frames, video(video_file([0] * 9, width=400, height=400)), "video"),
+    (read_few_frames, video(gray_video([0] * 9, width=400, height=400)), "video"),
 ]
 
 
@@ -131,7 +132,7 @@ def test_all_media_of_a_request_share_one_limit() -> None:
 GOOD: dict[str, tuple[Reader, Callable[[bytes], MediaFile], bytes]] = {
     "image": (read_image, image_file, encoded(pixels(20, 20))),
     "audio": (read_audio, audio, wav(tone(0.1))),
-    "video": (read_few_frames, video, video_file([0, 50, 100])),
+    "video": (read_few_frames, video, gray_video([0, 50, 100])),
 }
 
 

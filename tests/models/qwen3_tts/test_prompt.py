@@ -15,7 +15,7 @@ from stagemesh.common.wire.tensors import Array, Value
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.prompts import MediaFile, Medium, Samples
 from stagemesh.services.models.qwen3_tts.prompt import PromptWriter, make_prompt_writer, read_voice
-from tests.engines.vllm.media_files import wav
+from tests.gateway.sounds import wav
 from tests.models.checkpoints import changed, set_field
 from tests.models.qwen3_tts import golden
 from tests.models.qwen3_tts.prompts import Request, requests, talker_rows, write_prompt
