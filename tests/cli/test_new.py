@@ -85,22 +85,18 @@ assert (made.tensors["audio"].tolist(), rest) == ([1, 1, 1], [])
     run(sys.executable, "-c", check, folder=tmp_path, environment=_environment(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["My-voice", "1voice", "my_voice", "json", "class", "stagemesh", "a--b"])
-def test_a_wrong_name_is_refused(tmp_path: Path, name: str) -> None:
-    ran = invoke("new", "stage", name, "--folder", str(tmp_path / "new"))
-    assert (ran.exit_code, list(tmp_path.iterdir())) == (ExitCode.USAGE, [])
-    assert f"{name!r} cannot be the name of a package" in ran.stderr
+WRONG_NAMES = ("My-voice", "1voice", "my_voice", "json", "class", "stagemesh", "a--b")
+REFUSED = [
+    *((name, "new", ExitCode.USAGE, f"{name!r} cannot be the name of a package") for name in WRONG_NAMES),
+    ("voice", "folder", ExitCode.REFUSED, "choose another folder with --folder DIR"),
+    ("voice", "file/new", ExitCode.USAGE, "cannot be written: "),
+]
 
 
-def test_an_existing_folder_is_not_changed(tmp_path: Path) -> None:
-    (tmp_path / "new").mkdir()
-    ran = invoke("new", "stage", "voice", "--folder", str(tmp_path / "new"))
-    assert (ran.exit_code, list((tmp_path / "new").iterdir())) == (ExitCode.REFUSED, [])
-    assert "choose another folder with --folder DIR" in ran.stderr
-
-
-def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "folder", "code", "said"), REFUSED)
+def test_a_refused_project_leaves_nothing(tmp_path: Path, name: str, folder: str, code: ExitCode, said: str) -> None:
+    (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    ran = invoke("new", "stage", "voice", "--folder", str(tmp_path / "file" / "new"))
-    assert (ran.exit_code, [path.name for path in tmp_path.iterdir()]) == (ExitCode.USAGE, ["file"])
-    assert "cannot be written: " in ran.stderr
+    ran = invoke("new", "stage", name, "--folder", str(tmp_path / folder))
+    assert (ran.exit_code, sorted(path.name for path in tmp_path.rglob("*"))) == (code, ["file", "folder"])
+    assert said in ran.stderr

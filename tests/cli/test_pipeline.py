@@ -64,16 +64,13 @@ def test_the_graph_can_be_printed_as_json(tiny: Path) -> None:
     }
 
 
-def test_the_mermaid_chart_has_every_arrow(tiny: Path) -> None:
-    lines = invoke("pipeline", "graph", str(tiny), "--format", "mermaid").stdout.splitlines()
-    assert lines[0] == "flowchart LR"
-    assert sum("-->" in line for line in lines) == 3
-
-
-def test_the_dot_graph_has_every_arrow(tiny: Path) -> None:
-    dot = invoke("pipeline", "graph", str(tiny), "--format", "dot").stdout
-    assert dot.startswith('digraph "tiny" {')
-    assert dot.count("->") == 3
+@pytest.mark.parametrize(
+    ("chart", "start", "arrow"), [("mermaid", "flowchart LR\n", "-->"), ("dot", 'digraph "tiny" {', "->")]
+)
+def test_a_chart_has_every_arrow(tiny: Path, chart: str, start: str, arrow: str) -> None:
+    printed = invoke("pipeline", "graph", str(tiny), "--format", chart).stdout
+    assert printed.startswith(start)
+    assert printed.count(arrow) == 3
 
 
 WRONG = """\
@@ -264,17 +261,13 @@ def test_variables_remain_variables() -> None:
     assert "# The pipeline reads variables: FAULTS. Set them by `env`" in ran.stdout
 
 
-@pytest.mark.parametrize(
-    "text", ["y", "N", "on", "Off", "null", "~", "1.10", "1e5", "0x1f", "0o17", "1_000", "1:30", "_1"]
-)
-def test_text_that_looks_like_another_type_is_quoted(text: str, song: Path) -> None:
-    ran = invoke("k8s", "render", str(song), "--set", f"stages.thinker.options.tokenizer_mode='{text}'")
-    assert f'tokenizer_mode: "{text}"\n' in ran.stdout
+OTHER_TYPES = ("y", "N", "on", "Off", "null", "~", "1.10", "1e5", "0x1f", "0o17", "1_000", "1:30", "_1")
+QUOTED = {f"tokenizer_mode='{text}'": f'tokenizer_mode: "{text}"' for text in OTHER_TYPES}
 
 
-def test_a_key_that_looks_like_another_type_is_quoted(song: Path) -> None:
-    ran = invoke("k8s", "render", str(song), "--set", "stages.thinker.options.mm_processor_kwargs={'y': 1}")
-    assert '"y": 1\n' in ran.stdout
+@pytest.mark.parametrize(("option", "line"), [*QUOTED.items(), ("mm_processor_kwargs={'y': 1}", '"y": 1')])
+def test_text_that_looks_like_another_type_is_quoted(option: str, line: str, song: Path) -> None:
+    assert f"{line}\n" in invoke("k8s", "render", str(song), "--set", f"stages.thinker.options.{option}").stdout
 
 
 @pytest.mark.parametrize(

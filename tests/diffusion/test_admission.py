@@ -105,14 +105,15 @@ async def test_memory_counts_all_running_requests_and_one_decode() -> None:
         assert requests.running == ["a", "b", "c"]
 
 
-async def test_no_request_overtakes_one_that_waits_for_memory() -> None:
-    async with opened(max_running=9, memory_bytes=35) as (_, requests):
+@pytest.mark.parametrize("cancels", [False, True])
+async def test_no_request_overtakes_one_that_waits_for_memory(cancels: bool) -> None:
+    async with opened(max_running=9, memory_bytes=35) as (admission, requests):
         await requests.submit("runs")
         await requests.submit("large", footprint=Footprint(30, 5))
         await requests.submit("small")
         assert requests.running == ["runs"]
-        await requests.finish("runs")
-        assert requests.running == ["large"]
+        await (requests.cancel("large") if cancels else requests.finish("runs"))
+        assert (requests.running, admission.waiting) == ((["runs", "small"], 0) if cancels else (["large"], 1))
 
 
 async def test_a_request_that_never_fits_is_rejected_at_once() -> None:
@@ -123,27 +124,15 @@ async def test_a_request_that_never_fits_is_rejected_at_once() -> None:
                 raise AssertionError("it was let in")
 
 
-async def test_a_cancelled_waiting_request_unblocks_the_next() -> None:
-    async with opened(max_running=9, memory_bytes=35) as (admission, requests):
-        await requests.submit("runs")
-        await requests.submit("large", footprint=Footprint(30, 5))
-        await requests.submit("small")
-        await requests.cancel("large")
-        assert (requests.running, admission.waiting) == (["runs", "small"], 0)
-
-
-async def test_a_slot_freed_during_a_cancellation_goes_to_the_next() -> None:
+@pytest.mark.parametrize("late", [False, True])
+async def test_the_slot_of_a_cancelled_request_goes_to_the_next(late: bool) -> None:
     async with opened(max_running=1) as (_, requests):
         await requests.submit("runs", "gives up", "next")
-        await requests.cancel("runs", "gives up")
-        assert requests.running == ["next"]
-
-
-async def test_a_slot_given_to_a_cancelled_request_goes_to_the_next() -> None:
-    async with opened(max_running=1) as (_, requests):
-        await requests.submit("runs", "gives up", "next")
-        requests.tasks["runs"].add_done_callback(lambda _: requests.tasks["gives up"].cancel())
-        await requests.finish("runs")
+        if late:
+            requests.tasks["runs"].add_done_callback(lambda _: requests.tasks["gives up"].cancel())
+            await requests.finish("runs")
+        else:
+            await requests.cancel("runs", "gives up")
         assert requests.running == ["next"]
 
 

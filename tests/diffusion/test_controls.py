@@ -142,22 +142,17 @@ async def test_a_sleeping_engine_frees_gpu_memory(large_model: Path, level: int)
 # -- profiles
 
 
-async def test_a_profile_is_written_to_the_requested_folder(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("max_steps", "steps"), [(None, SPEC.steps), (2, 2)])
+async def test_a_profile_is_written_to_the_requested_folder(
+    model: Path, tmp_path: Path, max_steps: int | None, steps: int
+) -> None:
     async with engine(model, profile_dir=str(tmp_path)) as tested:
-        folder = await controls_of(tested).profiles.start("night/one", max_steps=None)
+        folder = await controls_of(tested).profiles.start("night/one", max_steps=max_steps)
         await image(tested)
         (file,) = await controls_of(tested).profiles.stop()
     assert Path(file).parent == Path(folder) == tmp_path / "night" / "one"
-    assert steps_in(file) == STEPS
+    assert steps_in(file) == steps
     assert names_in(tmp_path) == ["night"]
-
-
-async def test_a_profile_ends_after_its_maximum_of_steps(model: Path, tmp_path: Path) -> None:
-    async with engine(model, profile_dir=str(tmp_path)) as tested:
-        await controls_of(tested).profiles.start("some", max_steps=2)
-        await image(tested)
-        (file,) = await controls_of(tested).profiles.stop()
-    assert steps_in(file) == 2
 
 
 async def test_profiles_are_rejected_without_a_profile_folder(model: Path) -> None:

@@ -60,10 +60,25 @@ def test_shutdown_removes_offloaded_files(qwen_image: Path, tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_layerwise_casting_changes_results_little(qwen_image: Path, dtype: str) -> None:
-    expected, cast = made(qwen_image), made(qwen_image, layerwise_casting=dtype)
-    assert 0 < np.abs(cast - expected).max() < FP8_TOLERANCE
+INT8 = {"backend": "torchao", "parameters": {"quant_type": "Int8WeightOnlyConfig"}}
+LITTLE = ({"layerwise_casting": "float8_e4m3fn"}, {"layerwise_casting": "float8_e5m2"}, {"quantization": INT8})
+
+
+@pytest.mark.parametrize("options", LITTLE, ids=str)
+def test_smaller_weights_change_results_little(qwen_image: Path, options: dict[str, Any]) -> None:
+    assert 0 < np.abs(made(qwen_image, **options) - made(qwen_image)).max() < FP8_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"offload": "model"}, "offload model needs a GPU; omit it"),
+        ({"offload": "disk", "offload_dir": "/nowhere/gone"}, "gone cannot be used"),
+    ],
+)
+def test_an_impossible_offload_is_rejected(qwen_image: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(NotReadyError, match=said):
+        made(qwen_image, **options)
 
 
 @pytest.mark.soak
@@ -73,23 +88,7 @@ def test_a_compiled_transformer_changes_results_little(tiny_diffusion: Callable[
     assert np.allclose(made(folder, compile=True), made(folder), atol=1e-4)
 
 
-def test_model_offload_needs_a_gpu(qwen_image: Path) -> None:
-    with pytest.raises(NotReadyError, match="offload model needs a GPU; omit it"):
-        made(qwen_image, offload="model")
-
-
-def test_a_missing_offload_folder_is_rejected(qwen_image: Path, tmp_path: Path) -> None:
-    with pytest.raises(NotReadyError, match="gone cannot be used"):
-        made(qwen_image, offload="disk", offload_dir=str(tmp_path / "gone"))
-
-
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="it is installed")
 def test_the_error_names_a_missing_library(qwen_image: Path) -> None:
     with pytest.raises(NotReadyError, match="needs the module bitsandbytes; install it"):
         made(qwen_image, quantization={"backend": "bitsandbytes_4bit"})
-
-
-def test_quantized_weights_change_results_little(qwen_image: Path) -> None:
-    wanted = {"backend": "torchao", "parameters": {"quant_type": "Int8WeightOnlyConfig"}}
-    expected, quantized = made(qwen_image), made(qwen_image, quantization=wanted)
-    assert 0 < np.abs(quantized - expected).max() < FP8_TOLERANCE

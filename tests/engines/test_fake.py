@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,14 +71,12 @@ def test_an_unknown_function_error_lists_the_known_ones() -> None:
         DESCRIPTOR.signature("sauce", {})
 
 
-def test_an_unknown_option_error_suggests_similar_names() -> None:
-    with pytest.raises(InvalidRequestError, match=r"unknown option 'stepps'.*steps"):
-        fake(stepps=3)
-
-
-def test_an_option_of_the_wrong_type_is_named() -> None:
-    with pytest.raises(InvalidRequestError, match=r"option steps is 1\.5"):
-        fake(steps=1.5)
+@pytest.mark.parametrize(
+    ("options", "said"), [({"stepps": 3}, r"unknown option 'stepps'.*steps"), ({"steps": 1.5}, r"option steps is 1\.5")]
+)
+def test_a_wrong_option_is_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        fake(**options)
 
 
 async def test_a_source_repeats_its_output_for_the_same_seed() -> None:
@@ -290,15 +289,12 @@ async def test_a_slow_task_emits_the_same_outputs_later() -> None:
     assert text_of(events) == text_of(await collect(fake().submit(Task("r", 0, "hi"))))
 
 
-async def test_a_disorder_swaps_two_outputs() -> None:
-    events = await collect(fake(faults=one("disorder", after_steps=1)).submit(Task("r", 0, "hi")))
-    assert steps_of(events) == [0, 2, 1, 3]
-
-
-async def test_a_task_with_swapped_outputs_can_pause() -> None:
-    events = await collect(fake(faults=one("disorder", after_steps=1)).submit(Task("r", 0, "hi", max_steps=2)))
-    assert steps_of(events) == [0, 1]
-    assert isinstance(events[-1], Paused)
+@pytest.mark.parametrize(("max_steps", "steps"), [(None, [0, 2, 1, 3]), (2, [0, 1])])
+async def test_a_disorder_swaps_two_outputs(max_steps: int | None, steps: list[int]) -> None:
+    task = Task("r", 0, "hi", max_steps=max_steps)
+    events = await collect(fake(faults=one("disorder", after_steps=1)).submit(task))
+    assert steps_of(events) == steps
+    assert isinstance(events[-1], Paused) == (max_steps is not None)
 
 
 async def test_a_consumer_rejects_inputs_out_of_order() -> None:

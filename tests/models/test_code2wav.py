@@ -1,6 +1,5 @@
 """Qwen3-Omni's code2wav as a streaming stage, compared with transformers' decode of the whole stream."""
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,10 @@ from pydantic import JsonValue
 from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
-from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.wire.tensors import Tensors
 from stagemesh.connectors.packets import Packet
-from stagemesh.services.engines.base import Checkpoint, Task, Usage
+from stagemesh.services.engines.base import Checkpoint, Task
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.models.codec_speech.streaming import BatchState
 from stagemesh.services.models.codec_speech.vocoder import CodecVocoder, VocoderState
@@ -119,14 +118,6 @@ def test_a_gpu_gives_the_samples_of_the_cpu(code2wav_folder: Path, whole: Sample
         assert_equal(samples, whole, tolerance=GPU_TOLERANCE)
 
 
-async def test_eight_requests_in_one_engine_sound_as_alone(engine: FunctionEngine, whole: Samples) -> None:
-    streams = [pieces(CODES[:length], range(4, length, 4)) for length in range(40, 120, 10)]
-    made = await asyncio.gather(*(emitted(engine, stream) for stream in streams))
-    for samples in made:
-        assert_equal(samples, whole[: len(samples)])
-    assert len({len(samples) for samples in made}) == 8
-
-
 def test_long_packets_are_decoded_in_pieces(vocoder: CodecVocoder, monkeypatch: pytest.MonkeyPatch) -> None:
     codes, frames, kind = random_codes(2000), list[int](), type(vocoder._decoder)
     decode_frames = kind.__call__
@@ -141,22 +132,6 @@ def test_long_packets_are_decoded_in_pieces(vocoder: CodecVocoder, monkeypatch: 
     short = decode(vocoder, codes, range(25, 2000, 25))
     for samples in long:
         assert_equal(samples, short)
-
-
-async def test_an_empty_stream_has_no_audio(engine: FunctionEngine) -> None:
-    assert await collect(engine.submit(task([]))) == [Usage(steps=0)]
-
-
-async def test_a_wrong_code_fails_only_its_request_and_names_the_frame(engine: FunctionEngine, whole: Samples) -> None:
-    wrong = CODES[:30].copy()
-    wrong[17, 2] = CODEBOOK_SIZE
-    streams = [pieces(codes, range(5, 30, 5)) for codes in (CODES[:30], wrong, CODES[:30])]
-    made = await asyncio.gather(*(emitted(engine, stream) for stream in streams), return_exceptions=True)
-    assert isinstance(made[1], InvalidChunkError)
-    assert "codec frame 17 has the code 64 in group 2" in made[1].message
-    for samples in made[::2]:
-        assert isinstance(samples, np.ndarray)
-        assert_equal(samples, whole[: len(samples)])
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,6 @@ def test_a_request_with_many_choices_delays_others_only_until_it_ends() -> None:
     assert waits_s == [pytest.approx(10 * position / 16) for position in range(1, 9)]
 
 
-def test_bytes_are_limited_like_requests() -> None:
-    driver = AdmissionDriver(10, max_in_flight_bytes=100)
-    first, second, third = (driver.ask(input_bytes=50) for _ in range(3))
-    assert (first.runs, second.runs, third.waits) == (True, True, True)
-
-
 def test_a_request_larger_than_the_limit_runs_alone() -> None:
     driver = AdmissionDriver(10, max_in_flight_bytes=100)
     large, small = driver.ask(input_bytes=500), driver.ask(input_bytes=1)
@@ -52,14 +46,6 @@ def test_the_average_output_of_the_kind_is_reserved() -> None:
     recorded = [driver.ask(kind=kind) for kind in ("picture", "text", "picture")]
     assert [each.runs for each in recorded] == [True, True, False]
     assert driver.admission.loads.running.size_bytes == 61
-
-
-def test_the_bytes_in_the_queue_are_limited() -> None:
-    driver = AdmissionDriver(1, max_queued_bytes=100)
-    driver.ask()
-    driver.ask(input_bytes=60)
-    with pytest.raises(OverloadedError):
-        driver.ask(input_bytes=60)
 
 
 def test_a_caller_has_limits_of_its_own() -> None:

@@ -118,16 +118,3 @@ def test_at_most_eight_requests_overtake_for_each_earlier_one(steps: list[tuple[
             waiting = [each for each in waiting if each[0].waits]
         for _, ahead, passed in waiting:
             assert len(driver.order) - passed < 8 * (ahead + 1)
-
-
-def test_the_lowest_priority_is_served_under_a_stream_of_the_highest(driver: AdmissionDriver) -> None:
-    running = driver.ask()
-    low = driver.ask("low", priority=-10)
-    for _ in range(7):
-        urgent = driver.ask(priority=10)
-        driver.end(running)
-        assert urgent.runs
-        running = urgent
-    driver.ask(priority=10)
-    driver.end(running)
-    assert low.runs

@@ -270,13 +270,16 @@ async def test_a_second_replica_of_a_name_is_rejected(world: _World, caplog: pyt
 
 @pytest.mark.parametrize("text", [CHAIN.replace("{from: a, to: b}", "{from: a, to: b, connector: nixl}")], ids=["nixl"])
 @_played
-async def test_a_joining_replica_without_its_connector_is_not_planned(world: _World, pipeline: Pipeline) -> None:
+async def test_a_joining_replica_without_its_connector_is_not_planned(
+    world: _World, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
     world.stages["h:a"].refused_consumers.add("b-1")
     await world.start("h:late", "b-1")
     good, broken = world.fleet.replicas["b"]
     assert world.fleet.ready
     assert (broken.name, broken.state) == ("b-1", ReplicaState.FAILED)
     assert broken.detail.endswith("from a-0 to b-1: connector nixl cannot be used with replica b-1")
+    assert f"replica b-1 receives no requests: {broken.detail}" in caplog.messages
     route = pipeline.route(["last"])
     world.fleet.edge_connectors.check(route.edges)
     plans = [Planner(pipeline, world.fleet.registry).plan(route) for _ in range(20)]
@@ -327,20 +330,23 @@ async def test_a_new_generation_stays_withheld_while_the_former_one_recovers(wor
     assert [verdicts[-1] for verdicts in world.verdicts("h")] == [_RELEASED] * 3
 
 
+@pytest.mark.parametrize(
+    ("described", "why"),
+    [
+        # After an upgrade that moves ports, a stage may listen at the port at which another one listened before.
+        ({"stage": "c"}, "its stage is c, expected b"),
+        ({"pipeline": "another"}, "its pipeline is another, expected chain"),
+    ],
+)
 @_played
-async def test_a_replica_that_answers_for_another_stage_is_not_used(world: _World, pipeline: Pipeline) -> None:
-    """After an upgrade that moves ports, a stage may listen at the port at which another one listened before."""
-    await world.start("h:moved", "c-1", stage="c")
+async def test_a_replica_of_something_else_is_not_used(
+    world: _World, pipeline: Pipeline, described: dict[str, str], why: str
+) -> None:
+    await world.start("h:moved", "c-1", **described)
     await asyncio.sleep(1)
     moved = world.fleet.replicas["b"][1]
-    assert (moved.state, moved.detail) == (ReplicaState.FAILED, "refused: its stage is c, expected b")
+    assert moved.is_refused
+    assert (moved.state, moved.detail) == (ReplicaState.FAILED, f"refused: {why}")
     assert world.stages["h:moved"].verdicts == []
     planner = Planner(pipeline, world.fleet.registry)
     assert {planner.plan(pipeline.route(["last"])).replicas["b"] for _ in range(8)} == {"b-0"}
-
-
-@_played
-async def test_a_replica_of_another_pipeline_receives_no_verdict(world: _World) -> None:
-    await world.start("h:other", "other", pipeline="another")
-    assert world.fleet.replicas["b"][1].is_refused
-    assert world.stages["h:other"].verdicts == []

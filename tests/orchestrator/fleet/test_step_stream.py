@@ -24,6 +24,7 @@ from stagemesh.v1 import stage_pb2
 from tests.later_contract import later_class
 from tests.orchestrator.mesh import serve
 from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang, say_hello
+from tests.rpc.call_errors import raises
 
 BOUND_S = 10
 
@@ -118,12 +119,14 @@ async def test_a_message_of_an_unknown_kind_ends_its_step_unless_it_is_ignorable
     assert caller.received["ignored"] == caller.received["other"] != []
 
 
-async def test_a_step_call_of_its_own_loses_its_replica() -> None:
-    async with _calling(hang, minimal=True) as caller:
+@pytest.mark.parametrize("minimal", [False, True], ids=["stream", "calls"])
+async def test_steps_end_with_their_client_or_their_replica(minimal: bool) -> None:
+    async with _calling(hang, minimal=minimal) as caller:
         running = asyncio.create_task(caller.fails("r"))
         await caller.until_running(1)
-        await caller.server.stop(grace_s=0)
-        assert (await running).reason == REPLICA_LOST
+        await (caller.server.stop(grace_s=0) if minimal else caller.client.close())
+        error = await running
+    assert error.reason == REPLICA_LOST if minimal else "is no longer connected" in error.message
 
 
 @pytest.mark.parametrize("minimal", [False, True])
@@ -146,13 +149,6 @@ async def test_cancelling_a_call_cancels_its_step_and_no_other(minimal: bool) ->
         staying.cancel()
         await asyncio.gather(leaving, staying, return_exceptions=True)
         await caller.until_running(0)
-
-
-async def test_an_error_of_take_ends_the_step() -> None:
-    async with _calling(hang) as caller:
-        error = await caller.fails("r", take=_Held().take)
-        await caller.until_running(0)
-    assert (error.message, error.reason) == ("accepted is not wanted", "NOT_WANTED")
 
 
 async def test_a_replica_that_terminates_loses_its_steps_and_is_called_over_a_new_stream() -> None:
@@ -212,14 +208,6 @@ async def test_a_stream_with_a_long_step_stays_open(monkeypatch: pytest.MonkeyPa
     assert caller.stage.streams == 1
 
 
-async def test_closing_the_client_ends_its_steps() -> None:
-    async with _calling(hang) as caller:
-        running = asyncio.create_task(caller.fails("r"))
-        await caller.until_running(1)
-        await caller.client.close()
-        assert "is no longer connected" in (await running).message
-
-
 async def test_a_request_larger_than_a_message_is_rejected_and_others_continue() -> None:
     async with _calling(hang) as caller:
         running = asyncio.create_task(caller.run("r"))
@@ -259,10 +247,11 @@ async def test_a_step_that_an_error_of_take_ends_is_freed_at_once() -> None:
     async with _calling(hang) as caller:
         held = _Held()
         gone = weakref.ref(held)
-        with pytest.raises(errors.UnavailableError):
+        with raises(errors.UnavailableError, reason="NOT_WANTED", match="accepted is not wanted"):
             await caller.run("r", take=held.take)
         del held
         assert gone() is None
+        await caller.until_running(0)
 
 
 async def _never_accept(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
