@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import yaml
 
 from stagemesh.common.errors import InvalidPipelineError, NotFoundError
 from stagemesh.common.plugins.descriptors import Emitted, EngineDescriptor, OptionSpec, Signature, TransformDescriptor
@@ -63,6 +64,10 @@ _TRANSFORMS = {
     "frames.wider": TransformDescriptor(takes={"frames": _FRAMES}, gives={"frames": _WIDER}, factory=""),
 }
 
+SECTIONS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
+"""The sections of mistakes.yaml, which says what they contain."""
+
+
 _T = TypeVar("_T")
 
 
@@ -100,10 +105,7 @@ def errors(folder: Path, text: str, **arguments: Any) -> list[str]:
     return caught.value.message.replace(f"{folder}/pipeline.yaml:", "").splitlines()
 
 
-def mistakes(good: str, table: Mapping[str, tuple[str, ...]]) -> pytest.MarkDecorator:
-    """Runs a test for each mistake, with the parameters `text`, the text of the file, and `error`.
-
-    `table` maps the name of a mistake to the edits of the text `good`, followed by the error.
-    """
-    cases = [pytest.param(edited(good, *edits), error, id=name) for name, (*edits, error) in table.items()]
-    return pytest.mark.parametrize(("text", "error"), cases)
+def good(section: str) -> str:
+    """Returns the sound pipeline file of a section of mistakes.yaml."""
+    file: str = SECTIONS[section]["file"]
+    return file

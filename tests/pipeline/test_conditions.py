@@ -9,117 +9,12 @@ from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.pipeline import Pipeline, conditions
 from stagemesh.pipeline.conditions import Fact
 from stagemesh.v1 import request_pb2
-from tests.pipeline.files import edited, errors, load, mistakes
+from tests.pipeline.files import edited, errors, good, load
 
-BAND = """\
-pipeline: band
-options: {loud: {default: 0, minimum: 0, maximum: 10}}
-stages:
-  thinker: {engine: plain, function: talk}
-  reader: {engine: plain, function: read}
-  singer: {engine: plain, function: sing}
-  blender: {engine: plain, function: blend}
-edges:
-  - {from: thinker, to: reader}
-  - {from: reader, to: singer}
-  - {from: thinker, to: blender}
-  - {from: reader, to: blender}
-outputs: {text: thinker, audio: singer, blend: blender}
-"""
+BAND = good("conditions")
 
 
 LOUD = "when: {option: loud, over: 5}"
-
-
-@mistakes(BAND, {
-    "unknown option": ("to: singer}", "to: singer, when: {option: lout, is: 1}}",
-        "10: no stage has an option 'lout', and `options` does not declare it; did you mean 'loud'?"),
-    "option of another type": ("to: singer}", "to: singer, when: {option: loud, is: high}}",
-        "10: edges.1.when.0.is is 'high'; input should be a valid number"),
-    "option that is no truth value": ("to: singer}", "to: singer, when: {option: loud, is: true}}",
-        "10: edges.1.when.0.is is True; input should be a valid number"),
-    "option as a flag": ("to: singer}", "to: singer, when: {option: loud, wanted: true}}",
-        "10: unknown key 'edges.1.when.0.wanted'; known: at_least, at_most, is, is_not, option, over, under"),
-    "option compared with nothing": ("to: singer}", "to: singer, when: {option: loud}}",
-        "10: option 'loud' is not compared with anything; add one of is, is_not, over, at_least, under, at_most"),
-    "never so": ("to: singer}", "to: singer, when: {option: loud, over: 10}}",
-        "10: option loud is over 10: this never holds (the option is between 0 and 10); compare it with another value"),
-    "always so": ("to: singer}", "to: singer, when: {option: loud, at_least: 0}}",
-        ("10: option loud is at least 0: this always holds (the option is between 0 and 10); remove it, or compare "
-         "it with another value")),
-    "contradiction": ("to: singer}", "to: singer, when: {option: loud, over: 5, under: 5}}",
-        "10: option loud is over 5 and option loud is under 5: no request can fulfil this; remove a term"),
-    "tokens and text": ("to: singer}", "to: singer, when: [{input: tokens}, {input: text}]}",
-        "10: the input has tokens and the input has text: no request can fulfil this; remove a term"),
-    "unknown comparison": ("to: singer}", "to: singer, when: {option: loud, above: 5}}",
-        "10: unknown key 'edges.1.when.0.above'; did you mean 'over'?"),
-    "nothing named": ("to: singer}", "to: singer, when: {is: 5}}",
-        "10: edges.1.when.0 is {'is': 5}; name exactly one of option, input, output, and use a list for more"),
-    "two named": ("to: singer}", "to: singer, when: {option: loud, output: text, over: 3}}",
-        ("10: edges.1.when.0 is {'option': 'loud', 'output': 'text', 'over': 3}; name exactly one of option, input, "
-         "output, and use a list for more")),
-    "unknown input": ("to: singer}", "to: singer, when: {input: smell}}",
-        ("10: edges.1.when.0.input is 'smell'; input should be 'text', 'tokens', 'image', 'audio', 'video', "
-         "'tensors' or 'stream'")),
-    "input that no stage takes": ("to: singer}", "to: singer, when: {input: image}}",
-        "10: no stage accepts image, and requests with it are rejected; remove the condition"),
-    "input that is wanted": ("to: singer}", "to: singer, when: {input: text, wanted: true}}",
-        "10: unknown key 'edges.1.when.0.wanted'; known: given, input"),
-    "output that is given": ("to: singer}", "to: singer, when: {output: text, given: true}}",
-        "10: unknown key 'edges.1.when.0.given'; known: output, wanted"),
-    "unknown output": ("to: singer}", "to: singer, when: {output: sound}}",
-        "10: unknown output 'sound'; known: audio, blend, text"),
-    "option of several defaults": ("function: sing", "function: drawl", "audio: singer", "audio: singer.frames",
-        "to: singer}", "to: singer, when: {option: speed, over: 1}}",
-        ("10: stages singer and blender have option 'speed' with different defaults; declare another one under "
-         "`options`")),
-    "output compared as a number": ("to: singer}", "to: singer, when: {output: text, is: 1}}",
-        "10: unknown key 'edges.1.when.0.is'; known: output, wanted"),
-    "empty when": ("to: singer}", "to: singer, when: []}", "10: edges.1.when is empty; add at least one item"),
-    "option of a stage declared again": ("options: {loud:", "options: {speed:",
-        "2: stage 'blender' has option 'speed' already; choose another name"),
-    "option with bounds that do not hold": ("default: 0, min", "default: 11, min",
-        ("2: options.loud is {'default': 11, 'minimum': 0, 'maximum': 10}; minimum must be less than maximum, and "
-         "default must be between them")),
-    "output that is not always made": ("function: sing", "function: sing, when: {option: loud, over: 5}",
-        ("13: output 'audio' is not made when output audio is wanted and option loud is 0: stage 'singer' runs only "
-         "when option loud is over 5; use `when: {output: audio}` there, or conditions on its edges")),
-    "stage that can starve": ("to: singer}", "to: singer, when: {option: loud, over: 5}}",
-        ("6: no edge feeds stage 'singer' when output audio is wanted and option loud is 0; give the stage a "
-         "`when`, or let an edge feed it in this case")),
-    "join that can starve": ("thinker, to: blender}", "thinker, to: blender, when: {option: loud, over: 5}}",
-        "reader, to: blender}", "reader, to: blender, when: {option: loud, at_least: 7}}",
-        ("7: no edge feeds stage 'blender' when output blend is wanted and option loud is 0; give the stage a "
-         "`when`, or let an edge feed it in this case")),
-    "join that lacks a tensor": ("function: blend", "function: mix",
-        "reader, to: blender}", "reader, to: blender, when: {option: loud, over: 5}}",
-        ("7: no edge brings stage 'blender' its 'frames' when output blend is wanted and option loud is 0; give the "
-         "stage the same condition, or let another edge bring it in this case")),
-    "edge that never carries anything": ("function: read", "function: read, when: {output: audio}",
-        "reader, to: blender}", "reader, to: blender, when: {output: audio, wanted: false}}",
-        "12: edge 'reader->blender' never carries anything: its condition contradicts those of its stages; change one"),
-    "stage that never runs": ("function: sing", "function: sing, when: {output: audio}",
-        "audio: singer, ", "audio: thinker.token_ids, ", "outputs: {", "outputs: {last: singer, ",
-        "function: read", "function: read, when: {output: last, wanted: false}",
-        "  - {from: reader, to: blender}\n", "",
-        ("5: stage 'reader' never runs: its conditions and those of the edges towards the outputs contradict each "
-         "other; change one")),
-    "tensor that comes twice": ("  - {from: reader, to: blender}", "  - {from: thinker, to: blender, name: again}",
-        ("12: edges 'thinker->blender' and 'again' both bring stage 'blender' its text; give it `join: any`, rename "
-         "one by a transform, or give them conditions that exclude each other")),
-    "part of an input apart": ("function: blend", "function: mix, join: any",
-        ("7: stage 'blender' does not join edge 'thinker->blender' with others (`join`), but requires 'frames' with "
-         "it; join these edges, or bring 'frames' over this edge")),
-    "several edges to an engine that takes one": ("engine: plain, function: blend", "engine: lone",
-        ("12: engine 'lone' accepts only one edge, but edges 'thinker->blender' and 'reader->blender' both lead to "
-         "stage 'blender'; join them in a function stage before it")),
-    "join of an edge that is not there": ("function: blend", "function: blend, join: [thinker, singer]",
-        "7: no edge to stage 'blender' has the name or the producer 'singer'; did you mean 'thinker'?"),
-    "unknown join": ("function: blend", "function: blend, join: some",
-        "7: stages.blender.join is 'some'; input should be 'all' or 'any'"),
-})  # fmt: skip
-def test_a_mistake_is_reported_with_its_line_and_remedy(tmp_path: Path, text: str, error: str) -> None:
-    assert error in errors(tmp_path, text)
 
 
 def test_an_option_of_several_stages_is_within_the_bounds_of_all(tmp_path: Path) -> None:

@@ -13,23 +13,9 @@ from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.orchestrator.request.parameters import check_parameters, parameters_of
 from stagemesh.pipeline import Catalog
 from stagemesh.v1 import request_pb2
-from tests.pipeline.files import CATALOG, errors, load, mistakes
+from tests.pipeline.files import CATALOG, good, load
 
-TICKETS = """\
-pipeline: split
-stages:
-  prefill:
-    engine: external
-    addresses: ["10.0.0.1:1"]
-    signature: {emits: {kv: "handover[vllm.kv]", first_token: "int32[one]"}}
-  decode:
-    engine: external
-    addresses: ["10.0.0.2:1"]
-    signature: {accepts: {kv: "handover[vllm.kv]"}, emits: {text: "uint8[bytes]"}, media: true}
-edges:
-  - {from: prefill, to: decode}
-outputs: {text: decode}
-"""
+TICKETS = good("tickets")
 
 WITH_TRANSFORM = """\
 pipeline: split
@@ -60,50 +46,7 @@ def test_a_transform_passes_tickets(tmp_path: Path) -> None:
     assert (edge.tensors, edge.brings) == (("text", "kv"), ("kv", "text"))
 
 
-@mistakes(TICKETS, {
-    "ticket of another kind": ('{kv: "handover[vllm.kv]"}', '{kv: "handover[vllm.ec]"}',
-        ("12: type mismatch: stage 'prefill' gives kv: handover[vllm.kv], stage 'decode' expects kv: "
-         "handover[vllm.ec]; add or change the edge's transform")),
-    "tensor for a ticket": ('{kv: "handover[vllm.kv]"}', '{kv: "uint8[bytes]"}',
-        ("12: type mismatch: stage 'prefill' gives kv: handover[vllm.kv], stage 'decode' expects kv: uint8[bytes]; "
-         "add or change the edge's transform")),
-    "malformed kind": ('{kv: "handover[vllm.kv]"}', '{kv: "handover[VLLM]"}',
-        ("10: stages.decode.signature.accepts.kv.type is 'handover[VLLM]'; 'handover[VLLM]' is not a tensor type; "
-         "write one like float32[frames, 601]; dtypes: bool, uint8, int8, int16, int32, int64, float16, bfloat16, "
-         "float32, float64")),
-    "name of another ticket": ('{kv: "handover[vllm.kv]"}', '{pages: "handover[vllm.kv]"}',
-        ("12: stage 'prefill' gives kv: handover[vllm.kv], first_token: int32[one], but stage 'decode' accepts only "
-         "pages: handover[vllm.kv]; add a transform, or remove the edge")),
-    "chunk policy": ("to: decode}", "to: decode, chunk: whole}",
-        "12: the edge carries a ticket (kv: handover[vllm.kv]), which cannot be cut into chunks; remove `chunk`"),
-    "frames": ("to: decode}", "to: decode, chunk: {frames: 2}}",
-        "12: the edge carries a ticket (kv: handover[vllm.kv]), which cannot be cut into chunks; remove `chunk`"),
-    "output": ("outputs: {text: decode}", "outputs: {text: decode, kv: prefill}",
-        "13: prefill.kv is a ticket for another stage's engine, which no client can read; remove it"),
-    "kind for clients": ('emits: {kv: "handover[vllm.kv]",', 'emits: {kv: {type: "handover[vllm.kv]", kind: text},',
-        ("6: stages.prefill.signature.emits.kv is {'type': 'handover[vllm.kv]', 'kind': 'text'}; a ticket is not "
-         "for clients; remove `kind`")),
-    "no edge": ("edges:\n  - {from: prefill, to: decode}\n", "edges: []\n",
-        "7: no edge leads to stage 'decode', which accepts kv: handover[vllm.kv]; add one to `edges`"),
-})  # fmt: skip
-def test_a_mistake_with_tickets_is_reported_with_its_line_and_remedy(tmp_path: Path, text: str, error: str) -> None:
-    assert error in errors(tmp_path, text)
-
-
-SPLIT = """\
-pipeline: chat
-main_stage: thinker
-stages:
-  echo: {engine: vllm, model: small, replicas: 3}
-  thinker:
-    engine: vllm
-    model: ${MODEL:-small}
-    stall_s: 7
-    options: {dtype: float32, enable_lora: true}
-    when: {output: text}
-    split: {prefill: 2, decode: 5, wait_s: 9}
-outputs: {text: thinker.text, echo: echo.text}
-"""
+SPLIT = good("split")
 
 
 load_split = partial(load, catalog=None, check_models=False)
@@ -170,24 +113,3 @@ def test_parameters_cannot_name_the_prefill_stage(tmp_path: Path) -> None:
     parameters = request_pb2.Parameters(stages={"thinker-prefill": request_pb2.StageParameters(adapter="poet")})
     with pytest.raises(InvalidRequestError, match=r"has the stages echo, thinker$"):
         check_parameters(parameters, load_split(tmp_path, SPLIT))
-
-
-@mistakes(SPLIT, {
-    "another engine": ("engine: vllm\n", "engine: fake\n",
-        "11: stage 'thinker' cannot be split, because only engine 'vllm' can; remove split"),
-    "replicas, too": ("stall_s: 7", "replicas: 7",
-        "8: stage 'thinker' has both replicas and split, which has the numbers of replicas; remove replicas"),
-    "the option, too": ("dtype: float32", "kv_handover: {role: decode}",
-        "9: split sets the option kv_handover of stage 'thinker'; remove the option, or split"),
-    "name that is taken": ("  echo:", "  thinker-prefill:",
-        "11: the prefill stage of 'thinker' would be named 'thinker-prefill', which exists; rename one of them"),
-    "no prefill": ("{prefill: 2, ", "{", "11: stages.thinker.split has no 'prefill'; add it"),
-    "no replica": ("decode: 5", "decode: 0",
-        "11: stages.thinker.split.decode is 0; input should be greater than or equal to 1"),
-    "unknown key": ("wait_s: 9", "wait: 9", "11: unknown key 'stages.thinker.split.wait'; did you mean 'wait_s'?"),
-    "hidden states": ("dtype: float32", "hidden_states: {}",
-        ("9: option hidden_states excludes split and kv_handover, because a decode stage does not compute the "
-         "tokens of the prompt; remove hidden_states, or do not split the stage")),
-})  # fmt: skip
-def test_a_mistake_with_split_is_reported_with_its_line_and_remedy(tmp_path: Path, text: str, error: str) -> None:
-    assert error in errors(tmp_path, text, catalog=None, check_models=False)

@@ -6,22 +6,12 @@ from pathlib import Path
 import pytest
 
 from stagemesh.pipeline import kubernetes_hints
-from tests.pipeline.files import errors, load, mistakes
+from tests.pipeline.files import errors, good, load
 
 load_chart = partial(load, for_kubernetes=True)
 chart_errors = partial(errors, for_kubernetes=True)
 
-GOOD = """\
-pipeline: song
-stages:
-  thinker: {engine: plain, function: talk}
-  reader: {engine: plain, function: read, group: voice}
-  singer: {engine: plain, function: sing, group: voice}
-edges:
-  - {from: thinker, to: reader}
-  - {from: reader, to: singer, connector: shm}
-outputs: {text: thinker, audio: singer}
-"""
+GOOD = good("chart")
 VALUES = f"""\
 images:
   stage: {{repository: "${{REGISTRY}}/stage"}}
@@ -30,51 +20,6 @@ pipeline:
 stages: {{thinker: {{gpus: 1}}}}
 """
 LONG = "a-name-with-thirty-one-letters-"
-
-
-@mistakes(GOOD, {
-    "shm between pods": ("{from: thinker, to: reader}", "{from: thinker, to: reader, connector: shm}",
-        ("7: edge 'thinker->reader' uses shm, but its stages do not share a pod; give both stages the same `group`, "
-         "or set `connector: auto`")),
-    "shm between groups": ("sing, group: voice", "sing, group: choir",
-        ("8: edge 'reader->singer' uses shm, but its stages do not share a pod; give both stages the same `group`, "
-         "or set `connector: auto`")),
-    "other number of replicas in a group": ("sing, group: voice", "sing, group: voice, replicas: 2",
-        ("5: stages 'reader' and 'singer' share the pods of group 'voice', but have 1 and 2 replicas; set the same "
-         "`replicas`")),
-    "invalid group": ("sing, group: voice", "sing, group: My_Voice",
-        "5: stages.singer.group is 'My_Voice'; use lower-case letters, digits and '-', a letter first"),
-    "group with the name of another stage": ("voice", "thinker",
-        "4: group 'thinker' has the name of a stage that is not in the group; rename the group"),
-    "reserved group": ("voice", "media",
-        ("4: group 'media' has a name that the chart needs (admin, gateway, jobs, media, orchestrator, test, "
-         "and names that end with -warm); rename it")),
-    "reserved stage": ("thinker", "admin",
-        ("3: stage 'admin' has a name that the chart needs (admin, gateway, jobs, media, orchestrator, test, "
-         "and names that end with -warm); rename it")),
-    "stage like a warm tier": ("thinker", "reader-warm",
-        ("3: stage 'reader-warm' has a name that the chart needs (admin, gateway, jobs, media, orchestrator, "
-         "test, and names that end with -warm); rename it")),
-    "long stage": ("thinker", "a-name-with-thirty-one-letters-x",
-        "3: stage 'a-name-with-thirty-one-letters-x' has 32 characters, more than the chart allows (30); shorten it"),
-    "stage that ends with a hyphen": ("thinker", "think-",
-        "3: stage 'think-' ends with '-', but names of Kubernetes objects end with a letter or digit; rename it"),
-    "group that ends with a hyphen": ("voice", "voice-",
-        "4: group 'voice-' ends with '-', but names of Kubernetes objects end with a letter or digit; rename it"),
-    "stage with the name of the liveness service": ("thinker", "liveness",
-        "3: stage 'liveness' has the name of the health service for liveness; rename it"),
-    "number that Helm rounds": ("function: talk", "function: talk, options: {max_len: 9007199254740993}",
-        "3: stages.thinker.options.max_len is 9007199254740993, which Helm rounds; write a number of at most 2**53"),
-    "variable for a connector": ("connector: shm", "connector: '${CONNECTOR:-auto}'",
-        "8: edges.1.connector is ${CONNECTOR:-auto}, but the chart cannot read variables here; write the value"),
-    "variable for a size of the arena": ("function: talk", "function: talk, data_plane: {arena_bytes: '${SIZE:-1}'}",
-        ("3: stages.thinker.data_plane.arena_bytes is ${SIZE:-1}, but the chart cannot read variables here; write "
-         "the value")),
-    "variable for the store": ("outputs:", "media: {store: 's3://${BUCKET:-b}'}\noutputs:",
-        "9: media.store is s3://${BUCKET:-b}, but the chart cannot read variables here; write the value"),
-})  # fmt: skip
-def test_a_mistake_is_reported_with_its_line_and_remedy(tmp_path: Path, text: str, error: str) -> None:
-    assert error in chart_errors(tmp_path, text)
 
 
 @pytest.mark.parametrize("key", ["engine", "replicas", "group"])
