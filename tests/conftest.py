@@ -10,7 +10,9 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,44 +58,26 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.fixture(scope="session")
-def tiny_qwen3_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny Qwen3-Omni, which all tests of a process share. They must not write to it."""
-    from stagemesh.tiny_models import qwen3_omni
+def _tiny_model(write: str) -> Any:
+    """Returns a fixture: the folder of a tiny model, which all tests of a process share, and do not write to."""
 
-    folder = tmp_path_factory.mktemp("tiny-qwen3-omni")
-    qwen3_omni.write(folder)
+    @pytest.fixture(scope="session")
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        module, _, function = write.partition(".")
+        path = tmp_path_factory.mktemp(module)
+        # Imports torch, which most tests do without.
+        getattr(import_module(f"stagemesh.tiny_models.{module}"), function)(path)
+        return path
+
     return folder
 
 
-@pytest.fixture(scope="session")
-def tiny_qwen3_tts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny Qwen3-TTS with voices by name, which all tests of a process share, and do not write to."""
-    from stagemesh.tiny_models import qwen3_tts
-
-    folder = tmp_path_factory.mktemp("tiny-qwen3-tts")
-    qwen3_tts.write_custom_voice(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_qwen3_tts_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny Qwen3-TTS that clones voices, which all tests of a process share, and do not write to."""
-    from stagemesh.tiny_models import qwen3_tts
-
-    folder = tmp_path_factory.mktemp("tiny-qwen3-tts-base")
-    qwen3_tts.write_base(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_qwen2_5_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny Qwen2.5-Omni, which all tests of a process share. They must not write to it."""
-    from stagemesh.tiny_models import qwen2_5_omni
-
-    folder = tmp_path_factory.mktemp("tiny-qwen2.5-omni")
-    qwen2_5_omni.write(folder)
-    return folder
+tiny_qwen3_omni = _tiny_model("qwen3_omni.write")
+tiny_qwen3_tts = _tiny_model("qwen3_tts.write_custom_voice")
+"""A model with voices by name."""
+tiny_qwen3_tts_base = _tiny_model("qwen3_tts.write_base")
+"""A model that clones voices."""
+tiny_qwen2_5_omni = _tiny_model("qwen2_5_omni.write")
 
 
 def _leave_the_host() -> None:

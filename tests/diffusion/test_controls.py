@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 MIB = 1 << 20
 WEIGHTS_BYTES = 200 * MIB
+STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,7 @@ async def test_a_sleeping_engine_frees_gpu_memory(large_model: Path, level: int)
 # -- profiles
 
 
-@pytest.mark.parametrize(("max_steps", "steps"), [(None, SPEC.steps), (2, 2)])
+@pytest.mark.parametrize(("max_steps", "steps"), [(None, STEPS), (2, 2)])
 async def test_a_profile_is_written_to_the_requested_folder(
     model: Path, tmp_path: Path, max_steps: int | None, steps: int
 ) -> None:
@@ -181,9 +182,6 @@ async def test_a_cleared_cache_is_empty_and_keeps_its_counters(model: Path) -> N
         assert controls_of(tested).caches.cache_statistics() == CacheStatistics(limit_bytes=MIB, misses=1)
         await image(tested)
         assert controls_of(tested).caches.cache_statistics().misses == 2
-
-
-STEPS = 3
 
 
 def engine(model: Path, **options: JsonValue) -> AbstractAsyncContextManager[DiffusionEngine]:

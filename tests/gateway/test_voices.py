@@ -303,18 +303,20 @@ async def test_a_stage_whose_voices_are_not_known_checks_them(tmp_path: Path) ->
         assert orchestrator.requests[0].parameters.options["speaker"].text == "eve"
 
 
-async def test_a_created_voice_needs_a_model_that_clones(tmp_path: Path) -> None:
-    async with voicing(tmp_path, clones=False) as (_, ai):
+@pytest.mark.parametrize(
+    ("clones", "other", "said"),
+    [
+        (False, {}, "cannot speak with the created voice 'ada'"),
+        (True, {"ref_text": "Hi."}, "contradicts the created voice 'ada'"),
+        (True, {"ref_audio": "data:audio/wav;base64,YQ=="}, "contradicts the created voice 'ada'"),
+    ],
+)
+async def test_a_created_voice_that_cannot_be_used_is_an_error(
+    tmp_path: Path, clones: bool, other: dict[str, str], said: str
+) -> None:
+    async with voicing(tmp_path, clones=clones) as (_, ai):
         await create(ai)
-        with pytest.raises(openai.BadRequestError, match="cannot speak with the created voice 'ada'"):
-            await speak(ai)
-
-
-@pytest.mark.parametrize("other", [{"ref_text": "Hi."}, {"ref_audio": "data:audio/wav;base64,YQ=="}])
-async def test_a_created_voice_contradicts_another_one(tmp_path: Path, other: dict[str, str]) -> None:
-    async with voicing(tmp_path) as (_, ai):
-        await create(ai)
-        with pytest.raises(openai.BadRequestError, match="contradicts the created voice 'ada'"):
+        with pytest.raises(openai.BadRequestError, match=said):
             await speak(ai, extra_body=other)
 
 

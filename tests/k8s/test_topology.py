@@ -50,23 +50,18 @@ def test_the_pipeline_of_the_pods_is_that_of_the_values(speech: Release) -> None
     assert speech.pipeline("voice") == SPEECH["pipeline"]
 
 
-@pytest.mark.parametrize("number", [1e-7, 1.5, 3, 268435456, 2**53 - 1, 0.1, 1e22])
-def test_numbers_of_the_pipeline_arrive_unchanged(number: float) -> None:
-    pipeline = Release(at("pipeline.stages.thinker.options.number", number)).pipeline("thinker")
-    arrived = pipeline["stages"]["thinker"]["options"]["number"]
-    assert (type(arrived), arrived) == (type(number), number)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("y", "no", "off", "1e3", "0x10", "2026-01-01", "1.10", "null", "~"),
-        *("${MODEL:-a: b}", "a # b", "word " * 40 + "end"),
-    ],
+NUMBERS = (1e-7, 1.5, 3, 268435456, 2**53 - 1, 0.1, 1e22)
+TEXTS = (
+    *("y", "no", "off", "1e3", "0x10", "2026-01-01", "1.10", "null", "~"),
+    *("${MODEL:-a: b}", "a # b", "word " * 40 + "end"),
 )
-def test_texts_of_the_pipeline_arrive_unchanged(text: str) -> None:
-    pipeline = Release(at("pipeline.stages.thinker.options.text", text)).pipeline("thinker")
-    assert pipeline["stages"]["thinker"]["options"]["text"] == text
+
+
+@pytest.mark.parametrize("value", [*NUMBERS, *TEXTS])
+def test_values_of_the_pipeline_arrive_unchanged(value: float | str) -> None:
+    pipeline = Release(at("pipeline.stages.thinker.options.value", value)).pipeline("thinker")
+    arrived = pipeline["stages"]["thinker"]["options"]["value"]
+    assert (type(arrived), arrived) == (type(value), value)
 
 
 def test_a_reference_to_a_variable_stays_unquoted_so_that_its_value_may_be_a_number() -> None:

