@@ -87,7 +87,7 @@ FAILURES: dict[str, tuple[Callable[[Wheel], Recipe], type[BaseException], str]] 
         InternalError,
         r"does not contain tiny/other\.bin",
     ),
-    "interruption": (lambda wheel: recipe(wheel, prepare="interrupted"), KeyboardInterrupt, ""),
+    "interruption": (lambda wheel: recipe(wheel, prepare="interrupted"), KeyboardInterrupt, "^$"),
     "little space": (
         lambda wheel: recipe(wheel, disk_bytes=1 << 60),
         NotReadyError,
