@@ -8,7 +8,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.wire.encoding import parse_message, read_varint, tag_of, varint
+from stagemesh.common.wire.encoding import parse_message, read_field, tag_of, varint
 from stagemesh.common.wire.tensors import Tensors
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.base import Bytes, MemoryAccount
@@ -107,19 +107,22 @@ def decode_fragment(data: bytes) -> FragmentMessage | None:
     """
     view = memoryview(data)
     try:
-        if data[:1] != _ITEMS:
+        item, start, item_end = read_field(view, 0)
+        kind, start, end = read_field(view, start)
+        if item != _ITEMS[0] or kind != _FRAGMENT[0] or end != item_end:
             return None
-        item_bytes, item_start = read_varint(view, 1)
-        piece_bytes, start = read_varint(view, item_start + 1)
-        end = start + piece_bytes
-        if view[item_start] != _FRAGMENT[0] or end != item_start + item_bytes:
-            return None
-        field_start, payload_start, payload_end = _find_payload(view, start)
+        at = start
+        tag, payload_start, payload_end = read_field(view, at)
+        while tag != _PAYLOAD[0]:
+            at = payload_end
+            if at - start > _MAX_FIELDS_BYTES:
+                return None
+            tag, payload_start, payload_end = read_field(view, at)
         if payload_end > end or end > len(view) or end - payload_end > _MAX_FIELDS_BYTES:
             return None
-        fields = view[start:field_start].tobytes() + view[payload_end:end].tobytes()
+        fields = view[start:at].tobytes() + view[payload_end:end].tobytes()
         message = chunk_pb2.ChunkFragment.FromString(fields)
-    except (IndexError, DecodeError):
+    except (IndexError, KeyError, DecodeError):
         return None
     return FragmentMessage(Fragment(message, view[payload_start:payload_end]), view[end:])
 
@@ -129,34 +132,12 @@ def first_key(data: bytes) -> chunk_pb2.EdgeKey | None:
 
     Returns None if it begins otherwise. Raises InvalidRequestError (MALFORMED_MESSAGE) if the key is malformed.
     """
-    view, at, size_bytes = memoryview(data), 0, 0
-    for tag in (_ITEMS, _CHUNK, _KEY):
-        if data[at : at + 1] != tag:
+    start, end = 0, len(data)
+    for expected in (_ITEMS, _CHUNK, _KEY):
+        tag, start, end = read_field(memoryview(data), start)
+        if tag != expected[0]:
             return None
-        size_bytes, at = read_varint(view, at + 1)
-    return parse_message(chunk_pb2.EdgeKey, data[at : at + size_bytes], max_fields=_MAX_KEY_FIELDS)
-
-
-def _find_payload(view: memoryview, start: int) -> tuple[int, int, int]:
-    """Returns the offset of a fragment's payload field, the offset of the payload, and the offset after the payload.
-
-    `start` is the offset of the fragment's first field. Raises IndexError if the message ends before a payload field is
-    found, or DecodeError if a field is malformed or the payload does not follow within `_MAX_FIELDS_BYTES`.
-    """
-    last = start + _MAX_FIELDS_BYTES
-    while start <= last:
-        tag = view[start]
-        number, value_start = read_varint(view, start + 1)
-        if tag == _PAYLOAD[0]:
-            return start, value_start, value_start + number
-        match tag & 7:
-            case 0:
-                start = value_start
-            case 2:
-                start = value_start + number
-            case _:
-                raise DecodeError("a fragment has neither numbers nor length-delimited fields only")
-    raise DecodeError("a fragment has too many fields before its payload")
+    return parse_message(chunk_pb2.EdgeKey, data[start:end], max_fields=_MAX_KEY_FIELDS)
 
 
 @dataclass(eq=False, slots=True)

@@ -14,6 +14,7 @@ MAX_TOKENS = 1 << 19
 """The maximum number of token ids in one list of a message."""
 _TOKEN_LISTS = frozenset({"stagemesh.v1.TokenIds.ids", "stagemesh.v1.Checkpoint.token_ids"})
 _VARINT, _LENGTH_DELIMITED = 0, 2
+_MAX_VARINT_BYTES, _TOO_LONG = 10, "a number has more than 10 bytes"
 _FIXED_BYTES: Mapping[int, int] = {1: 8, 5: 4}
 """The number of bytes of a value of fixed length, by wire type."""
 _CONTINUED = bytes(range(0x80, 0x100))
@@ -39,22 +40,45 @@ def varint(number: int) -> bytes:
     return bytes(encoded)
 
 
-def read_varint(view: memoryview, at: int) -> tuple[int, int]:
-    """Decodes the varint at the offset `at`. Returns its value and the offset after it.
+def read_field(view: memoryview, at: int) -> tuple[int, int, int]:
+    """Reads the tag of the field at the offset `at`, and the length of its content.
 
-    Raises IndexError if the varint is truncated, or DecodeError if the varint is longer than 10 bytes.
+    Returns the tag, the offset of the content, and the offset after the content, which may exceed the view. Raises
+    IndexError if the field is truncated, DecodeError if a number is too long, and KeyError if the type is unknown, as
+    groups are, which the protos do not use.
     """
-    number = view[at]
-    if number < 0x80:
-        return number, at + 1
+    tag = view[at]
+    at += 1
+    # Most numbers have one byte, for which a call would take longer than the rest.
+    if tag > 0x7F:
+        tag, at = _read_varint(view, at - 1)
+    kind = tag & 7
+    if kind == _LENGTH_DELIMITED:
+        size_bytes = view[at]
+        at += 1
+        if size_bytes > 0x7F:
+            size_bytes, at = _read_varint(view, at - 1)
+        return tag, at, at + size_bytes
+    if kind == _VARINT:
+        start = at
+        while view[at] > 0x7F:
+            at += 1
+            if at - start == _MAX_VARINT_BYTES:
+                raise DecodeError(_TOO_LONG)
+        return tag, start, at + 1
+    return tag, at, at + _FIXED_BYTES[kind]
+
+
+def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
+    """Decodes the varint at the offset `at`. Returns its value and the offset after it."""
     number = 0
-    for shift in range(0, 70, 7):
+    for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
         byte = view[at]
         number |= (byte & 0x7F) << shift
         at += 1
         if byte < 0x80:
             return number, at
-    raise DecodeError("a number has more than 10 bytes")
+    raise DecodeError(_TOO_LONG)
 
 
 def parse_message(message: type[_MessageT], data: bytes, *, max_fields: int) -> _MessageT:
@@ -81,7 +105,7 @@ def count_fields(data: bytes, message: type[Message], *, most: int) -> int:
     Reading tags takes time for each field, but parsing would also take memory.
 
     Raises InvalidRequestError (MESSAGE_TOO_LARGE) if there are more fields than `most`, or more than `MAX_TOKENS` token
-    ids in a list, and DecodeError if the message is malformed. Groups, which the protos do not use, are malformed.
+    ids in a list, and DecodeError if the message is malformed.
     """
     try:
         return most - _left_after(memoryview(data), cast("Descriptor", message.DESCRIPTOR), most)
@@ -99,24 +123,20 @@ class _TooManyFieldsError(Exception):
 
 def _left_after(view: memoryview, message: Descriptor, left: int, path: str = "") -> int:
     """Returns `left` less the number of fields of the message in `view`, which is at `path`."""
-    nested, at, end = _nested(message), 0, len(view)
-    while at < end:
-        tag, at = read_varint(view, at)
-        number, kind, left = tag >> 3, tag & 7, left - 1
-        if kind == _LENGTH_DELIMITED:
-            size, start = read_varint(view, at)
-            at, field = start + size, nested.get(number)
-            if field is not None and field.message_type is not None and left >= 0:
-                left = _left_after(view[start:at], field.message_type, left, f"{path}{field.name}.")
-            elif field is not None:
-                values = len(bytes(view[start:at]).translate(None, _CONTINUED))
-                left -= values if values > MAX_TOKENS or field.full_name not in _TOKEN_LISTS else 0
-        else:
-            at = read_varint(view, at)[1] if kind == _VARINT else at + _FIXED_BYTES[kind]
+    nested, at = _nested(message), 0
+    while at < len(view):
+        tag, start, at = read_field(view, at)
+        left -= 1
+        field = nested.get(tag >> 3) if tag & 7 == _LENGTH_DELIMITED else None
+        if field is not None and field.message_type is not None and left >= 0:
+            left = _left_after(view[start:at], field.message_type, left, f"{path}{field.name}.")
+        elif field is not None:
+            values = len(bytes(view[start:at]).translate(None, _CONTINUED))
+            left -= values if values > MAX_TOKENS or field.full_name not in _TOKEN_LISTS else 0
         if left < 0:
             known = message.fields_by_number
-            raise _TooManyFieldsError(path + (known[number].name if number in known else str(number)))
-    if at > end:
+            raise _TooManyFieldsError(path + (known[tag >> 3].name if tag >> 3 in known else str(tag >> 3)))
+    if at > len(view):
         raise DecodeError("a field exceeds its message")
     return left
 
