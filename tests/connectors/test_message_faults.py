@@ -62,7 +62,10 @@ async def _deliver(consumer: Host, relay: Relay, *, name: str, connector: str) -
         stack.push_async_callback(producer.close)
         async with asyncio.timeout(30):
             await asyncio.gather(send(), receive())
-            while producer.arena.used_bytes and not _lost_a_lease(relay.faults[name]):
+            if _lost_a_lease(relay.faults[name]):
+                for session in [each for each in consumer.plane._sessions if each._name == f"replica {name}"]:
+                    await session.close()
+            while producer.arena.used_bytes:
                 gc.collect(0)
                 await asyncio.sleep(0.01)
 
@@ -72,9 +75,14 @@ def _check(packet: Packet, name: str, seq: int, size_bytes: int) -> None:
 
 
 def _lost_a_lease(faults: Faults) -> bool:
-    """Returns whether the message that returned a lease was lost. The lease then ends with the connection."""
-    if faults.fault is not Fault.DROP or faults.direction is not Direction.REPLIES:
+    """Returns whether a message with a lease was lost. If nothing replaces it, the lease ends with the connection.
+
+    Nothing replaces a message that returns leases, or that repeats a chunk which arrives meanwhile.
+    """
+    if faults.fault is not Fault.DROP:
         return False
+    if faults.direction is Direction.REQUESTS:
+        return any(item.chunk.data.lease_id for item in stage_pb2.PutChunkRequest.FromString(faults.harmed).items)
     return any(reply.HasField("release") for reply in stage_pb2.PutChunkResponse.FromString(faults.harmed).replies)
 
 
