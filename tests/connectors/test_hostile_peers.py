@@ -249,13 +249,16 @@ class _Failing(Connector):
     name: ClassVar[ConnectorName] = NIXL
 
     def __init__(self) -> None:
-        self.reader = _FailingReader()
+        self.readers: list[_FailingReader] = []
+        self.together = asyncio.Barrier(1)
 
     async def offer(self) -> bytes:
         return b""
 
     async def connect(self, offer: bytes, producer: Producer) -> FetchingReader:
-        return self.reader
+        self.readers.append(reader := _FailingReader())
+        await self.together.wait()
+        return reader
 
     async def close(self) -> None:
         pass
@@ -280,9 +283,9 @@ async def _agreed() -> AsyncIterator[tuple[Peer, _FailingReader]]:
             await one.put(opening(key, chunk_pb2.CONNECTOR_NIXL))
             await one.answer("opened")
         try:
-            yield one, connector.reader
+            yield one, connector.readers[0]
         finally:
-            connector.reader.may_close.set()
+            connector.readers[0].may_close.set()
             for inlet in inlets:
                 await inlet.aclose()
 
@@ -300,3 +303,16 @@ async def test_flow_that_shares_a_failed_reader_is_opened_again(item: stage_pb2.
         assert verdict.resync.failed == chunk_pb2.CONNECTOR_NIXL
         await one.put(opening(OTHER))
         assert (await one.answer("opened")).opened.key == key
+
+
+async def test_repeated_offer_leaves_one_reader_open() -> None:
+    async with peer() as one, asyncio.timeout(10):
+        one.host.plane._connectors._connectors[NIXL] = connector = _Failing()
+        connector.together = asyncio.Barrier(2)
+        for _ in range(2):
+            await one.put(stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_NIXL)))
+        await one.answer("offer_answer")
+        for reader in connector.readers:
+            reader.may_close.set()
+        await one.answer("offer_answer")
+        assert sorted(reader.closing.is_set() for reader in connector.readers) == [False, True]

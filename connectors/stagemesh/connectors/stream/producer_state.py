@@ -156,7 +156,12 @@ class ProducerState:
         """
         if self._readers.get(name) is None:
             producer = Producer(self.replica, self.incarnation, arena_fd)
-            self._readers[name] = await self._connectors.get(name).connect(offer, producer)
+            reader = await self._connectors.get(name).connect(offer, producer)
+            if self._readers.get(name) is None:
+                self._readers[name] = reader
+            else:
+                # The producer repeats an offer until it has an answer, and another one was accepted meanwhile.
+                await reader.close()
 
     async def drop_reader(self, name: ConnectorName, reader: Reader) -> None:
         """Removes and closes a reader that has failed, so that the connector `name` can be negotiated again.
