@@ -23,6 +23,8 @@ from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from stagemesh.v1.chunk_pb2 import ChunkData
 from stagemesh.v1.tensor_pb2 import StreamedRegion
 from tests.connectors.handmade_producers import KEY, WIRE_KEY, Peer, chunk, dialled, hello, open_peer, opening, peer
+from tests.connectors.hosts import started_host
+from tests.connectors.local_sockets import connect
 
 HUGE = (1 << 64) - 1
 BUSY_S = 1.0
@@ -316,3 +318,12 @@ async def test_repeated_offer_leaves_one_reader_open() -> None:
             reader.may_close.set()
         await one.answer("offer_answer")
         assert sorted(reader.closing.is_set() for reader in connector.readers) == [False, True]
+
+
+@pytest.mark.parametrize("begun", [b"\0", b"\0\x10"], ids=["a byte", "a part of a message"])
+async def test_local_stream_without_hello_ends(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagemesh.connectors.stream.consumer_session._HELLO_S", 0.1)
+    async with started_host("b-0") as host, asyncio.timeout(5):
+        with connect(host.plane._listener.name) as silent:
+            assert silent.raw.send(begun) == len(begun)
+            assert [frame async for frame in silent.frames()] == []

@@ -26,6 +26,7 @@ from stagemesh.connectors.stream.consumer import Consumer
 from stagemesh.connectors.stream.local_socket import LocalProducer
 from stagemesh.connectors.stream.producer_state import ProducerState
 from stagemesh.rpc.callers import check_replica
+from stagemesh.rpc.channels import HANDSHAKE_MS
 from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.rpc.message_streams import MessageStream
 from stagemesh.v1 import chunk_pb2, stage_pb2
@@ -33,6 +34,8 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 _log = logging.getLogger(__name__)
 
 _CLOSING_S = 1.0
+_HELLO_S = HANDSHAKE_MS / 1000
+"""The time limit for the first message of a stream, in seconds. It has Hello, which identifies the producer."""
 _MAX_FIELDS = 1 << 16
 """The limit for the fields of a message (`wire.encoding.count_fields`), which has the items of many flows."""
 _LOST_MESSAGE = frozenset({"NOT_OPENED", "SEQUENCE_GAP", "FRAGMENT_GAP"})
@@ -64,6 +67,7 @@ class ConsumerSession:
         self._replies: list[stage_pb2.PutReply] = []
         self._ready = ReadyQueue[InletAttempt](self.writable)
         self._over: asyncio.Future[None] = self._loop.create_future()
+        self._hello_timer = self._loop.call_later(_HELLO_S, self._end_without_hello)
 
     def begin(self, stream: MessageStream) -> None:
         """Starts the session on `stream`. The session must be the handler of this stream."""
@@ -125,6 +129,7 @@ class ConsumerSession:
         """
         if error is not None:
             _log.info("the stream of %s ended: %s", self._name, error.message)
+        self._hello_timer.cancel()
         if self._producer_state is not None:
             self._producer_state.detach(self._ready)
         for flow in self._flows.values():
@@ -181,11 +186,16 @@ class ConsumerSession:
         else:
             self._consumer.check_local(request.hello)
         self._producer_state = producer = self._consumer.admit(request.hello)
+        self._hello_timer.cancel()
         assert self._stream is not None, "call `begin` before the session receives messages"
         self._stream.write(stage_pb2.PutChunkResponse(welcome=self._consumer.welcome(producer)).SerializeToString())
         producer.attach(self._ready)
         if self._local is not None:
             producer.watch(self._local.connection, died=lambda: self._consumer.lose(producer))
+
+    def _end_without_hello(self) -> None:
+        if self._stream is not None:
+            self._stream.close(InvalidRequestError(f"no Hello arrived within {_HELLO_S:g} s", reason="NO_HELLO"))
 
     def _process(self, item: stage_pb2.PutItem) -> None:
         match item.WhichOneof("item"):
