@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
 
 from benchmarks.flood_attacks import http2
+from stagemesh.conformance.fault_suite import proxied
+from stagemesh.rpc.callers import CLIENT, OPERATOR, Role
 from stagemesh.rpc.channels import MAX_CALLS_PER_CONNECTION, MAX_HEADER_BYTES, open_channel
 from stagemesh.rpc.handlers import streaming
 from stagemesh.rpc.server import Server
@@ -40,10 +43,10 @@ class Waiting(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
 
 @asynccontextmanager
-async def served(calls_per_caller: int | None) -> AsyncGenerator[tuple[str, Waiting]]:
-    """Serves a service on a free port. Yields its endpoint."""
+async def served(calls_per_caller: int | None, role: Role = CLIENT) -> AsyncGenerator[tuple[str, Waiting]]:
+    """Serves a service on a free port, which is for a role. Yields its endpoint."""
     service = Waiting()  # type: ignore[abstract]
-    server = Server("127.0.0.1:0", calls_per_caller=calls_per_caller)
+    server = Server("127.0.0.1:0", roles={role}, calls_per_caller=calls_per_caller)
     orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(service, server.grpc)
     endpoint = f"127.0.0.1:{await server.start()}"
     try:
@@ -100,6 +103,26 @@ async def test_large_headers_are_rejected_without_acknowledged_settings(most: in
                 received += await attacker.receive()
         await attacker.close()
         assert service.running == 0
+
+
+async def test_rejected_messages_of_a_host_do_not_hide_the_status_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagemesh.rpc.call_limits.RejectedBytes._BYTES_A_SECOND", 1 << 20)
+    monkeypatch.setattr(asyncio, "open_connection", partial(asyncio.open_connection, local_addr=(http2.ATTACKER, 0)))
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield bytes(1 << 16)
+
+    async with (
+        served(None, OPERATOR) as (endpoint, _),
+        proxied(endpoint) as (_, proxy),
+        open_channel(proxy) as attacker,
+        open_channel(endpoint) as channel,
+    ):
+        flood: Any = attacker.unary_unary(http2.GENERATE)
+        assert (await error_of(flood(bytes(8_000_000)))).code.name == "UNIMPLEMENTED"
+        stream: Any = channel.stream_stream(http2.GENERATE)
+        assert (await error_of(stream(parts()))).code.name == "UNIMPLEMENTED"
 
 
 async def test_a_call_without_a_message_is_rejected() -> None:

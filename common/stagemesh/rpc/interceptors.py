@@ -1,8 +1,7 @@
-"""Interceptors of the gRPC server: their base class, and the roles that a port serves."""
+"""The interceptor of every gRPC server: which RPCs a port serves, their callers, and the receipt of their messages."""
 
 import asyncio
-import time
-from abc import abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from functools import partial
@@ -11,85 +10,22 @@ from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
-from stagemesh.common.errors import PermissionDeniedError, StagemeshError, UnsupportedError
-from stagemesh.rpc.callers import OPERATOR, Role, roles_of
+from stagemesh.common.errors import (
+    Code,
+    InvalidRequestError,
+    OverloadedError,
+    PermissionDeniedError,
+    StagemeshError,
+    UnsupportedError,
+)
+from stagemesh.rpc.call_limits import Messages, RejectedBytes
+from stagemesh.rpc.callers import OPERATOR, Role, caller_key, roles_of
+from stagemesh.rpc.channels import MAX_HEADER_BYTES
 from stagemesh.rpc.error_mapping import to_status
 from stagemesh.v1 import roles_pb2
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
 """The headers of an RPC."""
-
-Around: TypeAlias = Callable[[Any, Any], AbstractAsyncContextManager[Any]]
-"""A function of an RPC's argument (its message, or an iterator of them) and of its context.
-
-Returns the context manager in which the RPC is served. It yields the argument for the wrapped handler.
-"""
-
-
-def wrap_handler(handler: Any, around: Around, *, receives_stream: bool = False) -> Any:
-    """Returns a handler that serves each RPC as `handler` does, within the context manager of `around`.
-
-    With `receives_stream`, the argument of `around` is an iterator of messages, even if the RPC has only one.
-    """
-    answers = "stream" if handler.response_streaming else "unary"
-    serve = getattr(handler, f"{_kind(handler.request_streaming)}_{answers}")
-
-    async def answer(request: Any, context: Any) -> Any:
-        async with around(request, context) as given:
-            return await serve(given, context)
-
-    async def generate(request: Any, context: Any) -> AsyncGenerator[Any]:
-        async with around(request, context) as given, aclosing(serve(given, context)) as responses:
-            async for response in responses:
-                yield response
-
-    streams = receives_stream or handler.request_streaming
-    served = {f"{_kind(streams)}_{answers}": generate if isasyncgenfunction(serve) else answer}
-    return handler._replace(request_streaming=streams, **served)
-
-
-async def abort(context: Any, error: StagemeshError) -> NoReturn:
-    """Ends an RPC with the status of an error."""
-    status = to_status(error)
-    await context.abort(status.code, status.details, status.trailing_metadata)
-    raise AssertionError("gRPC's `abort` raises")
-
-
-def _kind(is_stream: bool) -> str:
-    return "stream" if is_stream else "unary"
-
-
-class RejectedBytes:
-    """Counts the bytes of rejected messages by caller. Each caller may send 8 MiB/s of them, and 32 MiB at once.
-
-    A rejected message costs its sender nothing, but takes time from all callers: at this rate, about a twentieth.
-    A caller that has sent more waits for at most 4 s: others may use the same credentials.
-    """
-
-    _BYTES_A_SECOND, _AT_ONCE_S, _MAX_IDLE = 8 << 20, 4.0, 1024
-
-    def __init__(self) -> None:
-        self._paid_s: dict[str, float] = {}
-        """The time from which nothing of the caller counts any longer. Earlier times are removed now and then."""
-
-    def over_s(self, caller: str) -> float:
-        """Returns the time for which a caller must not send messages, in seconds. 0 or less if it may."""
-        return self._paid_s.get(caller, 0.0) - time.monotonic() - self._AT_ONCE_S
-
-    def add(self, caller: str, size_bytes: int) -> None:
-        """Counts bytes for a caller."""
-        now_s = time.monotonic()
-        if len(self._paid_s) > self._MAX_IDLE:
-            self._paid_s = {name: paid_s for name, paid_s in self._paid_s.items() if paid_s > now_s}
-        paid_s = max(self._paid_s.get(caller, 0.0), now_s) + size_bytes / self._BYTES_A_SECOND
-        self._paid_s[caller] = min(paid_s, now_s + 2 * self._AT_ONCE_S)
-
-
-_RECEIVE_S = 0.2
-"""The time for which the requests of a rejected call are received, in seconds."""
-_OPEN = ("/grpc.health.", "/grpc.reflection.")
-"""The services that any caller may use."""
-
 
 Authenticate: TypeAlias = Callable[[Any, Any], Awaitable[frozenset[Role]]]
 """A function that returns the roles of a caller. Its arguments are the RPC's context and metadata.
@@ -97,84 +33,103 @@ Authenticate: TypeAlias = Callable[[Any, Any], Awaitable[frozenset[Role]]]
 Raises UnauthenticatedError if the caller has no valid credentials. Stores the caller's identity for the RPC.
 """
 
+_Around: TypeAlias = Callable[[AsyncIterator[bytes], Any], AbstractAsyncContextManager[Any]]
+"""A function of an RPC's messages and of its context.
 
-class Interceptor(grpc.aio.ServerInterceptor):
-    """Base class of interceptors that reject RPCs before their messages are parsed, and wrap other RPCs' handlers.
+Returns the context manager in which the RPC is served. It yields the argument for the wrapped handler.
+"""
 
-    The last interceptor, MessageLimits, parses messages. The others receive them as an iterator of bytes.
+_OPEN = ("/grpc.health.", "/grpc.reflection.")
+"""The services that any caller may use."""
+_RETRY_AFTER_S = 1.0
+_RECEIVE_S = 0.2
+"""The time for which the messages of a rejected call are received, in seconds."""
+_HOSTS = 8
+"""The number of callers whose rejected messages are received at the full rate of `RejectedBytes` at the same time."""
+_ALL = ""
+_FAULTS = {Code.INVALID_ARGUMENT, Code.ALREADY_EXISTS, Code.PERMISSION_DENIED, Code.UNIMPLEMENTED}
+"""The codes of errors that are due to the caller's message. The others may be due to the state of the service."""
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Rejects the RPCs that a port does not serve or that exceed a limit, and receives the messages of the others.
+
+    - Headers: gRPC itself limits their size only on connections whose peer has acknowledged its settings.
+    - Roles: an RPC must be for one of the port's roles, and for one of the caller's if the port authenticates callers.
+      RPCs that are not part of the API are then for operators. Health checks and reflection always pass.
+    - Running RPCs: gRPC itself limits the RPCs of a connection, but a caller can open many connections. An RPC counts
+      from its headers on, although its message may never arrive.
+    - Messages: a handler that receives a stream is passed `Messages`, or gRPC's iterator if its messages remain bytes.
+      A message for which an RPC ends with an error that is due to it counts for its caller (`RejectedBytes`).
     """
 
-    def __init__(self) -> None:
-        self._rejected = RejectedBytes()
+    def __init__(
+        self, roles: Collection[Role], authenticate: Authenticate | None = None, *, calls_per_caller: int | None
+    ) -> None:
+        """`authenticate` determines the roles of callers, or is None if the port cannot authenticate them.
+
+        `calls_per_caller` is the number of calls, or None for no limit.
+        """
+        self._roles, self._authenticate, self._most = frozenset(roles), authenticate, calls_per_caller
+        self._running = Counter[str]()
+        self._rejected, self._drained = RejectedBytes(), RejectedBytes()
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        error = self._refusal(handler_call_details)
-        if error is not None:
+        try:
+            self._check_headers(handler_call_details)
+        except StagemeshError as exc:
             make_handler: Any = grpc.stream_stream_rpc_method_handler
-            return make_handler(partial(self._reject, error))
+            return make_handler(partial(self._reject, exc))
         handler = await continuation(handler_call_details)
-        return None if handler is None else self._wrapped(handler, handler_call_details)
+        return None if handler is None else _wrapped(handler, partial(self._admitted, handler, handler_call_details))
 
-    def _refusal(self, _details: grpc.HandlerCallDetails) -> StagemeshError | None:
-        """Returns the error with which an RPC ends before its handler is called, or None."""
-        return None
-
-    @abstractmethod
-    def _wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
-        """Returns the handler to use instead of `handler`, which may be the same."""
-
-    async def _reject(self, error: StagemeshError, requests: AsyncIterator[bytes], context: Any) -> NoReturn:
-        """Ends an RPC with `error`. `requests` are the messages of its caller, none of which has been received."""
-        # If the call ends while the client sends, the client may report INTERNAL instead of the status.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_RECEIVE_S):
-                while self._rejected.over_s("") <= 0 and (data := await anext(aiter(requests), None)) is not None:
-                    self._rejected.add("", len(data))
-        await abort(context, error)
-
-
-class RoleFilter(Interceptor):
-    """Rejects every RPC that none of a port's roles may call, or whose caller has none of these roles.
-
-    A port without authentication knows only the first rule, and RPCs that are not part of the API pass. With
-    authentication, these are for operators. Health checks and reflection always pass.
-    """
-
-    def __init__(self, roles: Collection[Role], authenticate: Authenticate | None = None) -> None:
-        """`authenticate` determines the roles of callers, or is None if the port cannot authenticate them."""
-        super().__init__()
-        self._roles = frozenset(roles)
-        self._authenticate = authenticate
-
-    def _refusal(self, details: grpc.HandlerCallDetails) -> StagemeshError | None:
+    def _check_headers(self, details: grpc.HandlerCallDetails) -> None:
+        """Raises OverloadedError (HEADERS_TOO_LARGE) or UnsupportedError if the RPC is not served on this port."""
+        headers: Metadata = details.invocation_metadata
+        if sum(len(name) + len(value) for name, value in headers or ()) > MAX_HEADER_BYTES:
+            raise OverloadedError(
+                f"the headers of the call exceed {MAX_HEADER_BYTES} bytes; send fewer or shorter ones",
+                reason="HEADERS_TOO_LARGE",
+            )
         allowed = roles_of(details.method)
-        if not allowed or allowed & self._roles:
-            return None
-        return UnsupportedError(
-            f"this port serves {_names(self._roles)}, and {details.method.rpartition('/')[2]} is for "
-            f"{_names(allowed)}; call the server's other port (`admin_listen`; with `stagemesh up`, the next port "
-            "after the one for clients)"
-        )
-
-    def _wrapped(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
-        if self._authenticate is None or details.method.startswith(_OPEN):
-            return handler
-        return wrap_handler(handler, partial(self._authorized, self._authenticate, details))
+        if allowed and not allowed & self._roles:
+            raise UnsupportedError(
+                f"this port serves {_names(self._roles)}, and {details.method.rpartition('/')[2]} is for "
+                f"{_names(allowed)}; call the server's other port (`admin_listen`; with `stagemesh up`, the next port "
+                "after the one for clients)"
+            )
 
     @asynccontextmanager
-    async def _authorized(
-        self, authenticate: Authenticate, details: grpc.HandlerCallDetails, requests: AsyncIterator[bytes], context: Any
+    async def _admitted(
+        self, handler: Any, details: grpc.HandlerCallDetails, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncGenerator[Any]:
-        """Ends an RPC if its caller may not call it. Otherwise yields `requests`."""
+        """Ends an RPC if its caller may not call it, or has too many. Otherwise yields the argument of `handler`."""
+        caller = _caller(context)
+        self._running[caller] += 1
         try:
-            self._check_roles(await authenticate(context, details.invocation_metadata), details.method)
-        except StagemeshError as exc:
-            await self._reject(exc, requests, context)
-        yield requests
+            if self._most is not None and self._running[caller] > self._most:
+                error = OverloadedError(
+                    f"the caller has {self._most} running calls, which is the most that this service accepts; end "
+                    "some, and retry",
+                    reason="CALL_LIMIT",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
+                await _abort(context, error)
+            if self._authenticate is not None and not details.method.startswith(_OPEN):
+                try:
+                    self._check_roles(await self._authenticate(context, details.invocation_metadata), details.method)
+                except StagemeshError as exc:
+                    await self._reject(exc, requests, context)
+            async with self._received(handler, requests, context) as given:
+                yield given
+        finally:
+            self._running[caller] -= 1
+            if not self._running[caller]:
+                del self._running[caller]
 
     def _check_roles(self, roles: frozenset[Role], method: str) -> None:
         """Raises PermissionDeniedError (WRONG_ROLE) if a caller with these roles may not call an RPC."""
@@ -185,6 +140,74 @@ class RoleFilter(Interceptor):
                 f"{_names(roles)}; use other credentials",
                 reason="WRONG_ROLE",
             )
+
+    async def _reject(self, error: StagemeshError, requests: AsyncIterator[bytes], context: Any) -> NoReturn:
+        """Ends an RPC with `error`. `requests` are the messages of its caller, none of which has been received."""
+        # If the call ends while the client sends, the client may report INTERNAL instead of the status.
+        caller, drained = _caller(context), self._drained
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RECEIVE_S):
+                while max(drained.over_s(caller), drained.over_s(_ALL)) <= 0:
+                    data = await anext(aiter(requests), None)
+                    if data is None:
+                        break
+                    drained.add(caller, len(data))
+                    drained.add(_ALL, len(data) // _HOSTS)
+        await _abort(context, error)
+
+    @asynccontextmanager
+    async def _received(self, handler: Any, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[Any]:
+        """Yields the argument of `handler`. Counts the messages that are rejected within the block."""
+        parse = handler.request_deserializer
+        if parse is None and handler.request_streaming:
+            yield requests
+            return
+        kind = None if parse is None else parse.__self__
+        messages = Messages(requests, kind, self._rejected, caller_key(default=context.peer()))
+        try:
+            given = messages if handler.request_streaming else await anext(messages, None)
+            if given is None:
+                raise InvalidRequestError("the call has no message; send one", reason="MALFORMED_MESSAGE")
+            yield given
+        except (grpc.aio.AbortError, StagemeshError) as exc:
+            error = exc if isinstance(exc, StagemeshError) else exc.__context__
+            if isinstance(error, StagemeshError) and error.code in _FAULTS:
+                messages.reject()
+            if isinstance(exc, StagemeshError):
+                await _abort(context, exc)
+            raise
+
+
+def _wrapped(handler: Any, around: _Around) -> Any:
+    """Returns a handler that serves each RPC as `handler` does, within the context manager of `around`."""
+    answers = "stream" if handler.response_streaming else "unary"
+    serve = getattr(handler, f"{'stream' if handler.request_streaming else 'unary'}_{answers}")
+
+    async def answer(requests: AsyncIterator[bytes], context: Any) -> Any:
+        async with around(requests, context) as given:
+            return await serve(given, context)
+
+    async def generate(requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[Any]:
+        async with around(requests, context) as given, aclosing(serve(given, context)) as responses:
+            async for response in responses:
+                yield response
+
+    served = {f"stream_{answers}": generate if isasyncgenfunction(serve) else answer}
+    return handler._replace(request_streaming=True, request_deserializer=None, **served)
+
+
+async def _abort(context: Any, error: StagemeshError) -> NoReturn:
+    """Ends an RPC with the status of an error."""
+    status = to_status(error)
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("gRPC's `abort` raises")
+
+
+def _caller(context: Any) -> str:
+    """Returns the first name in the caller's certificate, or else its host."""
+    for uri in context.auth_context().get("peer_uri", ()):
+        return str(uri)
+    return str(context.peer()).rpartition(":")[0]
 
 
 def _names(roles: Collection[Role]) -> str:

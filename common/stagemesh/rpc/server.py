@@ -22,12 +22,12 @@ from prometheus_client.registry import Collector
 from stagemesh.common.errors import NotReadyError
 from stagemesh.common.process.config import ServiceConfig, TokenConfig
 from stagemesh.rpc.authentication import TokenChecker, authentication
-from stagemesh.rpc.call_limits import CALLS_PER_CALLER, CallLimits, MessageLimits
-from stagemesh.rpc.callers import CLIENT, OPERATOR, ORCHESTRATOR, STAGE, Role
+from stagemesh.rpc.call_limits import CALLS_PER_CALLER
+from stagemesh.rpc.callers import ROLE_NAMES, Role
 from stagemesh.rpc.channels import SERVER_OPTIONS
 from stagemesh.rpc.credentials import PROCESS, Credentials
 from stagemesh.rpc.handlers import streaming
-from stagemesh.rpc.interceptors import RoleFilter
+from stagemesh.rpc.interceptors import Gate
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Server:
         self,
         listen: str,
         *,
-        roles: Collection[Role] = (CLIENT, ORCHESTRATOR, STAGE, OPERATOR),
+        roles: Collection[Role] = ROLE_NAMES.values(),
         tokens: TokenChecker | None = None,
         health_listen: str | None = None,
         calls_per_caller: int | None = None,
@@ -68,8 +68,8 @@ class Server:
         """
         self._listen, self._tokens, self._tls = listen, tokens, PROCESS.credentials.tls
         authenticate = None if self._tls is None else authentication(tokens)
-        filters = CallLimits(calls_per_caller), RoleFilter(roles, authenticate), MessageLimits()
-        self.grpc = grpc.aio.server(interceptors=filters, options=SERVER_OPTIONS)
+        gate = Gate(roles, authenticate, calls_per_caller=calls_per_caller)
+        self.grpc = grpc.aio.server(interceptors=(gate,), options=SERVER_OPTIONS)
         """The grpc.aio server on which servicers are registered."""
         self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -134,8 +134,8 @@ class Server:
         credentials = None if self._tls is None else self._tls.server_credentials(ask_certificate=self._tokens is None)
         port = _bind(self.grpc, self._listen, credentials)
         if self._health_listen is not None:
-            limits = CallLimits(CALLS_PER_CALLER), MessageLimits()
-            self._health_server = grpc.aio.server(interceptors=limits, options=SERVER_OPTIONS)
+            gate = Gate(ROLE_NAMES.values(), calls_per_caller=CALLS_PER_CALLER)
+            self._health_server = grpc.aio.server(interceptors=(gate,), options=SERVER_OPTIONS)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
             _bind(self._health_server, self._health_listen)
             await self._health_server.start()
