@@ -2,9 +2,9 @@
 
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeAlias, TypeVar, cast
 
 import grpc
@@ -12,9 +12,10 @@ import grpc
 from stagemesh.common.errors import DeadlineError, InternalError, StagemeshError
 from stagemesh.common.process.logs import bind_log_context
 from stagemesh.rpc.error_mapping import to_status
-from stagemesh.v1 import stage_pb2_grpc
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 _log = logging.getLogger(__name__)
+_STAGE_SERVICE: str = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 
 Servicer = TypeVar("Servicer")
 Handler = TypeVar("Handler", bound=Callable[..., AsyncIterator[Any]])
@@ -129,38 +130,8 @@ def checked_time_left_s(left_s: float | None) -> float | None:
 
 def add_stage_service(servicer: stage_pb2_grpc.StageServiceServicer, server: grpc.aio.Server) -> None:
     """Adds a StageService to `server`. Its methods PutChunk and ExecuteSteps receive and yield serialized messages."""
+    stage_pb2_grpc.add_StageServiceServicer_to_server(servicer, server)
     raw_stream = cast("Any", grpc.stream_stream_rpc_method_handler)
-    add_with_raw_methods(
-        partial(stage_pb2_grpc.add_StageServiceServicer_to_server, servicer),
-        server,
-        raw={"PutChunk": raw_stream(servicer.PutChunk), "ExecuteSteps": raw_stream(servicer.ExecuteSteps)},
-    )
-
-
-def add_with_raw_methods(
-    add: Callable[[grpc.aio.Server], None], server: grpc.aio.Server, *, raw: Mapping[str, Any]
-) -> None:
-    """Adds a service to `server` and replaces some of the handlers that protobuf has generated for it.
-
-    Args:
-        add: The generated function that adds the service to a server.
-        server: The server to which the service is added.
-        raw: The replacement handlers by method name.
-    """
-    generated = _HandlerCollector()
-    add(cast("grpc.aio.Server", generated))
-    handlers = {**generated.by_method, **raw}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(generated.service, handlers),))
-
-
-class _HandlerCollector:
-    """A substitute for grpc.aio.Server. Stores the handlers that generated code registers for one service."""
-
-    service: str
-    by_method: Mapping[str, Any]
-
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        self.service, self.by_method = service, handlers
-
-    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Does nothing, because generated code passes the same handlers to `add_registered_method_handlers`."""
+    handlers = {"PutChunk": raw_stream(servicer.PutChunk), "ExecuteSteps": raw_stream(servicer.ExecuteSteps)}
+    # They replace the handlers that protobuf has generated.
+    server.add_registered_method_handlers(_STAGE_SERVICE, handlers)

@@ -5,7 +5,6 @@
 
 import asyncio
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 import grpc
@@ -23,7 +22,7 @@ from stagemesh.orchestrator.session.session import Session
 from stagemesh.orchestrator.spans import read_trace_headers
 from stagemesh.rpc.call_limits import Messages
 from stagemesh.rpc.callers import caller_of, may_act_for
-from stagemesh.rpc.handlers import Context, add_with_raw_methods, answered, time_left_s, to_error
+from stagemesh.rpc.handlers import Context, answered, time_left_s, to_error
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 SERVICE_NAME = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
@@ -101,13 +100,12 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
 def add_orchestrator_service(servicer: OrchestratorServicer, server: grpc.aio.Server) -> None:
     """Registers `servicer` with a gRPC server. Generate and Converse write serialized responses."""
+    orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(servicer, server)
     by_stream: Any = grpc.unary_stream_rpc_method_handler
     both_ways: Any = grpc.stream_stream_rpc_method_handler
-    add_with_raw_methods(
-        partial(orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server, servicer),
-        server,
-        raw={
-            "Generate": by_stream(servicer.Generate, orchestrator_pb2.GenerateRequest.FromString),
-            "Converse": both_ways(servicer.Converse, orchestrator_pb2.ConverseRequest.FromString),
-        },
-    )
+    handlers = {
+        "Generate": by_stream(servicer.Generate, orchestrator_pb2.GenerateRequest.FromString),
+        "Converse": both_ways(servicer.Converse, orchestrator_pb2.ConverseRequest.FromString),
+    }
+    # They replace the handlers that protobuf has generated.
+    server.add_registered_method_handlers(SERVICE_NAME, handlers)
