@@ -487,7 +487,7 @@ async def test_pinned_arena_is_copied_to_a_device_without_waiting(arena: Arena) 
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    pin_if_cuda(arena.address, arena.file_bytes)
+    pin_if_cuda(arena.memory)
     tensor = torch.from_numpy((await arena.write({"x": np.arange(1000.0)}, MemoryAccount())).tensors["x"])
     assert tensor.is_pinned()
     assert tensor.to("cuda", non_blocking=True).sum().item() == 499_500

@@ -234,17 +234,6 @@ class FlowDigest:
             self._run = 0
 
 
-Tail: TypeAlias = chunk_pb2.ChunkEnd | chunk_pb2.ChunkAbort
-
-
-def fill_tail(chunk: chunk_pb2.Chunk, tail: Tail) -> None:
-    """Sets the content of `chunk` to `tail`, an End or Abort message."""
-    if isinstance(tail, chunk_pb2.ChunkEnd):
-        chunk.end.CopyFrom(tail)
-    else:
-        chunk.abort.CopyFrom(tail)
-
-
 # -- chunks of a producer
 
 

@@ -24,6 +24,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -350,8 +351,35 @@ def _private_memory(size_bytes: int) -> mmap.mmap:
     return mapping
 
 
-def pin_if_cuda(address: int, size_bytes: int) -> None:
-    """Page-locks `size_bytes` bytes at `address`, so that copies to and from a CUDA device are asynchronous.
+def open_memory(process_id: int, descriptor: int, *, name: str = "") -> mmap.mmap:
+    """Maps the memory file that another process has open under a file descriptor, for reading and writing.
+
+    `name` is the beginning of the file's name. Raises NotReadyError (ARENA_NOT_SHARED) if the file cannot be opened.
+    """
+    path = Path(f"/proc/{process_id}/fd/{descriptor}")
+    try:
+        if not str(path.readlink()).startswith(f"/memfd:{name}"):
+            raise not_shared("its replica has closed it")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+    except OSError as exc:
+        raise not_shared(exc.strerror or str(exc)) from exc
+
+
+def not_shared(cause: str) -> NotReadyError:
+    """Returns the error for a memory file that cannot be opened."""
+    return NotReadyError(
+        f"the replica's memory cannot be opened ({cause}); "
+        "run its workers on its host, in its pid namespace, as its user",
+        reason="ARENA_NOT_SHARED",
+    )
+
+
+def pin_if_cuda(memory: memoryview) -> None:
+    """Page-locks memory, so that copies to and from a CUDA device are asynchronous.
 
     The memory remains locked until the process terminates. Does nothing unless torch is already imported in this
     process and has a CUDA device. Raises NotReadyError (CANNOT_PIN) if CUDA cannot page-lock the memory.
@@ -359,10 +387,10 @@ def pin_if_cuda(address: int, size_bytes: int) -> None:
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return
-    code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+    code = int(torch.cuda.cudart().cudaHostRegister(np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes, 0))
     if code:
         raise NotReadyError(
-            f"CUDA cannot pin the arena of {size_bytes} bytes (error {code}); raise the limit on locked memory, "
+            f"CUDA cannot pin the arena of {memory.nbytes} bytes (error {code}); raise the limit on locked memory, "
             "or lower data_plane.arena_bytes",
             reason="CANNOT_PIN",
         )

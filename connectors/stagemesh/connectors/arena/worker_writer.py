@@ -6,20 +6,18 @@ process needs a lock.
 """
 
 import math
-import mmap
 import os
 import select
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from stagemesh.common.backoff import Backoff
-from stagemesh.common.errors import DeadlineError, InvalidChunkError, NotReadyError, UnavailableError
+from stagemesh.common.errors import DeadlineError, InvalidChunkError, UnavailableError
 from stagemesh.common.wire.tensors import DTYPES, Array, Tensors, dtype_name
 from stagemesh.connectors.arena import memory as memory_file
 from stagemesh.connectors.arena.memory import PAGE_BYTES
@@ -89,7 +87,10 @@ class ArenaWriter:
 
     def __init__(self, address: PartitionAddress) -> None:
         self._address = address
-        self._memory = memoryview(_map(address))
+        mapping = memory_file.open_memory(address.process_id, address.file_descriptor, name=memory_file.MEMFD_NAME)
+        if mapping[: memory_file.TOKEN_BYTES] != address.token:
+            raise memory_file.not_shared("it belongs to another replica")
+        self._memory = memoryview(mapping)
         self._generations: npt.NDArray[np.uint64] = np.frombuffer(
             self._memory,
             np.uint64,
@@ -220,28 +221,3 @@ def _view(tensor: PlacedTensor, handle: Handle, memory: memoryview) -> Array:
     ):
         raise InvalidChunkError(f"tensor {tensor.name!r} is outside its worker's handle")
     return np.ndarray(tensor.shape, dtype, memory, handle.offset + tensor.offset)
-
-
-def _map(address: PartitionAddress) -> mmap.mmap:
-    path = Path(f"/proc/{address.process_id}/fd/{address.file_descriptor}")
-    try:
-        if not str(path.readlink()).startswith(f"/memfd:{memory_file.MEMFD_NAME}"):
-            raise _not_shared("its replica has closed it")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            mapping = mmap.mmap(fd, 0)
-        finally:
-            os.close(fd)
-    except OSError as exc:
-        raise _not_shared(exc.strerror or str(exc)) from exc
-    if mapping[: memory_file.TOKEN_BYTES] != address.token:
-        raise _not_shared("it belongs to another replica")
-    return mapping
-
-
-def _not_shared(cause: str) -> NotReadyError:
-    return NotReadyError(
-        f"the replica's arena cannot be opened ({cause}); "
-        "run its workers on its host, in its pid namespace, as its user",
-        reason="ARENA_NOT_SHARED",
-    )

@@ -135,7 +135,7 @@ class Outlet:
             await self._send(chunk)
         self._check_error()
         if not self.chunks.ended:
-            self._append(SentChunk(self.chunks.next_seq, tail=self._digest.end()))
+            self._append(SentChunk(self.chunks.next_seq, tail=chunk_pb2.Chunk(end=self._digest.end())))
         while not self.chunks.is_delivered:
             self._check_error()
             await self.chunks.changed.wait()
@@ -150,7 +150,8 @@ class Outlet:
         elif not chunks.ended:
             # The attempt continues until the Abort has arrived.
             chunks.drop_beyond(self.attempt.limit_bytes)
-            self._append(SentChunk(chunks.next_seq, tail=chunk_pb2.ChunkAbort(error=error_to_wire(error))))
+            abort = chunk_pb2.ChunkAbort(error=error_to_wire(error))
+            self._append(SentChunk(chunks.next_seq, tail=chunk_pb2.Chunk(abort=abort)))
         self._error = CancelledRequestError(f"edge {edge} was aborted: {error.message}", reason="ABORTED")
         self._end()
 

@@ -49,8 +49,8 @@ class SentChunk:
     """The arena regions that contain the tensors. Empty if the chunk is sent inline."""
     places: Sequence[ArenaRange] = ()
     """The arena range of each tensor. Empty if the chunk is sent inline."""
-    tail: wire.Tail | None = None
-    """The End or Abort message, or None if the chunk contains data."""
+    tail: chunk_pb2.Chunk | None = None
+    """A chunk with an End or Abort message, or None if the chunk contains data."""
     end_bytes: int = 0
     """The total number of payload bytes of the flow's chunks up to and including this chunk.
 
@@ -104,7 +104,7 @@ class SentChunk:
                 ticket.release()
 
     def fill(self, chunk: chunk_pb2.Chunk, key: chunk_pb2.EdgeKey, *, transfer_id: int = 0, lease_id: int = 0) -> None:
-        """Sets the content of the message `chunk`, which belongs to the flow `key`.
+        """Sets the content of the empty message `chunk`, which belongs to the flow `key`.
 
         The fragments of the transfer `transfer_id` contain the tensors if it is not 0. Otherwise, a consumer with the
         lease `lease_id` reads them from the arena if they are located there. All other tensors are sent inline.
@@ -112,7 +112,7 @@ class SentChunk:
         chunk.key.CopyFrom(key)
         chunk.seq = self.seq
         if self.tail is not None:
-            wire.fill_tail(chunk, self.tail)
+            chunk.MergeFrom(self.tail)
             return
         assert self.tensors is not None, "a chunk that is sent is retained"
         assert self.shape is not None, "data has a shape"
@@ -174,7 +174,8 @@ async def replay_packet(key: EdgeKey, packet: Packet) -> AsyncGenerator[stage_pb
     """
     shape, digest = wire.PacketShape(packet), wire.FlowDigest()
     digest.add(shape)
-    for sent in (SentChunk(0, shape, packet.tensors, packet.metadata), SentChunk(1, tail=digest.end())):
+    end = chunk_pb2.Chunk(end=digest.end())
+    for sent in (SentChunk(0, shape, packet.tensors, packet.metadata), SentChunk(1, tail=end)):
         for response in sent.replay(wire.key_to_wire(key)):
             yield response
 
@@ -323,7 +324,7 @@ class SentChunks:
         self.sent_bytes += sent.size_bytes
         if sent.tickets:
             self.handed_over_bytes += sent.handed_over_bytes
-        self.ended, self.is_aborted = sent.tail is not None, isinstance(sent.tail, chunk_pb2.ChunkAbort)
+        self.ended, self.is_aborted = sent.tail is not None, bool(sent.tail and sent.tail.HasField("abort"))
         sent.end_bytes = self.sent_bytes
         self.unacked.append(sent)
 

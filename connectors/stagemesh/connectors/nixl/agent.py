@@ -9,7 +9,7 @@ from nixl_cu12 import _bindings as nixl
 from stagemesh.common.errors import UnavailableError
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.base import unavailable
-from stagemesh.connectors.nixl.environment import backend_options, describe
+from stagemesh.connectors.nixl.environment import describe
 from stagemesh.connectors.nixl.reads import Transfer
 
 PROGRESS_US = 50_000
@@ -40,7 +40,7 @@ class Agent:
         self.name = name
         try:
             self._agent = nixl.nixlAgent(name, _config(serves=serves))
-            self._backends = [self._agent.createBackend(_BACKEND, backend_options())]
+            self._backends = [self._agent.createBackend(_BACKEND, {})]
             registration = (arena.address, arena.file_bytes, 0, "")
             self._agent.registerMem(nixl.nixlRegDList(_MEMORY, [registration]), self._backends)
             self.metadata = self._agent.getLocalMD()

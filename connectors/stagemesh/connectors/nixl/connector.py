@@ -18,7 +18,7 @@ from stagemesh.common.tasks import end_tasks
 from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.arena.memory import LAYOUT_NAME, TOKEN_BYTES, data_offset_in
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer, unavailable
-from stagemesh.connectors.nixl.environment import exclude_tcp, quiet, shared_settings
+from stagemesh.connectors.nixl.environment import prepare, shared_settings
 from stagemesh.connectors.nixl.read_thread import ReadThread
 from stagemesh.connectors.nixl.reads import Read, RemoteReads, Transfer, TransferPlan
 from stagemesh.rpc.credentials import PROCESS
@@ -301,9 +301,7 @@ class NixlReader(FetchingReader):
 
 
 def _make_agent(name: str, arena: Arena, *, serves: bool) -> "Agent":
-    quiet()
-    if not PROCESS.permits_plain_tcp:
-        exclude_tcp()
+    prepare(permits_tcp=PROCESS.permits_plain_tcp)
     try:
         from stagemesh.connectors.nixl.agent import Agent
     except ImportError as exc:

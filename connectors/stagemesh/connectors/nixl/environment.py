@@ -59,28 +59,27 @@ _OPT_IN = "set `insecure_tcp: true` at the stages of both ends if their network 
 _SIOCGIFADDR = 0x8915
 _SEGMENT_BYTES = "256k"
 """The size of UCX's TCP segments. With UCX's default of 8 KiB, UCX is a third slower than a plain TCP socket."""
-_SEGMENTS = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
-_SETTINGS = {**dict.fromkeys(_SEGMENTS, _SEGMENT_BYTES), "TCP_CONN_NB": "y"}
-"""The UCX settings that differ from the defaults. With `TCP_CONN_NB`, UCX connects while the thread continues.
+_SEGMENTS = ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE")
+_SETTINGS = {
+    **dict.fromkeys(_SEGMENTS, _SEGMENT_BYTES),
+    # UCX connects while the thread continues. Otherwise, the thread would wait for minutes for a host that has
+    # vanished, and reads from other hosts would wait, too.
+    "UCX_TCP_CONN_NB": "y",
+    # The libraries' errors are raised as exceptions.
+    "NIXL_LOG_LEVEL": "FATAL",
+    "UCX_LOG_LEVEL": "fatal",
+}
 
-Otherwise, the thread would wait for minutes for a host that has vanished, and reads from other hosts would wait, too.
-"""
 
+def prepare(*, permits_tcp: bool) -> None:
+    """Sets the environment variables of nixl and UCX that the user has not set. Call it before nixl creates an agent.
 
-def quiet() -> None:
-    """Silences the logs of nixl and UCX. Call this function before nixl is loaded.
-
-    The logs are not needed, because the libraries' errors are raised as exceptions.
+    Restricts UCX to transports without ports if `permits_tcp` is False. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if
+    UCX_TLS then selects other transports, or if it is not set and this host has no RDMA device.
     """
-    set_library_variables({"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"})
-
-
-def exclude_tcp() -> None:
-    """Restricts UCX to transports without ports. Call this function before nixl creates an agent.
-
-    Raises NotReadyError (CONNECTOR_UNAVAILABLE) if UCX_TLS selects other transports, or if it is not set and this host
-    has no RDMA device.
-    """
+    set_library_variables(_SETTINGS)
+    if permits_tcp:
+        return
     chosen = library_variable(_TRANSPORTS) or _RDMA
     # Also refuses `all` and lists that begin with ^, which select transports that they do not name.
     if others := [name for name in chosen.split(",") if not _WITHOUT_PORTS.fullmatch(name)]:
@@ -124,29 +123,12 @@ def _interfaces() -> Iterator[tuple[str, str]]:
             yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
 
 
-def backend_options() -> dict[str, str]:
-    """Returns the options of nixl's UCX backend that differ from the defaults.
-
-    Environment variables that the user has set take precedence over these options.
-    """
-    return {"engine_config": ",".join(f"{name}={value}" for name, value in _SETTINGS.items())}
-
-
-def set_variables() -> None:
-    """Sets the options as environment variables, for a library that creates agents of its own, such as vLLM.
-
-    Call this function before nixl is loaded. Variables that are already set do not change.
-    """
-    quiet()
-    set_library_variables({f"UCX_{name}": value for name, value in _SETTINGS.items()})
-
-
 def shared_settings() -> str:
     """Returns the UCX settings that must be equal at the producer and the consumer, as "NAME=value,NAME=value".
 
     A replica crashes if it receives larger segments than its own settings specify.
     """
-    return ",".join(f"UCX_{name}={library_variable(f'UCX_{name}', _SEGMENT_BYTES)}" for name in _SEGMENTS)
+    return ",".join(f"{name}={library_variable(name, _SEGMENT_BYTES)}" for name in _SEGMENTS)
 
 
 def describe() -> str:

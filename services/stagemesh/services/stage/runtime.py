@@ -250,9 +250,8 @@ class StageRuntime:
         """Page-locks the arena if there is a GPU, so that the GPU can copy tensors directly into the arena. If
         page-locking fails, only logs a warning.
         """
-        arena = self.data_plane.arena
         try:
-            pin_if_cuda(arena.address, arena.file_bytes)
+            pin_if_cuda(self.data_plane.arena.memory)
         except NotReadyError as exc:
             _log.warning("the arena is not page-locked: %s", exc.message)
 

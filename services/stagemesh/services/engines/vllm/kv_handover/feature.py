@@ -24,7 +24,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.process.settings import set_library_variables
 from stagemesh.common.process.stage_process import StageConfig
-from stagemesh.connectors.nixl.environment import exclude_tcp, provide_nixl, set_variables
+from stagemesh.connectors.nixl.environment import prepare, provide_nixl
 from stagemesh.connectors.packets import OfferedTicket, Packet, Ticket
 from stagemesh.connectors.peer_timeouts import is_recoverable
 from stagemesh.services.engines.base import Emission, Task
@@ -83,9 +83,7 @@ class _KvHandover(RequestFeature):
             raise self._invalid("kv_transfer_config and kv_handover exclude each other; remove kv_transfer_config")
         if arguments.data_parallel_size > 1:
             raise self._invalid("data_parallel_size must be 1 with kv_handover; use more replicas")
-        if not self._permits_plain_tcp:
-            exclude_tcp()
-        set_variables()
+        prepare(permits_tcp=self._permits_plain_tcp)
         # vLLM would set this variable when it loads the library.
         set_library_variables({"UCX_RCACHE_MAX_UNRELEASED": "1024"})
         with needs_extra("nixl", of=f"stage {self._stage}: kv_handover"):

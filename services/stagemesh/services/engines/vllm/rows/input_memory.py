@@ -7,7 +7,6 @@ written, and freed when the slot is released.
 """
 
 import mmap
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stagemesh.common.errors import NotReadyError
 from stagemesh.common.wire.tensors import DTYPES, Array
+from stagemesh.connectors.arena.memory import open_memory
 from stagemesh.services.engines.vllm.features import track_arguments
 
 if TYPE_CHECKING:
@@ -65,19 +64,7 @@ class InputMemory:
     def __init__(self, ticket: InputTicket) -> None:
         """Maps the shared memory into this process. Raises NotReadyError if the memory's file cannot be opened."""
         self.ticket = ticket
-        path = f"/proc/{ticket.process_id}/fd/{ticket.file_descriptor}"
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                self._mapping = mmap.mmap(fd, ticket.slots * ticket.slot_bytes)
-            finally:
-                os.close(fd)
-        except OSError as exc:
-            raise NotReadyError(
-                f"the replica's embeddings cannot be opened ({exc.strerror or exc}); run its workers on its host, in "
-                "its pid namespace, as its user",
-                reason="ARENA_NOT_SHARED",
-            ) from exc
+        self._mapping = open_memory(ticket.process_id, ticket.file_descriptor)
 
     @cached_property
     def columns(self) -> dict[str, Array]:

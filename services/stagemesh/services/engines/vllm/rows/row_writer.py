@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import msgspec
-import numpy as np
 import torch
 
-from stagemesh.connectors.arena.memory import ALIGNMENT_BYTES
+from stagemesh.connectors.arena.memory import ALIGNMENT_BYTES, pin_if_cuda
 from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, PartitionAddress, Reserved, without_content
 
 OVERFLOW_DIVISOR = 4
@@ -154,8 +153,9 @@ class RowWriter:
         self._socket.send(attachment.token)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if self._stream is not None:
-            _pin(self._writer.room)
-            _pin(self._overflow.room)
+            # To other memory, the GPU's driver copies in two steps, and the worker would wait for both.
+            pin_if_cuda(self._writer.room)
+            pin_if_cuda(self._overflow.room)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self._last: Future[None] | None = None
         self._staged_bytes = 0
@@ -270,16 +270,6 @@ def _copy(
             targets[name].copy_(rows, non_blocking=True)
             rows.record_stream(stream)
     return cast("torch.cuda.Event", stream.record_event())
-
-
-def _pin(memory: memoryview) -> None:
-    """Page-locks host memory, so that the GPU's driver can copy into it directly.
-
-    To other memory, the driver copies in two steps, and the worker would wait for both.
-    """
-    cuda: Any = torch.cuda
-    address = np.frombuffer(memory, np.uint8).ctypes.data
-    cuda.check_error(int(cuda.cudart().cudaHostRegister(address, memory.nbytes, 0)))
 
 
 def _split(slices: Sequence[Slice], max_rows: int) -> list[list[Slice]]:
