@@ -161,19 +161,16 @@ async def _mixed(request: str, thinker: Replica, framer: Replica, mixer: Replica
     return int(mixed[1].usage.steps)
 
 
-async def test_an_unknown_transform_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("end", "failed"), [("transform", ["talker"]), ("transform_at_producer", ["talker", "thinker"])]
+)
+async def test_an_unknown_transform_is_named(end: str, failed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_timeouts, "REBIND_S", 0.1)
     async with _pair() as (thinker, talker):
-        errors = await _failures(thinker, talker, transform="text.shout")
-    assert errors["talker"].reason == "UNKNOWN_TRANSFORM"
-    assert "known: " in errors["talker"].message
-
-
-async def test_an_unknown_transform_at_the_producer_ends_both_steps() -> None:
-    async with _pair() as (thinker, talker):
-        errors = await _failures(thinker, talker, transform_at_producer="text.shout")
-    assert {name: error.reason for name, error in errors.items()} == dict.fromkeys(errors, "UNKNOWN_TRANSFORM")
-    assert errors.keys() == {"thinker", "talker"}
+        errors = await _failures(thinker, talker, **{end: "text.shout"})
+    for stage in failed:
+        assert errors[stage].reason == "UNKNOWN_TRANSFORM"
+        assert "known: " in errors[stage].message
 
 
 @pytest.mark.parametrize("end", ["transform", "transform_at_producer"])
@@ -209,11 +206,17 @@ async def test_a_chunk_of_another_shape_is_rejected(monkeypatch: pytest.MonkeyPa
     assert errors["talker"].metadata["edge"] == EDGE
 
 
-async def test_producers_failure_reaches_its_consumer() -> None:
-    async with _pair(stage_config(fail_at_step=1)) as (thinker, talker):
+@pytest.mark.parametrize("failing", ["thinker", "talker"])
+async def test_a_failure_reaches_the_other_stage(failing: str) -> None:
+    fails: Any = {"fail_at_step": 1}
+    config = stage_config(steps=1000, step_s=0.001, **fails if failing == "thinker" else {})
+    async with _pair(config, **fails if failing == "talker" else {}) as (thinker, talker):
         errors = await _failures(thinker, talker)
-    assert "stage thinker fails at step 1" in errors["talker"].message
-    assert errors["talker"].metadata["stage"] == "thinker"
+    assert f"stage {failing} fails at step 1" in errors["talker"].message
+    if failing == "thinker":
+        assert errors["talker"].metadata["stage"] == "thinker"
+    else:
+        assert "thinker->talker" in errors["thinker"].message
 
 
 async def test_a_reason_of_a_stages_own_crosses_an_edge_unchanged() -> None:
@@ -225,14 +228,6 @@ async def test_a_reason_of_a_stages_own_crosses_an_edge_unchanged() -> None:
     assert {name: (type(error), error.reason) for name, error in errors.items()} == dict.fromkeys(
         ("thinker", "talker"), (InvalidRequestError, "X_TOO_LOUD")
     )
-
-
-async def test_consumers_failure_reaches_its_producer() -> None:
-    config = stage_config(steps=1000, step_s=0.001)
-    async with _pair(config, fail_at_step=1) as (thinker, talker):
-        errors = await _failures(thinker, talker)
-    assert "stage talker fails at step 1" in errors["talker"].message
-    assert "thinker->talker" in errors["thinker"].message
 
 
 async def test_ended_steps_free_all_resources() -> None:

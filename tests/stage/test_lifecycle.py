@@ -27,19 +27,12 @@ async def test_a_draining_replica_reports_it_and_accepts_planned_steps() -> None
     async with ready_runtime() as runtime:
         serving: list[bool] = []
         runtime.lifecycle.on_serving = serving.append
-        runtime.lifecycle.start_drain()
+        for _ in range(2):
+            runtime.lifecycle.start_drain()
         assert (runtime.lifecycle.state, serving) == (ReplicaState.DRAINING, [False])
         assert await events_of(runtime, step_spec())
-
-
-async def test_ending_a_drain_makes_the_replica_ready() -> None:
-    async with ready_runtime() as runtime:
-        serving: list[bool] = []
-        runtime.lifecycle.on_serving = serving.append
-        runtime.lifecycle.start_drain()
-        runtime.lifecycle.start_drain()
-        runtime.lifecycle.end_drain()
-        runtime.lifecycle.end_drain()
+        for _ in range(2):
+            runtime.lifecycle.end_drain()
         assert (runtime.lifecycle.state, serving) == (ReplicaState.READY, [False, True])
 
 
@@ -76,17 +69,15 @@ async def test_steps_are_handed_over_after_their_time_and_new_ones_rejected(engi
         assert await events_of(runtime, step_spec("later"))
 
 
-async def test_a_drain_pauses_steps_that_can_pause() -> None:
+@pytest.mark.parametrize("shuts_down", [False, True])
+async def test_a_drain_pauses_steps_that_can_pause(*, shuts_down: bool) -> None:
     async with running_step(LONG) as (runtime, events):
-        runtime.lifecycle.start_drain(move_after_s=0.0)
+        if shuts_down:
+            await runtime.lifecycle.finish_steps(grace_s=0.5)
+        else:
+            runtime.lifecycle.start_drain(move_after_s=0.0)
         *_, last = [event async for event in events]
         assert 0 < last.paused.checkpoint.steps < 1000
-
-
-async def test_a_shutdown_pauses_steps_at_the_end_of_its_grace() -> None:
-    async with running_step(LONG) as (runtime, events):
-        await runtime.lifecycle.finish_steps(grace_s=0.5)
-        assert [event async for event in events][-1].HasField("paused")
 
 
 async def test_a_drain_that_ends_in_time_hands_nothing_over() -> None:

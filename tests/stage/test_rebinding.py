@@ -119,6 +119,14 @@ async def accepted(received: Received) -> Received:
     return received
 
 
+async def connected(thinker: Replica, talker: Replica, *, outputs: int) -> tuple[Received, Received]:
+    """Returns what a connected thinker and talker output, once the talker has output this much."""
+    talked = await accepted(receive(talker, talking(thinker)))
+    thought = receive(thinker, thinking(talker))
+    await talked.outputs(outputs)
+    return thought, talked
+
+
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("kills", [True, False])
 async def test_a_new_consumer_receives_all_chunks_from_the_first(connector: str, *, kills: bool) -> None:
@@ -161,9 +169,7 @@ async def test_a_finished_step_still_feeds_a_new_consumer() -> None:
 async def test_a_consumer_drops_rows_that_a_new_producer_repeats(*, kills: bool, resumes: bool) -> None:
     async with stages(checkpoint_steps=4) as (thinkers, talkers):
         first, second, talker = await thinkers.replica(), await thinkers.replica(), await talkers.replica()
-        talked = await accepted(receive(talker, talking(first)))
-        lost = receive(first, thinking(talker))
-        await talked.outputs(11)
+        lost, talked = await connected(first, talker, outputs=11)
         if kills:
             await kill(first)
         request = thinking(talker, attempt=2)
@@ -214,9 +220,7 @@ async def test_a_producer_that_repeats_received_rows_only_finishes() -> None:
 async def test_a_checkpoint_beyond_the_received_rows_is_rejected() -> None:
     async with stages() as (thinkers, talkers):
         first, second, talker = await thinkers.replica(), await thinkers.replica(), await talkers.replica()
-        talked = await accepted(receive(talker, talking(first)))
-        thought = receive(first, thinking(talker))
-        await talked.outputs(2)
+        thought, talked = await connected(first, talker, outputs=2)
         error = await failure_of(talker.stub.RebindStep(rebind_input(second, text=1_000_000)))
         assert error.reason == "ROWS_MISSING"
         assert 400 <= int(error.metadata["rows"]) < STEPS * 200
@@ -227,9 +231,7 @@ async def test_a_checkpoint_beyond_the_received_rows_is_rejected() -> None:
 async def test_a_rebinding_without_the_first_chunk_is_rejected() -> None:
     async with stages() as (thinkers, talkers):
         thinker, first, second = await thinkers.replica(), await talkers.replica(), await talkers.replica()
-        talked = await accepted(receive(first, talking(thinker)))
-        thought = receive(thinker, thinking(first))
-        await talked.outputs(3)
+        thought, talked = await connected(thinker, first, outputs=3)
         thinker.runtime.data_plane._retention.evict_oldest()
         error = await failure_of(thinker.stub.RebindStep(rebind_output(second)))
         assert (type(error), error.reason) == (NotReadyError, "CHUNK_GONE")
@@ -240,9 +242,7 @@ async def test_a_rebinding_without_the_first_chunk_is_rejected() -> None:
 async def test_a_repeated_rebinding_does_nothing_and_an_older_one_is_rejected() -> None:
     async with stages() as (thinkers, talkers):
         thinker, first, second = await thinkers.replica(), await talkers.replica(), await talkers.replica()
-        lost = await accepted(receive(first, talking(thinker)))
-        thought = receive(thinker, thinking(first))
-        await lost.outputs(3)
+        thought, lost = await connected(thinker, first, outputs=3)
         talked = await accepted(receive(second, talking(thinker, attempt=3)))
         for _ in range(2):
             await thinker.stub.RebindStep(rebind_output(second, edge=3))
