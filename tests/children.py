@@ -1,12 +1,13 @@
 """Child processes of the tests: how they start, what they log, and how they end."""
 
+import asyncio
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import AnyStr
+from typing import Any, AnyStr
 
 import psutil
 
@@ -27,6 +28,18 @@ def killed_at_end(process: "subprocess.Popen[AnyStr]") -> Iterator["subprocess.P
             yield process
         finally:
             process.kill()
+
+
+@asynccontextmanager
+async def running_process(*command: str, **pipes: Any) -> AsyncGenerator[asyncio.subprocess.Process]:
+    """Runs a process in this event loop. Kills it at the end of the block if it still runs, and closes its pipes."""
+    process = await asyncio.create_subprocess_exec(*command, **pipes)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
 
 
 def read_endpoint(process: "subprocess.Popen[str]") -> str:

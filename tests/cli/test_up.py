@@ -14,6 +14,7 @@ from stagemesh.cli.local.process_display import make_display
 from stagemesh.common.errors import ExitCode
 from stagemesh.common.process import settings
 from stagemesh.pipeline import load_pipeline
+from tests.children import running_process
 from tests.cli.commands import COMMAND, run_process, stagemesh
 from tests.gateway.sounds import tone, wav
 from tests.launcher.processes import ended
@@ -61,17 +62,11 @@ class Up:
 
 @asynccontextmanager
 async def _up(pipeline: Path, *arguments: str) -> AsyncGenerator[Up]:
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND, "up", str(pipeline), "--port", "0", "--json", *arguments, stdout=asyncio.subprocess.PIPE
-    )
-    try:
+    command = [*COMMAND, "up", str(pipeline), "--port", "0", "--json", *arguments]
+    async with running_process(*command, stdout=asyncio.subprocess.PIPE) as process:
         up = Up(process)
         await up.until_ready()
         yield up
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
 
 
 def _shared_memory() -> set[str]:

@@ -6,7 +6,7 @@ The replicas run in the test's own process, except the ones that a test stops or
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from stagemesh.rpc.server import Server
 from stagemesh.services.stage.control_servicer import StageControlServicer
 from stagemesh.services.stage.servicer import StageServicer
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2_grpc, stage_pb2
+from tests.children import running_process
 from tests.orchestrator.mesh import poll, until_health
 from tests.stage.replicas import make_runtime
 from tests.system.pipelines import pipeline_file
@@ -150,13 +151,8 @@ async def _serving_runtime(config: StageConfig) -> AsyncGenerator[None]:
 async def _process(config: StageConfig) -> AsyncGenerator[asyncio.subprocess.Process]:
     """Runs a replica as a process until the end of the block."""
     command = (sys.executable, "-m", "stagemesh.services.stage", "--config", "-")
-    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(dump_config(config))
-    process.stdin.close()
-    try:
+    async with running_process(*command, stdin=asyncio.subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(dump_config(config))
+        process.stdin.close()
         yield process
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()

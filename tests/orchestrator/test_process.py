@@ -26,6 +26,7 @@ from stagemesh.services.media.service import MediaServicer
 from stagemesh.v1 import jobs_pb2, media_pb2
 from stagemesh.v1.media_pb2_grpc import add_MediaServiceServicer_to_server
 from stagemesh.v1.roles_pb2 import CallerRole
+from tests.children import running_process
 from tests.media.locations import make_store
 from tests.orchestrator.mesh import CHAIN, load, mesh, until_health
 from tests.repository.test_contract import SERVICERS
@@ -42,12 +43,12 @@ def _config(folder: Path, *, port: int, stages: str = "abc") -> Path:
 async def test_the_process_is_alive_without_stages_and_ends_at_sigterm(tmp_path: Path) -> None:
     port = PortPicker().pick()
     command = (sys.executable, "-m", "stagemesh.orchestrator", "--config", str(_config(tmp_path, port=port)))
-    process = await asyncio.create_subprocess_exec(*command)
-    async with open_channel(f"127.0.0.1:{port}") as channel:
-        await until_health(channel, serving=True, service="liveness", timeout_s=20)
-    process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(20):
-        assert await process.wait() == 0
+    async with running_process(*command) as process:
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            await until_health(channel, serving=True, service="liveness", timeout_s=20)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.children import running_process
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "typescript"
 PACKAGE = ROOT / "clients" / "typescript"
@@ -65,13 +67,8 @@ class RunningClient:
 async def running_client(endpoints: str, prompt: str, *arguments: str) -> AsyncIterator[RunningClient]:
     """Runs a request. Kills the client if it still runs at the end."""
     command = (*program("generate"), "--json", *arguments, endpoints, prompt)
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, limit=16 << 20)
-    try:
+    async with running_process(*command, stdout=PIPE, stderr=PIPE, limit=16 << 20) as process:
         yield RunningClient(process)
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
 
 
 @dataclass(frozen=True)
@@ -86,19 +83,14 @@ class RunningStage:
 async def running_stage(*arguments: str) -> AsyncIterator[RunningStage]:
     """Runs the replica "m-0" of the stage in TypeScript, and stops it by SIGTERM."""
     command = (*program("upper"), "--replica", "m-0", *arguments)
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
-    assert process.stdout is not None
-    try:
-        line = (await process.stdout.readline()).decode()
-        yield RunningStage(f"127.0.0.1:{line.split()[-1]}", process)
-    finally:
-        with suppress(ProcessLookupError):
-            process.terminate()
+    async with running_process(*command, stdout=PIPE) as process:
+        assert process.stdout is not None
         try:
+            line = (await process.stdout.readline()).decode()
+            yield RunningStage(f"127.0.0.1:{line.split()[-1]}", process)
+        finally:
+            with suppress(ProcessLookupError):
+                process.terminate()
             async with asyncio.timeout(15):
                 status = await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-            raise
     assert status == 0, f"the stage ended with status {status}"

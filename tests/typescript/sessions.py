@@ -6,7 +6,7 @@ import json
 import re
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from stagemesh.client.content import Part
 from stagemesh.rpc.error_mapping import error_from_wire
 from stagemesh.v1 import chunk_pb2
 from stagemesh.v1.request_pb2 import Role
+from tests.children import running_process
 from tests.client.scripted import ScriptedOrchestrator
 from tests.client.session_drivers import SeenEvent, SessionDriver
 from tests.typescript.nodes import node
@@ -123,16 +124,11 @@ async def typescript(
     opening = {_in_camel_case(name): value for name, value in fields.items()}
     opening["inputMode"] = _INPUT_MODES[input_mode]
     command = (node(), str(_PROGRAM), ",".join(addresses), json.dumps(opening))
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=16 << 20)
-    session = TypeScriptSession(process)
-    try:
+    async with running_process(*command, stdin=PIPE, stdout=PIPE, limit=16 << 20) as process:
+        session = TypeScriptSession(process)
         await session.outcome()
         yield session
         await session.close()
         async with asyncio.timeout(10):
             await process.communicate(b"")
         assert process.returncode == 0
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()

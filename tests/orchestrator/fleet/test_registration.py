@@ -24,7 +24,7 @@ from stagemesh.rpc.handlers import answering
 from stagemesh.rpc.server import Server
 from stagemesh.services.stage.registration import registered
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
-from tests.children import config_command
+from tests.children import config_command, running_process
 from tests.orchestrator.mesh import ask, poll, serve, texts, until_health
 from tests.orchestrator.scripted_stage import ScriptedStage
 
@@ -209,13 +209,9 @@ async def test_an_unreachable_address_is_not_advertised(pipeline: Pipeline) -> N
 async def test_a_stage_deregisters_at_sigterm(orchestrator: _Orchestrator, pipeline: Pipeline, tmp_path: Path) -> None:
     config = _config(pipeline, "b", orchestrator.endpoint)
     command = config_command("stagemesh.services.stage", config, tmp_path / "stage.json")
-    process = await asyncio.create_subprocess_exec(*command)
-    try:
+    async with running_process(*command) as process:
         await orchestrator.until("b-0")
         process.send_signal(signal.SIGTERM)
         await orchestrator.until()
         async with asyncio.timeout(20):
             assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
