@@ -9,47 +9,20 @@ import pytest
 from stagemesh.client import Client, Message, Result, StageArguments
 from tests.deployment import Deployment, deployed
 from tests.models.qwen2_5_omni.reference import SEED
-from tests.models.qwen3_omni import reference
-from tests.models.qwen3_omni.deployment import with_torchvision
+from tests.models.qwen3_omni import deployment, reference
 from tests.system.pipelines import pipeline_file
 from tests.system.test_qwen3_omni import Case, cases, check_begin
 
 pytestmark = pytest.mark.timeout(400)
 
 TEXT_TOKENS, CODEC_TOKENS = 12, 24
-PIPELINE = """\
-pipeline: omni
-main_stage: thinker
-stages:
-  thinker:
-    engine: vllm
-    model: {model}
-    options:
-      dtype: float32
-      max_model_len: 2048
-      max_num_batched_tokens: 64
-      kv_cache_memory_bytes: 16777216
-      mm_processor_kwargs: {{fps: 2.0}}
-      hidden_states: {{layers: [last], positions: true, dtype: float32}}
-  talker:
-    engine: vllm
-    model: {model}
-    options:
-      dtype: float32
-      max_model_len: 2048
-      max_num_batched_tokens: 64
-      kv_cache_memory_bytes: 16777216
-      codec: {{model: qwen2_5_omni.talker, dtype: float32}}
-  token2wav:
-    engine: function
-    function: qwen2_5_omni.token2wav
-    model: {model}
-    options: {{look_ahead_blocks: 4}}
-edges:
-  - {{from: thinker, to: talker, transform: qwen2_5_omni.thinker2talker}}
-  - {{from: talker, to: token2wav, transform: qwen2_5_omni.talker2token2wav, chunk: {{frames: 8, initial_frames: 3}}}}
-outputs: {{text: thinker, tokens: thinker.token_ids, codes: talker.codes, audio: token2wav}}
-"""
+PIPELINE = (
+    deployment.PIPELINE.replace("qwen3_omni", "qwen2_5_omni")
+    .replace("code2wav", "token2wav")
+    .replace("[accept], positions: true, prompt_only: true", "[last], positions: true")
+    .replace("max_model_len: 1024", "max_model_len: 2048")
+    .replace("edges:", "    options: {{look_ahead_blocks: 4}}\nedges:")
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +39,8 @@ def expected(tiny_qwen2_5_omni: Path) -> Sequence[reference.Result]:
 @pytest.fixture(scope="module")
 def omni(tiny_qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     file = pipeline_file(tmp_path_factory.mktemp("omni"), PIPELINE.format(model=tiny_qwen2_5_omni))
-    with with_torchvision(), deployed(file) as deployment:
-        yield deployment
+    with deployment.with_torchvision(), deployed(file) as up:
+        yield up
 
 
 def generate(client: Client, each: Case) -> Result:
