@@ -37,19 +37,16 @@ def made(folder: Path, model: str = "qwen-image", **load: Any) -> NDArray[Any]:
     return image
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_group_offload_gives_the_same_bits(name: str, tiny_diffusion: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "groups"), [*((name, {}) for name in WRITERS), ("qwen-image", {"offload_by": "block"})], ids=str
+)
+def test_group_offload_gives_the_same_bits(
+    name: str, groups: dict[str, str], tiny_diffusion: Callable[[str], Path], tmp_path: Path
+) -> None:
     folder = tiny_diffusion(name)
     expected = made(folder, name)
-    assert np.array_equal(made(folder, name, offload="group"), expected)
-    from_disk = made(folder, name, offload="disk", offload_dir=str(tmp_path))
-    assert np.abs(from_disk - expected).max() < DISK_TOLERANCE
-
-
-def test_offload_groups_may_be_blocks(qwen_image: Path, tmp_path: Path) -> None:
-    expected = made(qwen_image)
-    assert np.array_equal(made(qwen_image, offload="group", offload_by="block"), expected)
-    from_disk = made(qwen_image, offload="disk", offload_by="block", offload_dir=str(tmp_path))
+    assert np.array_equal(made(folder, name, offload="group", **groups), expected)
+    from_disk = made(folder, name, offload="disk", offload_dir=str(tmp_path), **groups)
     assert np.abs(from_disk - expected).max() < DISK_TOLERANCE
 
 
