@@ -10,7 +10,7 @@ import pytest
 from pydantic import JsonValue
 
 from benchmarks.simulation import virtual_time
-from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
+from stagemesh.common.errors import DeadlineError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.fake_engine.engine import FakeEngine
 from stagemesh.rpc.server import Server
@@ -283,14 +283,21 @@ async def test_a_slow_step_within_the_limit_does_not_hang() -> None:
         watching.cancel()
 
 
-@pytest.mark.parametrize("loads", [True, False])
-async def test_a_dead_engine_ends_the_service(engine: GatedEngine, loads: bool) -> None:
+@pytest.mark.parametrize(
+    ("loads", "kind", "reason", "said"),
+    [
+        (True, UnavailableError, "ENGINE_DIED", "stage thinker: the gate fell down"),
+        (False, NotReadyError, "LOAD_FAILED", "no such weights"),
+    ],
+)
+async def test_a_dead_engine_ends_the_service(
+    engine: GatedEngine, loads: bool, kind: type[StagemeshError], reason: str, said: str
+) -> None:
     engine.load_error = None if loads else ValueError("no such weights")
     if loads:
         engine.death.set()
-    reason, said = ("ENGINE_DIED", "stage thinker: the gate fell down") if loads else ("LOAD_FAILED", "no such weights")
     async with loading(engine=engine) as runtime:
-        with raises(StagemeshError, reason=reason, match=said):
+        with raises(kind, reason=reason, match=said):
             await work(runtime, Server("127.0.0.1:0"), asyncio.Event())
 
 

@@ -83,8 +83,8 @@ async def test_a_turn_that_is_closed_or_interrupted_is_stopped_on_its_stages(han
     async with talking(hanging.stub) as talk:
         await talk.commit("one")
         await talk.output("a ")
-        await talk.send(**{event: {}})
-        await talk.next("ended")
+        await (talk.close() if event == "close" else talk.interrupt())
+        await (talk.rest() if event == "close" else talk.next("ended"))
         await hanging.until_idle()
     assert talk.kinds(1) == ["committed", "interrupted", "ended"]
     assert len(hanging.stages["a"].cancels) == 1
