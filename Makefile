@@ -143,6 +143,7 @@ fuzz: venv ## Send FUZZ_MESSAGES=100000 random messages to each surface, then fu
 cluster: models kubernetes ## Run the chart in a Kubernetes cluster on this machine, and disturb it under load for MINUTES=30
 	python -m k8s.cluster up
 	python -m k8s.cluster scale
+	python -m k8s.cluster certify
 	python -m k8s.cluster campaign --minutes $(MINUTES)
 
 cluster-down: venv ## Remove that cluster

@@ -3,6 +3,7 @@
 python -m k8s.cluster up        builds Kubernetes and the images, starts the cluster and installs the release
 python -m k8s.cluster campaign  disturbs the release under load, and counts failed requests and wrong outputs
 python -m k8s.cluster scale     measures each phase of a scale-up from 1 to 2 replicas, cold and from the warm tier
+python -m k8s.cluster certify   upgrades the release to one with certificates
 python -m k8s.cluster down      removes the cluster; the built programs and images remain
 
 Needs root on Debian 12, the packages in packages.txt, and about 30 GB of disk.
@@ -29,7 +30,7 @@ _TAG = "cluster"
 def main() -> int:
     """Runs one command. Returns 1 if a request of the campaign failed or had a wrong output."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("up", "campaign", "scale", "down"))
+    parser.add_argument("command", choices=("up", "campaign", "scale", "certify", "down"))
     parser.add_argument("--minutes", type=float, default=30.0, help="minutes of the campaign (default: 30)")
     parser.add_argument(
         "--clients", type=int, default=2, help="clients that send requests at the same time (default: 2)"
@@ -42,6 +43,9 @@ def main() -> int:
         _up(cluster, release)
     elif arguments.command == "down":
         cluster.down()
+    elif arguments.command == "certify":
+        release.issue_certificates()
+        release.upgrade()
     elif arguments.command == "scale":
         warm.upgrade()
         found = {"cold": scaling.measure_cold(release), "warm": scaling.measure_warm(warm)}
@@ -81,6 +85,7 @@ def _up(cluster: Cluster, release: Release) -> None:
     models = cluster.folder / "models"
     shutil.copytree(settings.models_dir(), models, dirs_exist_ok=True)
     run("chmod", "--recursive", "a+rX", str(models))
+    release.remove_certificates()
     release.upgrade()
     lap("release")
     (cluster.folder / "up.json").write_text(json.dumps({"seconds": times, "image_sizes": sizes}, indent=2) + "\n")

@@ -151,8 +151,9 @@ class Campaign:
     @contextmanager
     def _load(self, lines: Path) -> Generator[None]:
         command = ("env", f"--chdir={REPOSITORY}", sys.executable, "-m", "k8s.cluster.load")
+        certificate = [str(self._release.certificate)] if self._release.certificate else []
         process = self._cluster.control_plane.host.start_outside(
-            "load", *command, self._release.address(), str(lines), str(self._clients)
+            "load", *command, self._release.address(), str(lines), str(self._clients), *certificate
         )
         try:
             yield

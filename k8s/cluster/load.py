@@ -1,6 +1,6 @@
 """Sends requests until SIGTERM, and writes one JSON line for each: its times, the digest of its outputs, and its error.
 
-Usage: python -m k8s.cluster.load ADDRESS FILE CLIENTS
+Usage: python -m k8s.cluster.load ADDRESS FILE CLIENTS [CERTIFICATE]
 Each client sends one request after another, of a few prompts in turn. The same prompt and seed give the same bytes.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from stagemesh.client import AsyncClient, Audio
+from stagemesh.client import AsyncClient, Audio, ClientOptions
 from stagemesh.common.errors import StagemeshError
 
 PROMPTS = (
@@ -49,14 +49,17 @@ def _digest(texts: Mapping[str, str], audios: Mapping[str, Audio]) -> str:
     return content.hexdigest()[:16]
 
 
-async def _run_client(address: str, prompts: Iterator[str], file: IO[str], stopping: asyncio.Event) -> None:
-    async with AsyncClient(address) as client:
+async def _run_client(
+    address: str, prompts: Iterator[str], file: IO[str], stopping: asyncio.Event, certificate: str | None
+) -> None:
+    options: ClientOptions = {} if certificate is None else {"tls": certificate}
+    async with AsyncClient(address, **options) as client:
         while not stopping.is_set():
             file.write(json.dumps(await send(client, next(prompts))) + "\n")
             file.flush()
 
 
-async def main(address: str, path: Path, clients: int) -> None:
+async def main(address: str, path: Path, clients: int, certificate: str | None = None) -> None:
     """Runs the clients until SIGTERM. Requests that are running then are finished."""
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
@@ -64,9 +67,9 @@ async def main(address: str, path: Path, clients: int) -> None:
         async with asyncio.TaskGroup() as group:
             for number in range(clients):
                 prompts = itertools.islice(itertools.cycle(PROMPTS), number, None)
-                group.create_task(_run_client(address, prompts, file, stopping))
+                group.create_task(_run_client(address, prompts, file, stopping, certificate))
 
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))
+        asyncio.run(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:5]))

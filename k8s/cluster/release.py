@@ -4,12 +4,14 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from k8s.cluster.cluster import REPOSITORY, Cluster
+from k8s.cluster.control_plane import CLUSTER_DOMAIN
+from stagemesh.cli.launcher.certificates import Authority
 
 # Helm 4 takes no program as a post-renderer, only a plug-in.
 _HELM = Path(sys.executable).with_name("helm3")
@@ -19,6 +21,22 @@ VALUES = {
     "speech": (_CHART / "ci/speech-cpu-values.yaml", _OWN_VALUES / "values.yaml"),
     "warm": (_OWN_VALUES / "warm-values.yaml",),
 }
+
+
+_CERTIFICATES: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "orchestrator": (("orchestrator/speech",), ("orchestrator", "admin")),
+    "stages": (
+        (
+            "stage/thinker/speech-thinker-*-*",
+            "stage/acoustic/speech-voice-*-*-acoustic",
+            "stage/vocoder/speech-voice-*-*-vocoder",
+        ),
+        ("thinker", "acoustic", "vocoder"),
+    ),
+    "test": (("client/speech",), ()),
+}
+"""The names and the Services in the certificates of the release `speech`, by the keys of the chart's `tls.secrets`."""
+_DOMAINS = ("", ".default.svc", f".default.svc.{CLUSTER_DOMAIN}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +50,16 @@ class Release:
     def upgrade(self, *settings: str, limit_s: int = 600) -> None:
         """Installs or upgrades the release with these values, KEY=VALUE, and waits until all pods are ready."""
         registry = self.cluster.control_plane.registry
-        defaults = (
+        defaults = [
             f"images.orchestrator.repository={registry}/stagemesh/orchestrator",
             f"images.orchestrator.tag={self.tag}",
             f"images.stage.repository={registry}/stagemesh/stage-cpu",
             f"images.stage.tag={self.tag}",
             f"stageDefaults.modelCache.hostPath={self.cluster.folder / 'models'}",
-        )
+        ]
+        if self.certificate is not None:
+            defaults.append("tls.enabled=true")
+            defaults += [f"tls.secrets.{owner}={self.name}-{owner}-tls" for owner in _CERTIFICATES]
         post_renderer = [sys.executable, str(Path(__file__).parent / "downlevel.py"), str(self.cluster.binaries)]
         self._helm(
             *("upgrade", self.name, str(self._chart()), "--install", "--wait", f"--timeout={limit_s}s"),
@@ -49,6 +70,35 @@ class Release:
             ),
             *(f"--post-renderer={post_renderer[0]}", *(f"--post-renderer-args={word}" for word in post_renderer[1:])),
         )
+
+    @property
+    def certificate(self) -> Path | None:
+        """The folder of the certificate with which clients call the release, or None if the release has none."""
+        folder = self._certificates / "test"
+        return folder if self.name == "speech" and folder.exists() else None
+
+    def issue_certificates(self) -> None:
+        """Creates certificates, and their Secrets, with which the next upgrade installs the release.
+
+        The release must be installed, because the orchestrator's certificate has the address of its Service.
+        """
+        kubectl, authority = self.cluster.control_plane.kubectl, Authority(self._certificates)
+        for owner, (names, services) in _CERTIFICATES.items():
+            hosts = [f"{self.name}-{service}{domain}" for service in services for domain in _DOMAINS]
+            if owner == "orchestrator":
+                hosts.append(self.address().partition(":")[0])
+            folder = authority.issue(self._certificates / owner, names, hosts=hosts)
+            secret = f"{self.name}-{owner}-tls"
+            kubectl("delete", "secret", secret, "--ignore-not-found")
+            kubectl("create", "secret", "generic", secret, f"--from-file={folder}")
+
+    def remove_certificates(self) -> None:
+        """Removes the certificates, so that the next upgrade installs the release without."""
+        shutil.rmtree(self._certificates, ignore_errors=True)
+
+    @property
+    def _certificates(self) -> Path:
+        return self.cluster.folder / "certificates"
 
     def test(self) -> str:
         """Runs `helm test` and returns its output. Raises CalledProcessError if the test fails."""
