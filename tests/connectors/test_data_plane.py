@@ -45,6 +45,14 @@ async def test_small_tensors_arrive_inline(size: int) -> None:
         assert a.plane.arena.used_bytes == 0
 
 
+@pytest.mark.parametrize("size", [1, 64], ids=["inline", "in the arena"])
+async def test_messages_of_many_chunks_are_within_the_limit_of_fields(size: int) -> None:
+    tensors, metadata = {f"x{n}": np.ones((1, size), np.uint8) for n in range(100)}, {f"m{n}": n for n in range(50)}
+    sent = [Packet(tensors, metadata)] * 400
+    async with flow_of_hosts() as (_, _, outlet, inlet):
+        assert_same(await exchange(outlet, inlet, sent), sent)
+
+
 async def test_request_id_can_be_used_again() -> None:
     async with two_hosts() as (a, b):
         for _ in range(2):

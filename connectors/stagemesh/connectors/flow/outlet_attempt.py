@@ -22,8 +22,10 @@ MAX_RESYNCS = 10
 """The maximum number of times that a consumer may request a resync without acknowledging a new chunk."""
 _NO_CREDIT = -1
 """The credit limit before the consumer has accepted the attempt. Not even an empty chunk may be sent."""
-_ITEM_BYTES = 200
-"""The approximate size of a chunk's message in bytes, without the payload."""
+_ITEM_BYTES, _VALUE_BYTES = 200, 256
+"""The approximate size of a chunk's message in bytes, without the payload, and that of each of its tensors, tickets and
+metadata values. It is so large that a message of many chunks never exceeds the consumer's limit of fields.
+"""
 _transfer_ids = itertools.count(1)
 """The source of transfer ids, which increase across all streams.
 
@@ -286,9 +288,10 @@ class OutletAttempt:
         while used_bytes < budget_bytes and self._has_chunk and not self.sends_fragments:
             sent = pending.popleft()
             self._encode(request.items.add().chunk, sent)
-            used_bytes += _ITEM_BYTES if sent.regions else _ITEM_BYTES + sent.size_bytes
-            if sent.tickets:
-                used_bytes += sum(len(ticket.descriptor) for ticket in sent.offered)
+            values = len(sent.tensors or ()) + len(sent.metadata or ()) + len(sent.offered)
+            used_bytes += _ITEM_BYTES + _VALUE_BYTES * values
+            if not sent.regions:
+                used_bytes += sent.size_bytes + sum(len(ticket.descriptor) for ticket in sent.offered)
         return used_bytes
 
     def take_fragment(self) -> bytes:
