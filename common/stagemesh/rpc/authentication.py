@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagemesh.common.errors import InvalidRequestError, UnauthenticatedError
 from stagemesh.common.process.config import TokenConfig
-from stagemesh.rpc.callers import CLIENT, SCHEME, Identity, Role, identity_of_certificate, set_identity
+from stagemesh.rpc.callers import CLIENT, SCHEME, Identity, identity_of_certificate
 from stagemesh.rpc.credentials import file_version, write_private
-from stagemesh.rpc.interceptors import Authenticate, Metadata
+from stagemesh.rpc.interceptors import Metadata
 
 if TYPE_CHECKING:
     import jwt
@@ -119,26 +119,18 @@ _LEEWAY_S = 10.0
 """The tolerated difference between the clocks of this host and of the provider, in seconds."""
 
 
-def authentication(tokens: "TokenChecker | None") -> Authenticate:
-    """Returns the function that authenticates the callers of a port: by tokens, or by certificates if it is None."""
+async def by_certificate(context: Any, metadata: Metadata) -> Identity:  # noqa: ARG001
+    """Returns the identity in the caller's certificate. Raises UnauthenticatedError (UNKNOWN_IDENTITY) if it has none.
 
-    async def by_certificate(context: Any, metadata: Metadata) -> frozenset[Role]:  # noqa: ARG001
-        identity = identity_of_certificate(context.auth_context())
-        if identity is None:
-            raise UnauthenticatedError(
-                f"the caller's certificate has no name of the form {SCHEME}ROLE/NAME; use another certificate",
-                reason="UNKNOWN_IDENTITY",
-            )
-        set_identity(identity)
-        return identity.roles
-
-    async def by_token(context: Any, metadata: Metadata) -> frozenset[Role]:  # noqa: ARG001
-        assert tokens is not None, "the port accepts tokens"
-        identity = Identity([(CLIENT, await tokens.find_caller(_bearer_token(metadata)))])
-        set_identity(identity)
-        return identity.roles
-
-    return by_certificate if tokens is None else by_token
+    Is an `Authenticate`.
+    """
+    identity = identity_of_certificate(context.auth_context())
+    if identity is None:
+        raise UnauthenticatedError(
+            f"the caller's certificate has no name of the form {SCHEME}ROLE/NAME; use another certificate",
+            reason="UNKNOWN_IDENTITY",
+        )
+    return identity
 
 
 class TokenChecker:
@@ -151,6 +143,13 @@ class TokenChecker:
         """
         self._file = TokenDigests(Path(config.file)) if config.file else None
         self._provider = _Provider(config) if config.keys else None
+
+    async def authenticate(self, context: Any, metadata: Metadata) -> Identity:  # noqa: ARG002
+        """Returns the identity of the client with the token in the metadata of an RPC. Is an `Authenticate`.
+
+        Raises UnauthenticatedError: NO_TOKEN if there is none, INVALID_TOKEN if it is not valid.
+        """
+        return Identity([(CLIENT, await self.find_caller(_bearer_token(metadata)))])
 
     async def find_caller(self, token: str) -> str:
         """Returns the caller with this token.

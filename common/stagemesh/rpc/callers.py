@@ -8,7 +8,7 @@ replicas of a stage can therefore share a certificate. `*` does not stand for `-
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -149,9 +149,7 @@ def check_replica(name: str, *, stage: str | None = None) -> None:
     (REPLICA_MISMATCH) if the caller's certificate does not name the replica. Accepts any name if the caller has no
     credentials. An orchestrator is the producer of the input that clients stream, whose name begins with "@input".
     """
-    identity = _CURRENT.get()
-    if identity is not None and not (ORCHESTRATOR in identity.roles and name.startswith(_INPUT)):
-        _check_named(identity, stage, name)
+    _check_named(stage, name, others={ORCHESTRATOR} if name.startswith(_INPUT) else ())
 
 
 def check_reader(*, stage: str | None = None, replica: str | None = None) -> None:
@@ -160,16 +158,17 @@ def check_reader(*, stage: str | None = None, replica: str | None = None) -> Non
     These are replicas whose certificate names it, orchestrators and operators, and all callers without credentials.
     Raises PermissionDeniedError (REPLICA_MISMATCH) otherwise.
     """
-    identity = _CURRENT.get()
-    if identity is not None and not identity.roles & {ORCHESTRATOR, OPERATOR}:
-        _check_named(identity, stage, replica)
+    _check_named(stage, replica, others={ORCHESTRATOR, OPERATOR})
 
 
-def _check_named(identity: Identity, stage: str | None, replica: str | None) -> None:
-    """Raises PermissionDeniedError (REPLICA_MISMATCH) if a certificate does not name this replica of this stage.
+def _check_named(stage: str | None, replica: str | None, *, others: Collection[Role]) -> None:
+    """Raises PermissionDeniedError (REPLICA_MISMATCH) if the caller's certificate does not name this replica.
 
-    None stands for any stage or any replica.
+    None stands for any stage or any replica. Callers without credentials, and with one of the roles `others`, pass.
     """
+    identity = _CURRENT.get()
+    if identity is None or identity.roles.intersection(others):
+        return
     patterns = identity.names_as(STAGE)
     for own_stage, _, pattern in (each.partition("/") for each in patterns):
         if stage in (None, own_stage) and (replica is None or _matches(replica, pattern)):

@@ -19,7 +19,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.rpc.call_limits import Messages, RejectedBytes
-from stagemesh.rpc.callers import OPERATOR, Role, caller_key, roles_of
+from stagemesh.rpc.callers import OPERATOR, Identity, Role, caller_key, roles_of, set_identity
 from stagemesh.rpc.channels import MAX_HEADER_BYTES
 from stagemesh.rpc.error_mapping import to_status
 from stagemesh.v1 import roles_pb2
@@ -27,10 +27,10 @@ from stagemesh.v1 import roles_pb2
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
 """The headers of an RPC."""
 
-Authenticate: TypeAlias = Callable[[Any, Any], Awaitable[frozenset[Role]]]
-"""A function that returns the roles of a caller. Its arguments are the RPC's context and metadata.
+Authenticate: TypeAlias = Callable[[Any, Metadata], Awaitable[Identity]]
+"""A function that returns the identity of a caller. Its arguments are the RPC's context and metadata.
 
-Raises UnauthenticatedError if the caller has no valid credentials. Stores the caller's identity for the RPC.
+Raises UnauthenticatedError if the caller has no valid credentials.
 """
 
 _Around: TypeAlias = Callable[[AsyncIterator[bytes], Any], AbstractAsyncContextManager[Any]]
@@ -66,7 +66,7 @@ class Gate(grpc.aio.ServerInterceptor):
     def __init__(
         self, roles: Collection[Role], authenticate: Authenticate | None = None, *, calls_per_caller: int | None
     ) -> None:
-        """`authenticate` determines the roles of callers, or is None if the port cannot authenticate them.
+        """`authenticate` determines the identity of callers, or is None if the port cannot authenticate them.
 
         `calls_per_caller` is the number of calls, or None for no limit.
         """
@@ -121,7 +121,9 @@ class Gate(grpc.aio.ServerInterceptor):
                 await _abort(context, error)
             if self._authenticate is not None and not details.method.startswith(_OPEN):
                 try:
-                    self._check_roles(await self._authenticate(context, details.invocation_metadata), details.method)
+                    identity = await self._authenticate(context, details.invocation_metadata)
+                    set_identity(identity)
+                    self._check_roles(identity.roles, details.method)
                 except StagemeshError as exc:
                     await self._reject(exc, requests, context)
             async with self._received(handler, requests, context) as given:

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.common.process.config import ServiceConfig, TokenConfig
-from stagemesh.rpc.authentication import TokenChecker, authentication
+from stagemesh.rpc.authentication import TokenChecker, by_certificate
 from stagemesh.rpc.call_limits import CALLS_PER_CALLER
 from stagemesh.rpc.callers import ROLE_NAMES, Role
 from stagemesh.rpc.channels import SERVER_OPTIONS
@@ -67,7 +67,7 @@ class Server:
         certificate. With `tokens`, they need no certificate, but one of the tokens.
         """
         self._listen, self._tokens, self._tls = listen, tokens, PROCESS.credentials.tls
-        authenticate = None if self._tls is None else authentication(tokens)
+        authenticate = None if self._tls is None else by_certificate if tokens is None else tokens.authenticate
         gate = Gate(roles, authenticate, calls_per_caller=calls_per_caller)
         self.grpc = grpc.aio.server(interceptors=(gate,), options=SERVER_OPTIONS)
         """The grpc.aio server on which servicers are registered."""

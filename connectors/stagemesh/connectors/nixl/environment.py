@@ -20,7 +20,6 @@ from stagemesh.connectors.base import unavailable
 
 _NIXL = "nixl"
 _LIBRARIES = ("nixl_cu13", "nixl_cu12")
-_SUBMODULES = ("_bindings", "_api")
 
 
 def provide_nixl() -> None:
@@ -34,17 +33,9 @@ def provide_nixl() -> None:
     try:
         importlib.import_module(_NIXL)
     except ImportError:
-        library = _find_library()
-        for name in _SUBMODULES:
-            sys.modules[f"{_NIXL}.{name}"] = importlib.import_module(f"{library}.{name}")
-        sys.modules[_NIXL] = importlib.import_module(library)
-
-
-def _find_library() -> str:
-    for name in _LIBRARIES:
-        if importlib.util.find_spec(name) is not None:
-            return name
-    raise ModuleNotFoundError(f"No module named {_LIBRARIES[-1]!r}", name=_LIBRARIES[-1])
+        library = next((each for each in _LIBRARIES if importlib.util.find_spec(each) is not None), _LIBRARIES[-1])
+        for name in ("._bindings", "._api", ""):
+            sys.modules[_NIXL + name] = importlib.import_module(library + name)
 
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
