@@ -1,11 +1,12 @@
 """Chunk policies: how the packets of a flow are cut into chunks, and the sizes that keep its audio from running dry."""
 
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 _MAX_SHARE = 1 / 8
 """The maximum duration of a call, as a share of its audio's duration, at which a size below the largest is used after
@@ -50,41 +51,36 @@ class PlayoutPace:
         return min(costs_s) if costs_s else self.call_costs_s[largest] * frames / largest
 
 
-class ChunkSizes(Protocol):
-    """Chooses the size of each chunk of one flow."""
+class ChunkSizes(ABC):
+    """Chooses the size of each chunk of one flow. By default, the sizes do not depend on time."""
 
-    def add(self, rows: int) -> None:
+    def add(self, rows: int) -> None:  # noqa: B027
         """Records that `rows` more rows have arrived. Called before `next_size`."""
-        ...
 
+    @abstractmethod
     def next_size(self, waiting: int) -> int:
         """Returns the number of rows of the chunk that is cut now, or 0 if no chunk is cut yet.
 
         `waiting` is the number of rows that are in no chunk yet. If the result is not 0, the caller cuts the chunk.
         """
-        ...
 
-    def due_s(self, waiting: int) -> float | None:
+    def due_s(self, waiting: int) -> float | None:  # noqa: ARG002
         """Returns the time at which `waiting` rows must be cut although they are too few, or None if they can wait.
 
         The time is a time on the monotonic clock. It holds until the next call of `add`.
         """
-        ...
+        return None
 
-    def cut(self, waiting: int) -> None:
+    def cut(self, waiting: int) -> None:  # noqa: B027
         """Records that the waiting rows are cut now although they are too few."""
-        ...
 
 
-class FixedSizes:
+class FixedSizes(ChunkSizes):
     """`ChunkSizes` that are known in advance: those of a ramp, then always the same one."""
 
     def __init__(self, ramp: Sequence[int], frames: int) -> None:
         self._ramp, self._frames = iter(ramp), frames
         self._wanted = next(self._ramp, frames)
-
-    def add(self, rows: int) -> None:
-        """Does nothing, because the sizes do not depend on time."""
 
     def next_size(self, waiting: int) -> int:
         """Returns the next size if as many rows are waiting."""
@@ -93,15 +89,8 @@ class FixedSizes:
         size, self._wanted = self._wanted, next(self._ramp, self._frames)
         return size
 
-    def due_s(self, waiting: int) -> float | None:  # noqa: ARG002
-        """Returns None, because the sizes do not depend on time."""
-        return None
 
-    def cut(self, waiting: int) -> None:
-        """Does nothing, because the following sizes remain the same."""
-
-
-class PlayoutSizes:
+class PlayoutSizes(ChunkSizes):
     """`ChunkSizes` that depend on how much of the flow's audio has not been played.
 
     The first chunk is as small as permitted, so that audio begins early, but plays until a second chunk can be ready.

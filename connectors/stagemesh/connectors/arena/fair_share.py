@@ -84,7 +84,7 @@ class FairShare:
             if not turn.done():
                 turn.set_exception(error)
         # It refers to the arena, which would otherwise wait for the garbage collector.
-        self._take = _take_nothing
+        del self._take
 
     def _exceeds_share(self, allocation: _Allocation) -> bool:
         # Also applies to the only account in use, so that a flow that uses memory never makes other flows wait behind
@@ -118,7 +118,3 @@ class FairShare:
             allocation.account.waiting -= 1
         if not self._waiting:
             self._is_blocked = False
-
-
-def _take_nothing(_size_bytes: int, _account: MemoryAccount) -> None:
-    """Replaces the allocation of a closed arena."""

@@ -52,10 +52,6 @@ OnOver: TypeAlias = Callable[[StagemeshError | None], None]
 """A callback for the end of an attempt. Called once, with the attempt's error, or with None after a commit."""
 
 
-def _ignore(error: StagemeshError | None) -> None:
-    """Replaces the callback of an attempt that has ended."""
-
-
 class OutletAttempt:
     """One attempt of an outlet, in which the outlet sends chunks to one consumer within the consumer's credit.
 
@@ -407,5 +403,5 @@ class OutletAttempt:
         self.disconnect()
         self.phase = phase
         # The former callback refers to the outlet, which only the garbage collector would free.
-        self._on_over = _ignore
+        del self._on_over
         self._attend(self)

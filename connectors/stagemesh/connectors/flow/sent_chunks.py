@@ -87,11 +87,6 @@ class SentChunk:
         return not self._are_tickets_used and not any(ticket.is_released for ticket in self.offered)
 
     @property
-    def handed_over_bytes(self) -> int:
-        """The size of the state for which the chunk has tickets, in bytes."""
-        return sum(ticket.size_bytes for ticket in self.offered)
-
-    @property
     def offered(self) -> Collection[OfferedTicket]:
         """The tickets of the chunk. Empty if it has none."""
         return self.tickets.values() if self.tickets else ()
@@ -323,7 +318,7 @@ class SentChunks:
         self.next_seq += 1
         self.sent_bytes += sent.size_bytes
         if sent.tickets:
-            self.handed_over_bytes += sent.handed_over_bytes
+            self.handed_over_bytes += sum(ticket.size_bytes for ticket in sent.offered)
         self.ended, self.is_aborted = sent.tail is not None, bool(sent.tail and sent.tail.HasField("abort"))
         sent.end_bytes = self.sent_bytes
         self.unacked.append(sent)

@@ -70,11 +70,6 @@ class TicketAcceptances:
             del self._waiting[number]
             self._unsent.pop(number, None)
 
-    @property
-    def has_unsent(self) -> bool:
-        """Whether a message has not been sent."""
-        return bool(self._unsent)
-
     def answered(self, number: int, error: StagemeshError | None) -> None:
         """Processes the producer's answer to an acceptance. `error` is None if the producer keeps the state.
 
@@ -94,9 +89,8 @@ class TicketAcceptances:
 
     def take_unsent(self) -> list[stage_pb2.AcceptTickets]:
         """Removes and returns the messages that have not been sent."""
-        unsent = list(self._unsent.values())
-        self._unsent.clear()
-        return unsent
+        unsent, self._unsent = self._unsent, {}
+        return list(unsent.values())
 
     def lose(self) -> None:
         """Fails all acceptances with TICKET_LOST, because the producer has terminated. Idempotent."""
@@ -243,9 +237,8 @@ class ProducerState:
         if self._released_ids:
             response.replies.add().release.lease_ids.extend(self._released_ids)
             self._released_ids = []
-        if self.acceptances.has_unsent:
-            for accept in self.acceptances.take_unsent():
-                response.replies.add().accept.CopyFrom(accept)
+        for accept in self.acceptances.take_unsent():
+            response.replies.add().accept.CopyFrom(accept)
 
     async def close(self) -> None:
         """Closes the readers, stops watching the producer's process, and fails the acceptances. Idempotent."""
