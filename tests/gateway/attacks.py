@@ -19,7 +19,7 @@ FORM_PATHS = ("images/edits", "videos", "audio/transcriptions", "audio/voices")
 async def attacked(**settings: Any) -> AsyncGenerator[tuple[ScriptedOrchestrator, str]]:
     """Yields a scripted orchestrator whose pipeline "p" has a text, and the address of its gateway.
 
-    `settings` are those of the gateway's config.
+    `settings` are settings of the gateway's config.
     """
     async with served() as orchestrator, serving(orchestrator.endpoint, **settings) as address:
         describe(orchestrator, "text")

@@ -1,4 +1,4 @@
-"""What a gateway serves to callers without a token."""
+"""Answers of a gateway to callers without a token."""
 
 from pathlib import Path
 

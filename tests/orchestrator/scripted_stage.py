@@ -33,7 +33,7 @@ async def _write(events: AsyncGenerator[stage_pb2.ExecuteStepResponse], journal:
                 journal.append(event.SerializeToString())
     except Exception as exc:  # noqa: BLE001
         error = exc
-    # An error may be of any kind here, because the caller must receive that of a defect, too.
+    # An error may be of any kind here, because the caller must receive the error of a defect, too.
     journal.close(cast("Any", error))
 
 

@@ -76,7 +76,7 @@ def external_replica(
     engine: str = "fake",
     function: str = "relay",
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Runs a replica of the stage `upper` in a process of its own. Registers it at `admin` if that is not empty."""
+    """Runs a replica of the stage `upper` in its own process. Registers it at `admin` if that is not empty."""
     loaded = load_pipeline(str(pipeline))
     config = replace(
         stage_config(loaded, loaded.stages["upper"], replica=name, listen=listen),
