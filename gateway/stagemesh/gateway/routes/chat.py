@@ -31,14 +31,8 @@ from stagemesh.gateway.tool_calls import ForcedCall, FoundCall, ToolCallSplitter
 
 router = APIRouter()
 
-FINISH_REASONS: Mapping[str, str] = {
-    "end": "stop",
-    "stop": "stop",
-    "empty": "stop",
-    "length": "length",
-    "limit": "length",
-}
-"""OpenAI's reasons why an answer ends, by those of outputs."""
+FINISH_REASONS: Mapping[str, str] = {"end": "stop", "empty": "stop", "limit": "length"}
+"""OpenAI's reasons why an answer ends, by the reasons of outputs. Others are the same."""
 
 
 class FunctionBody(Function):

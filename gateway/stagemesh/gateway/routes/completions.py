@@ -64,7 +64,7 @@ async def create_completion(request: Request) -> Response:
         events,
         streams=body.stream,
         chunks=lambda events: _chunks(events, model, fields, includes_usage=body.includes_usage),
-        whole=lambda events: _whole(events, model, fields, body.n or 1),
+        whole=lambda events: _whole(events, model, fields),
     )
 
 
@@ -75,28 +75,19 @@ async def _chunks(
         if isinstance(event, Text):
             yield sse({**fields, "choices": [_choice(event.index, event.delta, event.logprobs)]})
         elif isinstance(event, OutputFinished):
-            reason = FINISH_REASONS.get(event.reason, event.reason)
-            yield sse({**fields, "choices": [_choice(event.index, "", (), reason)]})
+            yield sse({**fields, "choices": [_choice(event.index, "", (), event.reason)]})
         elif isinstance(event, Finished) and includes_usage:
             yield sse({**fields, "choices": [], "usage": usage_of(event, model)})
     yield DONE
 
 
-async def _whole(events: AsyncResponseStream, model: Model, fields: dict[str, Any], choices: int) -> dict[str, Any]:
-    texts: list[list[str]] = [[] for _ in range(choices)]
-    tokens: list[list[TokenLogprobs]] = [[] for _ in range(choices)]
-    reasons = ["stop"] * choices
-    usage: dict[str, Any] = {}
-    async for event in events:
-        if isinstance(event, Text):
-            texts[event.index].append(event.delta)
-            tokens[event.index] += event.logprobs
-        elif isinstance(event, OutputFinished):
-            reasons[event.index] = FINISH_REASONS.get(event.reason, event.reason)
-        elif isinstance(event, Finished):
-            usage = usage_of(event, model)
-    found = [_choice(n, "".join(texts[n]), tokens[n], reasons[n]) for n in range(choices)]
-    return {**fields, "choices": found, "usage": usage}
+async def _whole(events: AsyncResponseStream, model: Model, fields: dict[str, Any]) -> dict[str, Any]:
+    result, output = await events.result(), model.require_output("text")
+    found = [
+        _choice(n, each.text, each.logprobs.get(output, ()), each.finishes[output].reason)
+        for n, each in enumerate(result.choices)
+    ]
+    return {**fields, "choices": found, "usage": usage_of(result.finished, model)}
 
 
 def _choice(index: int, text: str, tokens: Sequence[TokenLogprobs], reason: str | None = None) -> dict[str, Any]:
@@ -106,4 +97,5 @@ def _choice(index: int, text: str, tokens: Sequence[TokenLogprobs], reason: str 
         "top_logprobs": [{top.text: limit_logprob(top.logprob) for top in each.top} for each in tokens],
         "text_offset": [each.position for each in tokens],
     }
-    return {"index": index, "text": text, "logprobs": logprobs if tokens else None, "finish_reason": reason}
+    known = reason and FINISH_REASONS.get(reason, reason)
+    return {"index": index, "text": text, "logprobs": logprobs if tokens else None, "finish_reason": known}

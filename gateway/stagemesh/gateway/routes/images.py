@@ -94,7 +94,7 @@ def images_of(form: Form, *, param: str) -> list[ImageFile]:
     for file in form.files:
         if file.media_type not in _MEDIA_TYPES:
             raise ParameterError(param, f"its type is {file.media_type[:100]!r}; send one of {', '.join(_MEDIA_TYPES)}")
-    return [ImageFile(file.content, file.media_type) for file in form.files]
+    return [ImageFile(file.data, file.media_type) for file in form.files]
 
 
 async def _answer(body: ImageBody, request: Request, prompt: Content) -> Response:
@@ -106,14 +106,13 @@ async def _answer(body: ImageBody, request: Request, prompt: Content) -> Respons
 
 
 async def _whole(body: ImageBody, events: AsyncResponseStream) -> dict[str, Any]:
-    images: list[list[str]] = [[] for _ in range(body.n or 1)]
-    async for event in events:
-        if isinstance(event, Image) and not event.preview:
-            body.check_format(event)
-            images[event.index].append(base64.b64encode(event.data).decode())
-    if not all(images):
+    result = await events.result()
+    if not all(choice.images for choice in result.choices):
         raise InternalError("the pipeline ended without an image; the logs of its stages may say why")
-    return {"created": now_s(), "data": [{"b64_json": image} for choice in images for image in choice]}
+    images = [image for choice in result.choices for images in choice.images.values() for image in images]
+    for image in images:
+        body.check_format(image)
+    return {"created": now_s(), "data": [{"b64_json": base64.b64encode(each.data).decode()} for each in images]}
 
 
 async def _stream(body: ImageBody, events: AsyncIterator[Event]) -> AsyncGenerator[bytes]:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import Field, field_validator
 
-from stagemesh.client import AsyncResponseStream, AudioFile, Event, Finished, GenerateArguments, Message, Text
+from stagemesh.client import AudioFile, Event, Finished, GenerateArguments, Message, Text
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.process.host import bulk_threads
 from stagemesh.gateway.answers import sse, stream, token_counts, until_disconnected
@@ -74,7 +74,7 @@ class TranscriptionBody(SamplingBody):
 async def create_transcription(request: Request) -> Response:
     """Transcribes speech. The body is a form with the file `file`."""
     form = await read_form(request, file=_FILE, max_bytes=_MAX_BYTES)
-    data = form.files[0].content
+    data = form.files[0].data
     size_bytes = sum(map(len, form.fields.values()))
     body = await aside(partial(validate, TranscriptionBody, form.fields), size_bytes=size_bytes)
     if body.stream and body.response_format != "json":
@@ -95,20 +95,11 @@ async def create_transcription(request: Request) -> Response:
     events = model.client.generate(None if "messages" in arguments else [audio], **arguments)
     if body.stream:
         return await stream(request, aiter(events), lambda events: _events(events, model))
-    transcription = await until_disconnected(request, _whole(events, model))
+    result = await until_disconnected(request, events.result())
     if body.response_format == "text":
-        return PlainTextResponse(f"{transcription['text']}\n")
-    return JSONResponse({**details, **transcription})
-
-
-async def _whole(events: AsyncResponseStream, model: Model) -> dict[str, Any]:
-    text, usage = list[str](), dict[str, Any]()
-    async for event in events:
-        if isinstance(event, Text):
-            text.append(event.delta)
-        elif isinstance(event, Finished):
-            usage = {"type": "tokens", **token_counts(event, model)}
-    return {"text": "".join(text), "usage": usage}
+        return PlainTextResponse(f"{result.text}\n")
+    usage = {"type": "tokens", **token_counts(result.finished, model)}
+    return JSONResponse({**details, "text": result.text, "usage": usage})
 
 
 async def _events(events: AsyncIterator[Event], model: Model) -> AsyncGenerator[bytes]:
