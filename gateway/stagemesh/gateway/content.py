@@ -145,13 +145,9 @@ def file_at(url: Url, param: str, *, kind: Literal["image", "audio", "video"]) -
     if not comma or "base64" not in parameters or media_type.partition("/")[0] != kind:
         raise ParameterError(param, f"it is not a data URL of the form data:{kind}/TYPE;base64,DATA")
     data = decode_base64(text, param=param)
-    match kind:
-        case "image":
-            return ImageFile(data, media_type)
-        case "audio":
-            return AudioFile(data, media_type)
-        case "video":
-            return VideoFile(data, media_type, use_audio_in_video=url.use_audio)
+    if kind == "video":
+        return VideoFile(data, media_type, use_audio_in_video=url.use_audio)
+    return ImageFile(data, media_type) if kind == "image" else AudioFile(data, media_type)
 
 
 def decode_base64(text: str, *, param: str) -> bytes:

@@ -195,13 +195,13 @@ Item: TypeAlias = UserMessage | SystemMessage | AssistantMessage | FunctionCallI
 
 
 class Conversation:
-    """The items of a conversation, in order. An insertion takes the same time for any number of items."""
+    """The items of a conversation, in order. An insertion at the end takes the same time for any number of items."""
 
     def __init__(self) -> None:
         self.id = f"conv_{uuid4().hex}"
         self._items: dict[str, Item] = {}
-        # A ring of ids: the order of the items, which starts and ends at the root.
-        self._after, self._before = {_ROOT: _ROOT}, {_ROOT: _ROOT}
+        self._ids: list[str] = []
+        """The ids of the items, in order."""
         self._sizes: dict[str, int] = {}
         self._size_bytes = 0
 
@@ -213,7 +213,7 @@ class Conversation:
         """
         if item.id is None:
             item.id = f"item_{uuid4().hex}"
-        elif item.id in self._after:
+        elif item.id in self._items or item.id == _ROOT:
             raise RealtimeError(
                 f"an item with the id {item.id!r} exists; use another id",
                 code="item_create_duplicate_item_id",
@@ -224,12 +224,9 @@ class Conversation:
                 f"the conversation would exceed {_MAX_BYTES:,} bytes or {MAX_ITEMS:,} items; delete older items",
                 reason="SESSION_TOO_LARGE",
             )
-        before = previous_id or self._before[_ROOT]
-        if before != _ROOT:
-            self.find(before, param="previous_item_id")
-        after = self._after[before]
-        self._after[before] = self._before[after] = item.id
-        self._after[item.id], self._before[item.id] = after, before
+        before = previous_id or self.last_id or _ROOT
+        place = 0 if before == _ROOT else self._ids.index(self.find(before, param="previous_item_id").key) + 1
+        self._ids.insert(place, item.id)
         self._items[item.id] = item
         self.measure(item)
         return None if before == _ROOT else before
@@ -250,22 +247,23 @@ class Conversation:
     def delete(self, item_id: str) -> None:
         """Removes an item. Raises ParameterError if it does not exist."""
         del self._items[self.find(item_id).key]
-        after, before = self._after.pop(item_id), self._before.pop(item_id)
-        self._after[before], self._before[after] = after, before
+        self._ids.remove(item_id)
         self._size_bytes -= self._sizes.pop(item_id)
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of all items."""
+        return self._size_bytes
 
     @property
     def last_id(self) -> str | None:
         """The id of the last item, or None if there is none."""
-        return self._before[_ROOT] if self._items else None
+        return self._ids[-1] if self._ids else None
 
     @property
     def items(self) -> Sequence[Item]:
         """All items."""
-        found = list[Item]()
-        while (item_id := self._after[found[-1].key if found else _ROOT]) != _ROOT:
-            found.append(self._items[item_id])
-        return found
+        return [self._items[each] for each in self._ids]
 
 
 def to_messages(instructions: str | None, items: Sequence[Item]) -> list[Message]:
