@@ -21,6 +21,8 @@ _CALL_S = 2.0
 _EVENTS = 6
 """The maximum number of events of a WebSocket."""
 _DRAIN_S = 0.02
+_HOSTS = [f"127.0.0.{number}" for number in range(2, 66)]
+"""The hosts that send. A gateway rejects all requests of a host after too much of what it sent was rejected."""
 _DEEP, _DEPTH = "@deep", 20_000
 """The text that stands for lists in lists, and their number, which Python's encoder cannot write."""
 _UNEXPECTED = 1011
@@ -157,7 +159,8 @@ class GatewayFuzzer:
         self.findings = Findings()
         self._address, self._json = address, JsonFuzzer(seed)
         self._random = self._json.random
-        self._http = httpx.AsyncClient(base_url=f"http://{address}", timeout=60)
+        transports = [httpx.AsyncHTTPTransport(local_address=host) for host in _HOSTS]
+        self._https = [httpx.AsyncClient(base_url=f"http://{address}", timeout=60, transport=t) for t in transports]
         self._targets = [
             *((self._post_json, path) for path in JSON_SEEDS),
             *((self._post_form, path) for path in FORM_SEEDS),
@@ -169,7 +172,8 @@ class GatewayFuzzer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        for http in self._https:
+            await http.aclose()
 
     async def send(self, messages: int, *, at_once: int = 16) -> None:
         """Sends at least this number of bodies and events, to all endpoints in turn."""
@@ -213,7 +217,8 @@ class GatewayFuzzer:
     async def _request(self, method: str, path: str, body: bytes, kind: str) -> None:
         self.findings.sent[path] += 1
         try:
-            answer = await self._http.request(method, path, content=body, headers={"content-type": kind})
+            http = self._random.choice(self._https)
+            answer = await http.request(method, path, content=body, headers={"content-type": kind})
         except httpx.TransportError as exc:
             self._count(path, type(exc).__name__, defect=f"{path}: {exc!r}; {body[:2000]!r}")
             return
@@ -225,7 +230,8 @@ class GatewayFuzzer:
         self.findings.sent[path] += 1
         sent = [self._json.data(EVENT_SEEDS[path]) for _ in range(self._random.randint(1, _EVENTS))]
         try:
-            async with websockets.connect(f"ws://{self._address}{path}", max_size=None) as socket:
+            source = (self._random.choice(_HOSTS), 0)
+            async with websockets.connect(f"ws://{self._address}{path}", max_size=None, local_addr=source) as socket:
                 for data in sent:
                     self.findings.sent[path] += 1
                     # A binary frame, or one of text.

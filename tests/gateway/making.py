@@ -225,8 +225,9 @@ async def serving(*servers: str, everywhere: bool = False, **settings: Any) -> A
     stopping = asyncio.Event()
     task = asyncio.create_task(serve(config, stopping))
     try:
-        async with httpx.AsyncClient() as http, asyncio.timeout(30):
-            while not await _is_healthy(http, listen):
+        url = f"http{'s' if config.https else ''}://{listen}/health"
+        async with httpx.AsyncClient(verify=False) as http, asyncio.timeout(30):  # noqa: S501 - of this process
+            while not await _is_healthy(http, url):
                 assert not task.done(), "the gateway ended"
                 await asyncio.sleep(0.02)
         yield listen
@@ -242,8 +243,8 @@ async def rejection(address: str, **settings: Any) -> tuple[Response, str]:
     return caught.value.response, json.loads(caught.value.response.body or b"")["error"]["message"]
 
 
-async def _is_healthy(http: httpx.AsyncClient, listen: str) -> bool:
+async def _is_healthy(http: httpx.AsyncClient, url: str) -> bool:
     try:
-        return (await http.get(f"http://{listen}/health")).is_success
+        return (await http.get(url)).is_success
     except httpx.TransportError:
         return False

@@ -460,19 +460,6 @@ async def test_a_client_that_leaves_cancels_its_response() -> None:
         await orchestrator.hung_up.wait()
 
 
-async def test_further_connections_are_rejected_while_too_many_are_open() -> None:
-    async with served() as orchestrator, conversing(orchestrator, max_websockets=1) as url:
-        address = f"ws://{url}/v1/realtime?model=p"
-        async with websockets.connect(address) as first:
-            await first.recv()
-            response, message = await rejection(address)
-            assert response.status_code == 429
-            assert int(response.headers["Retry-After"]) > 0
-            assert "the limit of this gateway" in message
-        async with websockets.connect(address) as next_one:
-            await next_one.recv()
-
-
 @pytest.mark.parametrize(
     ("path", "origin", "status"),
     [

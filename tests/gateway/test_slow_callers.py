@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stagemesh.gateway import body, connections
+from stagemesh.gateway import connections, limits
 from tests.client.scripted import admitted, ended, finished, text
 from tests.gateway.attacks import answer_of, attacked, connected, exchange, head, json_head, longest_block_s, upgrade
 
@@ -35,7 +35,7 @@ HALF_REQUESTS: Mapping[str, tuple[bytes, ...]] = {
 @pytest.mark.parametrize("name", HALF_REQUESTS)
 async def test_half_requests_end_and_others_are_served(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_HEAD_S", 0.4)
-    monkeypatch.setattr(body, "_BODY_S", 0.4)
+    monkeypatch.setattr(limits, "BODY_S", 0.4)
     async with attacked() as (_, address):
 
         async def stall() -> None:
@@ -121,7 +121,7 @@ async def _until(condition: Any) -> None:
 
 
 async def test_further_connections_are_closed() -> None:
-    async with attacked(max_connections=3) as (_, address), connected(address) as one, connected(address) as two:
+    async with attacked(max_connections=6) as (_, address), connected(address) as one, connected(address) as two:
         for reader, writer in (one, two):
             writer.write(head("GET", "/health"))
             assert (await answer_of(reader)).status == 200

@@ -8,6 +8,7 @@ from stagemesh.common.errors import PermissionDeniedError, StagemeshError
 from stagemesh.gateway.catalog import Callers
 from stagemesh.gateway.config import GatewayConfig, Host
 from stagemesh.gateway.errors import reject
+from stagemesh.gateway.limits import Limits
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -28,8 +29,8 @@ class Access:
     unsafe requests and WebSockets of pages of other origins.
     """
 
-    def __init__(self, app: "ASGIApp", config: GatewayConfig) -> None:
-        self._app = app
+    def __init__(self, app: "ASGIApp", config: GatewayConfig, limits: Limits) -> None:
+        self._app, self._limits = app, limits
         listen = Host.parse(config.listen)
         self._named = {host.name for each in config.hosts or () if (host := Host.parse(each)) is not None}
         self._hosts = _LOOPBACK | self._named | (set() if listen is None else {listen.name})
@@ -44,11 +45,13 @@ class Access:
                 if not callers.forwards_tokens:
                     self._check_page(connection, own=self._check_host(connection))
                 elif scope["path"] not in _PUBLIC and not scope["path"].startswith(_PUBLIC_FOLDER):
-                    await callers.authenticate(connection)
+                    await (await callers.catalog(connection)).check_caller()
             except StagemeshError as exc:
                 await reject(exc, scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+            await self._limits.serve(self._app, scope, receive, send, caller=callers.name(connection))
+        else:
+            await self._app(scope, receive, send)
 
     def _check_host(self, connection: HTTPConnection) -> Host:
         """Returns the host that the request names. Raises PermissionDeniedError if it is not this gateway."""

@@ -65,6 +65,7 @@ async def stream(
                 async for part in rendered:
                     yield part
             except StagemeshError as exc:
+                request.scope["sender"].reject(exc)
                 if media_type != EVENT_STREAM:
                     raise
                 yield sse(error_body(exc))

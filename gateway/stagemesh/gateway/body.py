@@ -2,25 +2,21 @@
 
 import asyncio
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from python_multipart.multipart import parse_options_header
-from starlette.requests import HTTPConnection
 
 from stagemesh.client import GenerateArguments, OptionValue, StageArguments, Tool
-from stagemesh.common.errors import CancelledRequestError, InvalidRequestError, OverloadedError
-from stagemesh.gateway.catalog import Callers, Model
-from stagemesh.gateway.errors import ParameterError, reject, validation_error
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from stagemesh.client.content import EncodedMedia
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.errors import ParameterError, validation_error
 
 T = TypeVar("T")
 
@@ -253,19 +249,11 @@ def is_json(request: Request) -> bool:
     return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
 
 
-class FormFile(NamedTuple):
-    """A file of a form."""
-
-    content: bytes
-    media_type: str
-    """The media type that the caller states, or an empty text."""
-
-
 class Form(NamedTuple):
-    """The parts of a form: the fields by name, and the files."""
+    """The parts of a form: the fields by name, and the files with the media types that the caller states, or none."""
 
     fields: dict[str, str]
-    files: list[FormFile]
+    files: list[EncodedMedia]
 
 
 _MAX_FIELDS = 64
@@ -292,13 +280,13 @@ async def read_form(
     if not min_files <= len(form.files) <= max_files:
         problem = f"the form has {len(form.files)} files; send at most {max_files}"
         raise ParameterError(file, problem if form.files else "it is missing; send it as a file")
-    for content, _ in form.files:
-        if not content:
+    for each in form.files:
+        if not each.data:
             raise ParameterError(file, "it is empty", reason="INVALID_MEDIA")
-        if max_bytes is not None and len(content) > max_bytes:
+        if max_bytes is not None and len(each.data) > max_bytes:
             raise ParameterError(
                 file,
-                f"it has {len(content)} bytes, and may have {max_bytes}; send a shorter or a compressed file",
+                f"it has {len(each.data)} bytes, and may have {max_bytes}; send a shorter or a compressed file",
                 reason="FILE_TOO_LARGE",
             )
     return form
@@ -323,79 +311,5 @@ def _parse_form(body: bytes, boundary: bytes, *, file: str, most_parts: int) -> 
         elif name != file:
             raise ParameterError(name, "this parameter is not supported")
         else:
-            form.files.append(FormFile(content, headers.get(b"content-type", b"").decode(errors="replace")))
+            form.files.append(EncodedMedia(content, headers.get(b"content-type", b"").decode(errors="replace")))
     return form
-
-
-_BODY_S = 20.0
-_BODY_BYTES_PER_S = 65_536
-
-
-class BodyLimit:
-    """An ASGI middleware that limits the bodies of requests.
-
-    - A body has at most `max_bytes`. A larger one is rejected when it is announced, or when it exceeds them.
-    - It arrives within 20 s and a second for each 64 KiB.
-    - The bodies of all running requests have at most `total_bytes`, and the bodies of one caller half of
-      what others leave.
-    """
-
-    def __init__(self, app: "ASGIApp", *, max_bytes: int, total_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
-        self._free_bytes = max(total_bytes, 2 * max_bytes)
-        self._held_bytes = Counter[str]()
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        connection = HTTPConnection(scope)
-        callers: Callers = connection.app.state.callers
-        length = connection.headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > self._max_bytes:
-            await reject(self._too_large(), scope, receive, send)
-            return
-        caller = callers.name(connection)
-        until_s: float | None = asyncio.get_running_loop().time() + _BODY_S
-        received = 0
-
-        async def limited() -> "Message":
-            nonlocal received, until_s
-            try:
-                async with asyncio.timeout_at(until_s):
-                    message = await receive()
-            except TimeoutError:
-                raise InvalidRequestError(f"only {received} bytes of the body have arrived in time") from None
-            if message["type"] == "http.disconnect" and until_s is not None:
-                raise CancelledRequestError("the caller disconnected", reason="CALLER_DISCONNECTED")
-            size = len(message.get("body", b""))
-            self._hold(caller, size)
-            received += size
-            if received > self._max_bytes:
-                raise self._too_large()
-            until_s = until_s + size / _BODY_BYTES_PER_S if until_s and message.get("more_body") else None
-            return message
-
-        try:
-            await self._app(scope, limited, send)
-        finally:
-            self._hold(caller, -received)
-
-    def _hold(self, caller: str, size: int) -> None:
-        if self._held_bytes[caller] + size > (self._free_bytes + self._held_bytes[caller]) // 2:
-            raise OverloadedError(
-                "the bodies of running requests have the size that this gateway can hold; try again later, or use "
-                "another gateway",
-                reason="CALL_LIMIT",
-                retry_after_s=1.0,
-            )
-        self._free_bytes -= size
-        self._held_bytes[caller] += size
-        if not self._held_bytes[caller]:
-            del self._held_bytes[caller]
-
-    def _too_large(self) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"the body exceeds {self._max_bytes} bytes; send less, or upload large files to the pipeline's store",
-            reason="MESSAGE_TOO_LARGE",
-        )

@@ -4,10 +4,12 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from starlette.requests import HTTPConnection
 
@@ -20,11 +22,14 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.plugins.descriptors import INPUT, TEXT, kind_to_wire
+from stagemesh.common.wire.versions import own_protocol
 from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.limits import name_of_host
 from stagemesh.v1 import signature_pb2
-from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription
+from stagemesh.v1.orchestrator_pb2 import DescribePipelineRequest, DescribePipelineResponse, OutputDescription
 
 Kind: TypeAlias = Literal["text", "audio", "image"]
+T = TypeVar("T")
 
 _SYNONYMS: Mapping[str, Sequence[str]] = {
     "voice": ("speaker",),
@@ -149,9 +154,9 @@ class _Server:
 class Catalog:
     """Finds models by their ids: the name of a pipeline, or the name, a colon and the name of an adapter."""
 
-    def __init__(self, clients: Sequence[AsyncClient], *, is_shared: bool) -> None:
-        """`is_shared` says whether all callers have this catalog, because the gateway does not know them."""
-        self._is_shared = is_shared
+    def __init__(self, clients: Sequence[AsyncClient], caller: str | None) -> None:
+        self.caller = caller
+        """The name of the caller. None if the gateway does not know its callers, which then share the catalog."""
         self._servers = [_Server(client) for client in clients]
 
     async def find(self, model_id: str) -> Model:
@@ -192,14 +197,7 @@ class Catalog:
 
     async def check_caller(self) -> None:
         """Returns if an orchestrator accepts the caller. Raises the last orchestrator's error if none does."""
-        for number, server in enumerate(self._servers, 1):
-            try:
-                await server.describe()
-            except StagemeshError:
-                if number == len(self._servers):
-                    raise
-            else:
-                return
+        await _first_answer([server.describe for server in self._servers])
 
     async def owner(self) -> str:
         """Returns the owner of what the caller stores, as a name of a folder.
@@ -207,7 +205,7 @@ class Catalog:
         The owner is the caller as the first orchestrator knows it, so that the caller's next token has the same owner.
         Raises the error of this orchestrator if it rejects the caller, or cannot be reached.
         """
-        if self._is_shared:
+        if self.caller is None:
             return _EVERYONE
         caller = (await self._servers[0].describe()).caller
         if not caller:
@@ -226,20 +224,42 @@ _BEARER = "bearer "
 _PROTOCOL_OF_TOKEN = "openai-insecure-api-key."  # noqa: S105 - the prefix of a token
 _RETRIES = RetryPolicy(max_asked_pause_s=0)
 """A request that is rejected for the load of its pipeline is not repeated: clients of HTTP do that themselves."""
+_CHECK_S = 10.0
+
+
+class _TokenClient(AsyncClient):
+    """A client without a token, which asks orchestrators about the tokens of callers."""
+
+    async def find_caller(self, token: str) -> str:
+        """Returns the name of the caller with a token. Raises UnauthenticatedError if the token is not valid."""
+        request, headers = DescribePipelineRequest(protocol=own_protocol()), (("authorization", f"Bearer {token}"),)
+        return (
+            await self._call(lambda stub: stub.DescribePipeline(request, metadata=headers, timeout=_CHECK_S))
+        ).caller
 
 
 class Callers:
-    """The catalogs of callers, each with connections that present the caller's own token."""
+    """The catalogs of callers, each with connections that present the caller's own token.
+
+    Tokens that are not known are checked over connections that they share. Guessed tokens therefore open none.
+    """
 
     def __init__(self, servers: Sequence[Sequence[str]], tls: str | None, *, forwards_tokens: bool) -> None:
-        self._servers, self._tls = servers, tls
         self.forwards_tokens = forwards_tokens
         """Whether each request has the token of its caller, which the orchestrators check."""
+        self._servers = servers
+        self._options: ClientOptions = {"retry_policy": _RETRIES}
+        if tls is not None:
+            self._options["tls"] = tls
+        self._checks = [_TokenClient(*each, **self._options) for each in servers] if forwards_tokens else []
         self._catalogs = OrderedDict[str, Catalog]()
 
     async def catalog(self, request: HTTPConnection) -> Catalog:
-        """Returns the catalog of the caller of a request. Raises UnauthenticatedError if the caller needs a token."""
-        token = ""
+        """Returns the catalog of the caller of a request.
+
+        Raises UnauthenticatedError if the caller needs a token, and the last orchestrator's error if none accepts it.
+        """
+        token, caller = "", None
         if self.forwards_tokens:
             token = find_token(request)
             if not token:
@@ -248,42 +268,31 @@ class Callers:
                 )
             if not (token.isascii() and token.isprintable()):
                 raise UnauthenticatedError("the token has characters that no token has", reason="INVALID_TOKEN")
-        catalog = self._catalogs.pop(token, None) or self._connect(token)
+            if token not in self._catalogs:
+                caller = await _first_answer([partial(each.find_caller, token) for each in self._checks])
+        catalog = self._catalogs.pop(token, None) or self._connect(token, caller)
         self._catalogs[token] = catalog
         if len(self._catalogs) > _MAX_CALLERS:
             await self._drop_idle()
         return catalog
 
-    async def authenticate(self, request: HTTPConnection) -> None:
-        """Raises the errors of `catalog` and `Catalog.check_caller` if no orchestrator accepts the request's token."""
-        catalog = await self.catalog(request)
-        try:
-            await catalog.check_caller()
-        except (UnauthenticatedError, PermissionDeniedError):
-            if (token := find_token(request)) in self._catalogs:
-                # The next one to drop: connections of rejected callers must not displace connections of others.
-                self._catalogs.move_to_end(token, last=False)
-            raise
-
     def name(self, request: HTTPConnection) -> str:
-        """Returns a name of the caller for limits: the token, or the host if the gateway does not know its callers."""
-        if self.forwards_tokens:
-            return find_token(request)
-        return "" if request.client is None else request.client.host
+        """Returns a name of the caller for limits: the one that an orchestrator knows, or the name of its host."""
+        catalog = self._catalogs.get(find_token(request)) if self.forwards_tokens else None
+        if catalog is not None and catalog.caller:
+            return catalog.caller
+        return "" if request.client is None else name_of_host(request.client.host)
 
     async def close(self) -> None:
         """Closes all connections."""
         for catalog in self._catalogs.values():
             await catalog.close()
+        for client in self._checks:
+            await client.close()
 
-    def _connect(self, token: str) -> Catalog:
-        options: ClientOptions = {"retry_policy": _RETRIES}
-        if self._tls is not None:
-            options["tls"] = self._tls
-        if self.forwards_tokens:
-            options["token"] = token
-        clients = [AsyncClient(*addresses, **options) for addresses in self._servers]
-        return Catalog(clients, is_shared=not self.forwards_tokens)
+    def _connect(self, token: str, caller: str | None) -> Catalog:
+        options: ClientOptions = self._options if caller is None else {**self._options, "token": token}
+        return Catalog([AsyncClient(*addresses, **options) for addresses in self._servers], caller)
 
     async def _drop_idle(self) -> None:
         """Closes the connections of the caller whose last request is the oldest, among those without a request.
@@ -297,26 +306,23 @@ class Callers:
                 return
 
 
+async def _first_answer(calls: Sequence[Callable[[], Awaitable[T]]]) -> T:
+    """Returns the answer of the first call that succeeds. Raises the error of the last call if none does."""
+    for call in calls[:-1]:
+        with suppress(StagemeshError):
+            return await call()
+    return await calls[-1]()
+
+
+async def catalog_of(request: HTTPConnection) -> Catalog:
+    """Returns the catalog of the caller of a request. Raises the errors of `Callers.catalog`."""
+    callers: Callers = request.app.state.callers
+    return await callers.catalog(request)
+
+
 async def find_model(request: HTTPConnection, model_id: str) -> Model:
     """Returns a model of the caller of a request. Raises the errors of `Callers.catalog` and `Catalog.find`."""
-    callers: Callers = request.app.state.callers
-    return await (await callers.catalog(request)).find(model_id)
-
-
-async def find_models(request: HTTPConnection) -> list[Model]:
-    """Returns the models of the caller of a request whose orchestrators can be reached. Raises the errors of
-    `Callers.catalog`.
-    """
-    callers: Callers = request.app.state.callers
-    return await (await callers.catalog(request)).models()
-
-
-async def find_owner(request: HTTPConnection) -> str:
-    """Returns the owner of what the caller of a request stores. Raises the errors of `Callers.catalog` and
-    `Catalog.owner`.
-    """
-    callers: Callers = request.app.state.callers
-    return await (await callers.catalog(request)).owner()
+    return await (await catalog_of(request)).find(model_id)
 
 
 def offered_protocol(websocket: HTTPConnection) -> str | None:

@@ -60,11 +60,14 @@ class GatewayConfig(ProcessConfig):
     max_body_bytes: int = 16 << 20
     """The limit for the body of an HTTP request in bytes."""
     max_bodies_bytes: int = 256 << 20
-    """The limit for the bodies of all running HTTP requests in bytes. One caller may have half of it."""
+    """The limit for the bodies of all running HTTP requests, and messages of WebSockets, in bytes."""
     max_connections: int = 4096
-    """The maximum number of open connections. Further ones are closed."""
+    """The maximum number of open connections. Further ones are closed. One host may have half of what others leave."""
     max_websockets: int = 256
-    """The maximum number of open WebSockets. Each may hold 48 MiB of the audio of its caller."""
+    """The maximum number of open WebSockets. One caller may have half of what others leave.
+
+    Each may hold 48 MiB of the audio of its caller.
+    """
     page: bool = True
     """Whether the process serves the page on which people try a pipeline, at `/`."""
     voices: str | None = None

@@ -1,13 +1,22 @@
-"""The connections of callers, with limits of time and size that hold before a request is known."""
+"""The connections of callers, with limits of time, number and size that hold before a request is known."""
 
 import asyncio
+from ssl import SSLContext
+from typing import TYPE_CHECKING, Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import get_remote_addr
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.http11 import Request
 
+from stagemesh.gateway import limits
+from stagemesh.gateway.limits import Sender, name_of_host
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGIReceiveEvent
+
 _HEAD_S = 10
-"""The time for the headers of a request after the connection, its TLS handshake or the last answer, in seconds."""
+"""The time for a TLS handshake, and for headers after the connection, its handshake or the last answer, in seconds."""
 _STALLED_S = 60
 """The time within which a peer reads a part of an answer, in seconds."""
 _MAX_HEADERS = 128
@@ -22,10 +31,14 @@ _SLICE_BYTES = 4096
 _MAX_UNREAD_BYTES = 32 << 20
 
 
-class _TimedConnection(asyncio.Protocol):
-    """A connection that ends if its peer does not read in time."""
+class _LimitedConnection(asyncio.Protocol):
+    """A connection that counts for its host, and ends if its peer does not read in time."""
 
+    app_state: dict[str, Any]
+    """The limits, and the SSL context or None."""
     transport: asyncio.Transport
+    host: str | None = None
+    """The name of the peer's host, for which the connection counts, or None if it does not count."""
     _timer: asyncio.TimerHandle | None = None
     _is_idle = False
     """Whether the connection waits for the next request."""
@@ -39,6 +52,9 @@ class _TimedConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.end_after(None)
+        if self.host is not None:
+            self.app_state["limits"].connections.hold(self.host, -1)
+            self.host = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -49,19 +65,51 @@ class _TimedConnection(asyncio.Protocol):
         self.end_after(_HEAD_S if self._is_idle else None)
 
 
-class HttpConnection(_TimedConnection, HttpToolsProtocol):
-    """An HTTP connection, which ends if headers do not arrive in time, or are too large."""
+class HttpConnection(_LimitedConnection, HttpToolsProtocol):
+    """An HTTP connection, which ends if its handshake or headers do not arrive in time, or if headers are too large."""
 
     _head_bytes = 0
     _body_bytes = _chunks = 0
+    _early = b""
+    """The data that has arrived together with the end of the TLS handshake."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        peer, tls = get_remote_addr(transport), self.app_state["tls"]
+        host = name_of_host("" if peer is None else peer[0])
+        if not self.app_state["limits"].connections.hold(host, 1):
+            transport.abort()
+            return
+        self.host = host
+        if tls is None:
+            self._begin(transport)
+        else:
+            # The server of asyncio would report a connection only after its handshake.
+            task = self.loop.create_task(self._start_tls(transport, tls))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    def _begin(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._wait_for_head()
-        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            transport.abort()
+
+    async def _start_tls(self, transport: asyncio.Transport, tls: SSLContext) -> None:
+        try:
+            secured = await self.loop.start_tls(
+                transport, self, tls, server_side=True, ssl_handshake_timeout=_HEAD_S, ssl_shutdown_timeout=_HEAD_S
+            )
+        except (OSError, RuntimeError):
+            secured = None
+        if secured is None or secured.is_closing():
+            self.connection_lost(None)
+        else:
+            self._begin(secured)
+            self.data_received(self._early)
 
     def data_received(self, data: bytes) -> None:
+        if self.scheme is None:
+            self._early += data
+            return
         self._head_bytes += len(data)
         super().data_received(data)
         if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -98,16 +146,29 @@ class HttpConnection(_TimedConnection, HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         self.end_after(None)
         super().handle_websocket_upgrade()
+        websocket = self.transport.get_protocol()
+        assert isinstance(websocket, WebSocketConnection), "uvicorn has replaced the protocol"
+        websocket.host, self.host = self.host, None
 
     def _wait_for_head(self) -> None:
         self._is_idle = True
         self.end_after(_STALLED_S if self.flow.write_paused else _HEAD_S)
 
 
-class WebSocketConnection(_TimedConnection, WebSocketsSansIOProtocol):
-    """A WebSocket, which ends if its peer sends too many frames or fragments of a message, or pings without reading."""
+class WebSocketConnection(_LimitedConnection, WebSocketsSansIOProtocol):
+    """A WebSocket, which ends if its peer pings without reading, or sends too much.
+
+    The peer may send nothing before it is accepted, a limited number of frames and of fragments of a message, and
+    messages within its share of the memory. A message must arrive in the time that a body has.
+    """
 
     _frames = 0
+    _sender: Sender | None = None
+    """The sender of messages. None before the WebSocket is accepted."""
+    _unfinished_bytes = 0
+    """The size of the part of a message that has arrived, if it has not arrived completely."""
+    _since_s = 0.0
+    """The time from which the rest of a message is waited for."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -120,12 +181,45 @@ class WebSocketConnection(_TimedConnection, WebSocketsSansIOProtocol):
         super().handle_connect(event)
 
     def data_received(self, data: bytes) -> None:
+        sender = self._sender
+        if self.handshake_initiated and not (sender and sender.hold(sender.held_bytes + len(data))):
+            self.transport.abort()
+            return
         for begin in range(0, len(data), _SLICE_BYTES):
-            super().data_received(data[begin : begin + _SLICE_BYTES])
+            frames, part = self._frames, data[begin : begin + _SLICE_BYTES]
+            super().data_received(part)
+            if not self._unfinished_bytes:
+                self._since_s = self.loop.time()
+            self._unfinished_bytes += len(part)
+            if self._frames > frames and not self.frames:
+                self._unfinished_bytes = 0
             if len(self.frames) > _MAX_FRAGMENTS or self.transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
                 self.transport.abort()
             if self.transport.is_closing():
                 break
+
+    async def receive(self) -> "ASGIReceiveEvent":
+        self._sender = sender = cast("Sender", cast("dict[str, Any]", self.scope)["sender"])
+        # The application has handled the messages before.
+        if self.queue.empty():
+            sender.hold(self._unfinished_bytes)
+        message = await super().receive()
+        self._since_s = self.loop.time()
+        return message
+
+    def send_keepalive_ping(self) -> None:
+        super().send_keepalive_ping()
+        until_s = self._since_s + limits.BODY_S + self._unfinished_bytes / limits.BODY_BYTES_PER_S
+        if self._unfinished_bytes and not self.read_paused and self.loop.time() > until_s:
+            self.transport.abort()
+
+    def keepalive_timeout(self) -> None:
+        # A peer cannot answer a ping within a frame.
+        if self._unfinished_bytes:
+            self.pong_timer = None
+            self.schedule_ping()
+        else:
+            super().keepalive_timeout()
 
     def handle_events(self) -> None:
         self._frames += len(self.conn.events)

@@ -87,16 +87,22 @@ async def reject(error: StagemeshError, scope: "Scope", receive: "Receive", send
         await error_response(error)(scope, receive, send)
 
 
-async def on_stagemesh_error(_request: Request, exc: Exception) -> JSONResponse:
-    """Handles a StagemeshError that a route raises."""
-    assert isinstance(exc, StagemeshError)
-    return error_response(exc)
+async def on_error(request: Request, exc: Exception) -> JSONResponse:
+    """Returns the response for an exception of a route.
 
-
-async def on_invalid_body(_request: Request, exc: Exception) -> JSONResponse:
-    """Handles wrong parameters of a URL. Names each of them."""
-    assert isinstance(exc, RequestValidationError)
-    return error_response(validation_error(exc))
+    - A RequestValidationError is due to wrong parameters of a URL.
+    - An HTTPException is due to an unknown path, or to a method that the path does not have.
+    - Other exceptions than StagemeshErrors are defects of the gateway. Its server logs the traceback.
+    """
+    if isinstance(exc, HTTPException):
+        fields = {"message": exc.detail, "type": _INVALID, "param": None, "code": None}
+        return JSONResponse({"error": fields}, exc.status_code, exc.headers)
+    if isinstance(exc, StagemeshError):
+        request.scope["sender"].reject(exc)
+        return error_response(exc)
+    if isinstance(exc, RequestValidationError):
+        return error_response(validation_error(exc))
+    return error_response(InternalError(f"an unexpected {type(exc).__name__}; the gateway's log has the details"))
 
 
 _MAX_PROBLEMS = 20
@@ -116,18 +122,6 @@ def validation_error(
     (param, first), *others = problems
     text = "; ".join((first, *(f"{name}: {text}" for name, text in others)))[:_MAX_TEXT]
     return ParameterError(param, text) if param else InvalidRequestError(text)
-
-
-async def on_http_error(_request: Request, exc: Exception) -> JSONResponse:
-    """Handles an unknown path, and a method that it does not have."""
-    assert isinstance(exc, HTTPException)
-    fields = {"message": exc.detail, "type": _INVALID, "param": None, "code": None}
-    return JSONResponse({"error": fields}, exc.status_code, exc.headers)
-
-
-async def on_defect(_request: Request, exc: Exception) -> JSONResponse:
-    """Handles an exception that is a defect of the gateway. Its server logs the traceback."""
-    return error_response(InternalError(f"an unexpected {type(exc).__name__}; the gateway's log has the details"))
 
 
 def _status_and_type(error: StagemeshError) -> tuple[int, str]:

@@ -3,41 +3,38 @@
 import asyncio
 import logging
 import socket
+import ssl
 import time
 from collections.abc import AsyncGenerator, Generator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
-from stagemesh.gateway import errors
 from stagemesh.gateway.access import Access
-from stagemesh.gateway.body import BodyLimit
 from stagemesh.gateway.catalog import Callers
 from stagemesh.gateway.config import GatewayConfig
 from stagemesh.gateway.connections import HttpConnection, WebSocketConnection
+from stagemesh.gateway.errors import on_error
+from stagemesh.gateway.limits import BODY_S, Limits
 from stagemesh.gateway.realtime import connection
 from stagemesh.gateway.routes import chat, completions, images, models, speech, transcriptions, videos, voices
 from stagemesh.gateway.voices import VoiceStore
-from stagemesh.gateway.websockets import WebSocketLimit
 from stagemesh.rpc.credentials import CERTIFICATE, KEY, Credentials
 from stagemesh.rpc.server import listen_error, parse_address, serving_metrics
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_page = APIRouter()
-
-_PAGE_FOLDER = Path(__file__).parent / "page"
-_INDEX, _ASSETS = StaticFiles(directory=_PAGE_FOLDER), StaticFiles(directory=_PAGE_FOLDER / "assets")
+_FILES = StaticFiles(directory=Path(__file__).parent / "page")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -52,20 +49,10 @@ _PAGE_HEADERS = {
 }
 
 
-@_page.get("/")
 async def read_page(request: Request) -> Response:
-    """Returns the page."""
-    return await _read_file(_INDEX, "index.html", request)
-
-
-@_page.get("/assets/{name}")
-async def read_asset(name: str, request: Request) -> Response:
-    """Returns a script, a style sheet or an image of the page."""
-    return await _read_file(_ASSETS, name, request)
-
-
-async def _read_file(files: StaticFiles, name: str, request: Request) -> Response:
-    response = await files.get_response(name, request.scope)
+    """Returns the page, or one of its scripts, style sheets and images."""
+    name = request.path_params.get("name")
+    response = await _FILES.get_response("index.html" if name is None else f"assets/{name}", request.scope)
     response.headers.update(_PAGE_HEADERS)
     return response
 
@@ -76,36 +63,33 @@ _log = logging.getLogger(__name__)
 
 def create_app(config: GatewayConfig) -> FastAPI:
     """Returns the application. Connects to the orchestrators when they are needed."""
-    registry = CollectorRegistry()
+    registry, limits = CollectorRegistry(), Limits(config)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+    async def lifespan(app: FastAPI) -> AsyncGenerator[dict[str, Any]]:
         tls = config.tls
         forwards = tls is not None and not (Path(tls) / CERTIFICATE).exists()
         app.state.callers = callers = Callers(config.servers, tls, forwards_tokens=forwards)
-        yield
+        yield {"limits": limits, "tls": app.state.tls}
         await callers.close()
 
     app = FastAPI(title="Stagemesh", lifespan=lifespan, openapi_url=None)
-    app.state.metrics = registry
+    app.state.metrics, app.state.tls = registry, None
     app.state.voices = None if config.voices is None else VoiceStore(Path(config.voices))
     for module in (chat, completions, images, models, connection, speech, transcriptions, videos, voices):
         app.include_router(module.router)
     if config.page:
-        app.include_router(_page)
+        app.add_api_route("/", read_page)
+        app.add_api_route("/assets/{name}", read_page)
 
     @app.get("/health")
     async def read_health() -> dict[str, str]:
         """Reports that the gateway serves. `/v1/models` lists the pipelines that can be reached."""
         return {"status": "ok"}
 
-    app.add_exception_handler(StagemeshError, errors.on_stagemesh_error)
-    app.add_exception_handler(RequestValidationError, errors.on_invalid_body)
-    app.add_exception_handler(HTTPException, errors.on_http_error)
-    app.add_exception_handler(Exception, errors.on_defect)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, total_bytes=config.max_bodies_bytes)
-    app.add_middleware(WebSocketLimit, most=config.max_websockets)
-    app.add_middleware(Access, config=config)
+    for kind in (StagemeshError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, on_error)
+    app.add_middleware(Access, config=config, limits=limits)
     app.add_middleware(Metrics, registry=registry)
     return app
 
@@ -118,20 +102,23 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
     """
     # Each caller has credentials of its own, which are made of this folder when its first request arrives.
     Credentials(config.tls, needs_certificate=False)
-    certificate, key = (None, None) if config.https is None else _https_files(Path(config.https))
     app = create_app(config)
+    app.state.tls = None if config.https is None else _https_context(Path(config.https))
     settings = uvicorn.Config(
         app,
         http=HttpConnection,
         ws=WebSocketConnection,
         # A compressed message could be a thousand times as large.
         ws_per_message_deflate=False,
+        # With each ping, the time of a message that has not arrived completely is checked.
+        ws_ping_interval=BODY_S,
+        ws_ping_timeout=BODY_S,
         limit_concurrency=config.max_connections + 1,
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_GRACE_S,
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
+        # Callers are known by their connections, and not by headers that they send.
+        proxy_headers=False,
     )
     async with AsyncExitStack() as stack:
         bound = stack.enter_context(_bind(config.listen))
@@ -164,11 +151,16 @@ def _bind(listen: str) -> socket.socket:
         raise listen_error(host, port) from exc
 
 
-def _https_files(folder: Path) -> tuple[Path, Path]:
-    for name in (CERTIFICATE, KEY):
-        if not (folder / name).is_file():
-            raise InvalidRequestError(f"{folder / name} does not exist; `https` needs it", reason="INVALID_TLS")
-    return folder / CERTIFICATE, folder / KEY
+def _https_context(folder: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # Without a password, OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password="")
+    except OSError as exc:
+        raise InvalidRequestError(
+            f"{folder / CERTIFICATE} and {KEY} cannot be used, which `https` needs: {exc}", reason="INVALID_TLS"
+        ) from exc
+    return context
 
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -197,12 +189,9 @@ class Metrics:
         self._whole_s = times("stagemesh_gateway_request_seconds", "Time from a request to the end of its answer.")
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] == "websocket":
-            with self._sockets.track_inprogress():
-                await self._app(scope, receive, send)
-            return
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            with self._sockets.track_inprogress() if scope["type"] == "websocket" else nullcontext():
+                await self._app(scope, receive, send)
             return
         began_s, first_s, status = time.perf_counter(), 0.0, 499
 

@@ -1,22 +1,21 @@
-"""WebSockets on which both sides send events as JSON, and the limit of their number."""
+"""WebSockets on which both sides send events as JSON."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Collection
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import msgspec
 from pydantic import TypeAdapter, ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketDisconnected
 
-from stagemesh.common.errors import InvalidRequestError, OverloadedError, StagemeshError
+from stagemesh.common.errors import InvalidRequestError, StagemeshError
 from stagemesh.gateway.body import Body, aside, decode_json
 from stagemesh.gateway.catalog import offered_protocol
-from stagemesh.gateway.errors import error_body, error_response, reject, validation_error
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+from stagemesh.gateway.errors import error_body, error_response, validation_error
+from stagemesh.gateway.limits import Sender
 
 
 class ClientEvent(Body):
@@ -39,8 +38,6 @@ async def accept(websocket: WebSocket, preparation: Awaitable[T]) -> T | None:
     """
     try:
         result = await preparation
-    except ValidationError as exc:
-        await websocket.send_denial_response(error_response(validation_error(exc)))
     except StagemeshError as exc:
         await websocket.send_denial_response(error_response(exc))
     else:
@@ -54,6 +51,7 @@ class JsonSocket:
 
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket
+        self.sender: Sender = websocket.scope["sender"]
 
     async def send(self, event_type: str, /, **fields: Any) -> None:
         """Sends an event. Does nothing if the client has disconnected, which `events` reports by its end."""
@@ -68,23 +66,30 @@ class JsonSocket:
 
     async def send_error(self, error: StagemeshError, *, cause: str | None = None) -> None:
         """Sends an error. `cause` is the id of the client's event that caused it, or None."""
+        self.sender.reject(error)
         await self.send("error", error={**error_body(error)["error"], "event_id": cause})
 
     async def events(self, kinds: TypeAdapter[E], *, large: Collection[str] = ()) -> AsyncGenerator[E]:
         """Yields the events of the client until it disconnects. Reports those that are invalid to the client.
+
+        Waits before each event for up to 4 s if too much of what the caller sent was rejected.
 
         - `kinds` is a union of events that their field `type` distinguishes.
         - `large` are the types of events that contain media. Others have at most 1 MiB.
         """
         while (message := await self._websocket.receive())["type"] != "websocket.disconnect":
             cause: str | None = None
+            # Other callers have a turn after each event, even if many wait.
+            await asyncio.sleep(max(0.0, self.sender.pause_s()))
+            content = message.get("bytes") or message.get("text", "").encode()
+            self.sender.begin(content)
             try:
-                if (text := message.get("text")) is None:
+                if message.get("text") is None:
                     raise InvalidRequestError("a frame is binary; send each event as JSON in a text frame")
-                data = await aside(partial(_decode, text, large), size_bytes=len(text))
+                data = await aside(partial(_decode, content, large), size_bytes=len(content))
                 given = data.get("event_id")
                 cause = given if isinstance(given, str) and len(given) <= _MAX_ID else None
-                event = await aside(partial(kinds.validate_python, data), size_bytes=len(text))
+                event = await aside(partial(kinds.validate_python, data), size_bytes=len(content))
             except ValidationError as exc:
                 # The first part of a location is the type of the event.
                 await self.send_error(validation_error(exc, skip=1), cause=cause)
@@ -98,8 +103,8 @@ _MAX_BYTES = 1 << 20
 _MAX_ID = 512
 
 
-def _decode(text: str, large: Collection[str]) -> dict[str, Any]:
-    decoded = decode_json(text.encode(), fault="the event is not a JSON object")
+def _decode(text: bytes, large: Collection[str]) -> dict[str, Any]:
+    decoded = decode_json(text, fault="the event is not a JSON object")
     if not isinstance(decoded, dict):
         raise InvalidRequestError("the event is not a JSON object; send an object with its type")
     data = cast("dict[str, Any]", decoded)
@@ -109,33 +114,3 @@ def _decode(text: str, large: Collection[str]) -> dict[str, Any]:
             reason="MESSAGE_TOO_LARGE",
         )
     return data
-
-
-_RETRY_AFTER_S = 5.0
-
-
-class WebSocketLimit:
-    """An ASGI middleware that rejects WebSockets with status 429 while `most` are open."""
-
-    def __init__(self, app: "ASGIApp", most: int) -> None:
-        self._app, self._most = app, most
-        self._open = 0
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] != "websocket":
-            await self._app(scope, receive, send)
-            return
-        if self._open >= self._most:
-            error = OverloadedError(
-                f"{self._open} WebSockets are open, which is the limit of this gateway; connect later, or use another "
-                "gateway",
-                reason="CALL_LIMIT",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-            await reject(error, scope, receive, send)
-            return
-        self._open += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._open -= 1

@@ -327,6 +327,7 @@ class Connection:
             model,
             self._conversation if belongs else None,
             self._socket,
+            prompt_bytes=self._conversation.size_bytes,
             metadata=body.metadata,
         )
         if belongs:

@@ -41,11 +41,16 @@ class Response:
         conversation: Conversation | None,
         socket: JsonSocket,
         *,
+        prompt_bytes: int,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """`conversation` receives the items of the response. None if the response belongs to no conversation."""
+        """`conversation` receives the items of the response. None if the response belongs to no conversation.
+
+        `prompt_bytes` is the size of the items of which the prompt may consist.
+        """
         self.id = f"resp_{uuid4().hex}"
         self._response_stream, self._settings, self._model, self._send = response_stream, settings, model, socket.send
+        self._sender, self._prompt_bytes = socket.sender, prompt_bytes
         self._conversation, self._metadata = conversation, metadata
         self.replicas: Mapping[str, str] = {}
         """The replicas on which the response runs, by stage. Empty before it is admitted."""
@@ -105,6 +110,7 @@ class Response:
             await self._end("incomplete" if self._length_reached else "completed", details)
 
     async def _fail(self, error: StagemeshError) -> None:
+        self._sender.reject(error, further_bytes=self._prompt_bytes)
         await self._end("failed", error_body(error))
 
     async def _handle(self, event: Event) -> None:

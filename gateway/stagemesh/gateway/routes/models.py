@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 
 from stagemesh.client.received_events import connector_name
 from stagemesh.common.wire.encoding import enum_word
-from stagemesh.gateway.catalog import Model, find_model, find_models
+from stagemesh.gateway.catalog import Model, catalog_of, find_model
 from stagemesh.v1 import orchestrator_pb2, signature_pb2, stage_pb2
 
 router = APIRouter()
@@ -16,7 +16,7 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """Lists the models whose orchestrators can be reached."""
-    return {"object": "list", "data": [_to_object(model) for model in await find_models(request)]}
+    return {"object": "list", "data": [_to_object(model) for model in await (await catalog_of(request)).models()]}
 
 
 @router.get("/v1/models/{model_id}")

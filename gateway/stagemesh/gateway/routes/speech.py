@@ -28,7 +28,7 @@ from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, token_counts
 from stagemesh.gateway.audio import MEDIA_TYPES, PCM_RATE_HZ, AudioFormat, make_encoder
-from stagemesh.gateway.body import Object, StageBody, option_values, read_json
+from stagemesh.gateway.body import Object, StageBody, option_values, read_json, validate
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import Url, file_at
 from stagemesh.gateway.errors import ParameterError
@@ -97,6 +97,7 @@ async def create_speech(request: Request) -> Response:
     if created is not None:
         body = body.cloning(created.voice)
         reference = AudioFile(created.audio, created.voice.media_type)
+        request.scope["sender"].add(len(created.audio))
     arguments = body.arguments(model)
     events: AsyncGenerator[Event | SessionEvent]
     if reference is not None:
@@ -200,7 +201,7 @@ async def stream_speech(websocket: WebSocket) -> None:
 
 
 async def _open(websocket: WebSocket) -> AsyncSession:
-    body = VoiceBody.model_validate(dict(websocket.query_params))
+    body = validate(VoiceBody, dict(websocket.query_params))
     model = await find_model(websocket, body.model)
     if not model.speaks_input:
         raise ParameterError("model", f"{body.model!r} speaks only whole texts; use /v1/audio/speech")

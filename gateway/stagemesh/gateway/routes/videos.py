@@ -13,7 +13,7 @@ from stagemesh.client import Content, GenerateArguments, Job, MediaFile
 from stagemesh.client.media_transfer import stream_file
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError
 from stagemesh.gateway.body import StageBody, is_json, option_values, read_form, read_json, validate
-from stagemesh.gateway.catalog import Model, find_model, find_models
+from stagemesh.gateway.catalog import Model, catalog_of, find_model
 from stagemesh.gateway.errors import ParameterError, error_response
 from stagemesh.gateway.routes.images import images_of, size_options
 
@@ -173,7 +173,7 @@ async def _read_body(request: Request) -> tuple[VideoBody, Content]:
 
 async def _models(request: Request) -> list[Model]:
     """Returns the models that run jobs."""
-    return [model for model in await find_models(request) if model.description.jobs_endpoint]
+    return [model for model in await (await catalog_of(request)).models() if model.description.jobs_endpoint]
 
 
 async def _videos_of(model: Model) -> AsyncGenerator[Job]:

@@ -3,21 +3,23 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.requests import HTTPConnection
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, UnsupportedError
+from stagemesh.common.media.stored_file import call_store
 from stagemesh.gateway.audio import measure
 from stagemesh.gateway.body import Body, read_form, validate
-from stagemesh.gateway.catalog import Model, find_models, find_owner
+from stagemesh.gateway.catalog import Model, catalog_of
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.voices import StoredVoice, Voice, VoiceStore, is_voice_name
 
 router = APIRouter()
+T = TypeVar("T")
 
 MIN_S, MAX_S = 1.0, 30.0
 """The shortest and the longest audio of a voice, in seconds."""
@@ -42,15 +44,16 @@ class CreateVoiceBody(Body):
 @router.post("/v1/audio/voices")
 async def create_voice(request: Request) -> dict[str, Any]:
     """Creates a voice from audio. The body is a form with the file `audio_sample`."""
-    store = _require_store(request)
-    # Raises an error for a caller that the orchestrator rejects, before the body is read.
-    owner = await find_owner(request)
+    if request.app.state.voices is None:
+        raise UnsupportedError(
+            "this gateway stores no voices; its operator must name a folder for them: stagemesh gateway --voices FOLDER"
+        )
     form = await read_form(request, file=_FILE, max_bytes=MAX_BYTES)
-    data = form.files[0].content
+    data = form.files[0].data
     body = validate(CreateVoiceBody, form.fields)
-    _check_name(body.name, await find_models(request))
+    _check_name(body.name, await (await catalog_of(request)).models())
     voice = await asyncio.to_thread(_describe, body, data)
-    await asyncio.to_thread(store.create, owner, StoredVoice(voice, data))
+    await _call(request, lambda store, owner: store.create(owner, StoredVoice(voice, data)), None)
     return _to_object(voice)
 
 
@@ -76,8 +79,7 @@ async def read_voice(voice_id: str, request: Request) -> dict[str, Any]:
 @router.delete("/v1/audio/voices/{voice_id}")
 async def delete_voice(voice_id: str, request: Request) -> dict[str, Any]:
     """Deletes a voice that the caller created."""
-    store: VoiceStore | None = request.app.state.voices
-    if store is None or not await asyncio.to_thread(store.delete, await find_owner(request), voice_id):
+    if not await _call(request, lambda store, owner: store.delete(owner, voice_id), False):
         if voice_id in await _built_in(request):
             raise InvalidRequestError(f"the voice {voice_id!r} is built in, so that it cannot be deleted")
         raise _unknown(voice_id)
@@ -92,8 +94,7 @@ async def find_created_voice(connection: HTTPConnection, name: str, model: Model
     """
     if name in model.voices:
         return None
-    store: VoiceStore | None = connection.app.state.voices
-    stored = None if store is None else await asyncio.to_thread(store.read, await find_owner(connection), name)
+    stored = await _call(connection, lambda store, owner: store.read(owner, name), None)
     if stored is None:
         # A stage whose option allows any text checks it itself.
         if not model.voices and model.has_option("voice"):
@@ -149,24 +150,26 @@ def _check_name(name: str, models: Sequence[Model]) -> None:
             raise ExistsError(f"the model {model.id!r} has a voice {name!r}; use another name", reason="VOICE_EXISTS")
 
 
-def _require_store(request: Request) -> VoiceStore:
-    store: VoiceStore | None = request.app.state.voices
+async def _call(connection: HTTPConnection, method: Callable[[VoiceStore, str], T], default: T) -> T:
+    """Returns the result of a method that is called with the store and the caller's name, or `default` without a store.
+
+    Raises the errors of `Catalog.owner` and `call_store`.
+    """
+    store: VoiceStore | None = connection.app.state.voices
     if store is None:
-        raise UnsupportedError(
-            "this gateway stores no voices; its operator must name a folder for them: stagemesh gateway --voices FOLDER"
-        )
-    return store
+        return default
+    owner = await (await catalog_of(connection)).owner()
+    return await call_store(lambda: method(store, owner), what="voices")
 
 
-async def _created(request: Request) -> Sequence[Voice]:
-    store: VoiceStore | None = request.app.state.voices
-    return [] if store is None else await asyncio.to_thread(store.list_voices, await find_owner(request))
+async def _created(request: Request) -> list[Voice]:
+    return await _call(request, VoiceStore.list_voices, [])
 
 
 async def _built_in(request: Request) -> dict[str, dict[str, Any]]:
     """Returns the voices of the models that can be reached, by name."""
     ids = defaultdict[str, list[str]](list)
-    for model in await find_models(request):
+    for model in await (await catalog_of(request)).models():
         for name in model.voices:
             ids[name].append(model.id)
     return {

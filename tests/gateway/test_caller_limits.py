@@ -1,0 +1,207 @@
+"""Callers of a gateway that take a share of it, and leave the others to other callers."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from ssl import create_default_context
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+import websockets
+
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.tasks import end_tasks
+from stagemesh.gateway import connections, limits, service
+from stagemesh.gateway.config import GatewayConfig
+from stagemesh.gateway.limits import Limits, name_of_host
+from stagemesh.rpc import interceptors
+from stagemesh.rpc.channels import open_async
+from tests.client.scripted import admitted, served
+from tests.credentials import issue, process_credentials
+from tests.gateway.attacks import connected, exchange, head, json_head
+from tests.gateway.making import describe, known_callers, rejection, serving
+
+OTHER = "127.0.0.2"
+LARGE = "x" * (7 << 20)
+
+
+async def _post(address: str, path: str, content: bytes, kind: str = "application/json") -> None:
+    async with httpx.AsyncClient(timeout=30) as http:
+        await http.post(f"http://{address}/v1/{path}", content=content, headers={"content-type": kind})
+
+
+async def _send(address: str, *events: dict[str, Any]) -> None:
+    """Sends events. Waits after each until it has failed, or its item was added."""
+    async with websockets.connect(f"ws://{address}/v1/realtime?model=p", max_size=None) as socket:
+        await socket.recv()
+        for event in events:
+            await socket.send(json.dumps(event))
+            while json.loads(await socket.recv())["type"] not in {"error", "conversation.item.done", "response.done"}:
+                pass
+
+
+ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": LARGE}]}
+STREAM = json.dumps({"model": "p", "prompt": LARGE, "stream": True}).encode()
+REJECTED: dict[str, Callable[[str], Awaitable[None]]] = {
+    "body": lambda address: _post(address, "completions", b" " * (14 << 20)),
+    "form": lambda address: _post(
+        address, "audio/transcriptions", b" " * (14 << 20), "multipart/form-data; boundary=b"
+    ),
+    "values": lambda address: _post(address, "completions", b'{"stop": [%b1]}' % (b"1," * 100_000)),
+    "event": lambda address: _send(address, {"type": "session.update", "session": {"x": LARGE}}),
+    "stream": lambda address: _post(address, "completions", STREAM),
+    "item": lambda address: _send(address, *[{"type": "conversation.item.create", "item": ITEM}] * 5),
+    "response": lambda address: _send(
+        address, {"type": "conversation.item.create", "item": ITEM}, {"type": "response.create"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+async def test_a_caller_whose_large_content_is_rejected_waits_and_others_do_not(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interceptors, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    async with served() as orchestrator, serving(orchestrator.endpoint) as address:
+        describe(orchestrator, "text")
+        orchestrator.scripts.append([admitted(), InvalidRequestError("no")])
+        for _ in range(3 if name == "values" else 2):
+            await REJECTED[name](address)
+        small = json_head("/v1/completions", 2, [("X-Forwarded-For", "10.0.0.1")]) + b"{}"
+        answer = await exchange(address, small)
+        assert (answer.status, "call_limit" in answer.text) == (429, True)
+        assert (await exchange(address, small, source=OTHER)).status == 400
+
+
+def test_the_addresses_of_a_network_are_one_host() -> None:
+    assert name_of_host("2001:db8::1") == name_of_host("2001:db8:0:0:ffff::2%eth0") != name_of_host("2001:db8:0:1::1")
+
+
+@asynccontextmanager
+async def _unfinished(socket: websockets.ClientConnection, size: int) -> AsyncGenerator[None]:
+    """Sends a part of a message, and waits until it has arrived. Raises ConnectionClosed if the connection ends."""
+    sent = asyncio.Event()
+
+    async def fragments() -> AsyncGenerator[str]:
+        yield "x" * size
+        sent.set()
+        await asyncio.Event().wait()
+
+    sending = asyncio.create_task(socket.send(fragments()))
+    try:
+        await sent.wait()
+        await (await socket.ping())
+        yield
+    finally:
+        await end_tasks([sending])
+
+
+async def test_messages_and_websockets_of_one_caller_leave_space_for_others() -> None:
+    async with (
+        served() as orchestrator,
+        serving(orchestrator.endpoint, max_body_bytes=1000, max_bodies_bytes=400_000, max_websockets=4) as address,
+    ):
+        describe(orchestrator, "text")
+        url = f"ws://{address}/v1/realtime?model=p"
+        async with websockets.connect(url) as one, websockets.connect(url) as two:
+            response, message = await rejection(url)
+            assert (response.status_code, "limit of this gateway" in message) == (429, True)
+            assert int(response.headers["Retry-After"]) > 0
+            async with websockets.connect(url, local_addr=(OTHER, 0)) as other, _unfinished(one, 150_000):
+                with pytest.raises(websockets.ConnectionClosed):
+                    async with _unfinished(two, 100_000):
+                        pass
+                async with _unfinished(other, 100_000):
+                    pass
+            # The one that has ended does not count any longer.
+            async with websockets.connect(url):
+                pass
+
+
+async def test_an_unfinished_message_ends_its_websocket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_S", 0.5)
+    monkeypatch.setattr(service, "BODY_S", 0.5)
+    async with served() as orchestrator, serving(orchestrator.endpoint) as address, asyncio.timeout(20):
+        describe(orchestrator, "text")
+        url = f"ws://{address}/v1/realtime?model=p"
+        async with websockets.connect(url) as idle, websockets.connect(url) as slow:
+            async with _unfinished(slow, 1):
+                await slow.wait_closed()
+            await idle.send("x")
+            await idle.recv()
+        # A frame that arrives at less than 640 KiB a second, within which no ping can be answered.
+        frame = b"\x81\xff" + (1 << 20).to_bytes(8) + bytes(4) + b"x" * (1 << 20)
+        key = [("Sec-WebSocket-Version", "13"), ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ==")]
+        upgrade = [("Upgrade", "websocket"), ("Connection", "Upgrade"), *key]
+        async with connected(address) as (reader, writer):
+            writer.write(head("GET", "/v1/realtime?model=p", upgrade))
+            await reader.readuntil(b"session.created")
+            for begin in range(0, len(frame), 1 << 15):
+                writer.write(frame[begin : begin + (1 << 15)])
+                await asyncio.sleep(0.05)
+            await reader.readuntil(b"invalid_request_error")
+
+
+async def _until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("new_event_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_handshake_counts_and_ends_in_time(
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = Limits(GatewayConfig("127.0.0.1:0", [["127.0.0.1:1"]], max_connections=2))
+    monkeypatch.setattr(service, "Limits", lambda config: shared)
+    monkeypatch.setattr(connections, "_HEAD_S", 2)
+    https = issue(tmp_path, "client/gateway")
+    tls = create_default_context(cafile=https / "ca.crt")
+
+    async def get(address: str, source: str = "127.0.0.1") -> int:
+        transport = httpx.AsyncHTTPTransport(verify=tls, local_address=source)
+        async with httpx.AsyncClient(transport=transport) as http:
+            try:
+                return (await http.get(f"https://{address}/health")).status_code
+            except httpx.TransportError:
+                return 0
+
+    async def check() -> None:
+        async with serving("127.0.0.1:1", https=str(https)) as address, asyncio.timeout(40):
+            held = shared.connections._held
+            await _until(lambda: not held)
+            async with connected(address) as (reader, _):
+                await _until(lambda: held)
+                assert await get(address) == 0
+                assert await get(address, OTHER) == 200
+                assert await reader.read() == b""
+            await _until(lambda: not held)
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(check())
+
+
+async def test_guessed_tokens_open_no_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = list[str]()
+
+    def open_noted(endpoint: str, *arguments: Any) -> Any:
+        opened.append(endpoint)
+        return open_async(endpoint, *arguments)
+
+    monkeypatch.setattr("stagemesh.client.clients.open_async", open_noted)
+    with known_callers(tmp_path, {"secret": "ada"}) as (checker, folder):
+        async with served(tokens=checker) as orchestrator:
+            describe(orchestrator, "text")
+            with process_credentials(None):
+                async with serving(orchestrator.endpoint, tls=folder) as address:
+                    for number in range(20):
+                        token = ("Authorization", f"Bearer guess-{number}")
+                        assert (await exchange(address, head("GET", "/v1/models", [token]))).status == 401
+                    guessed = len(opened)
+                    token = ("Authorization", "Bearer secret")
+                    assert (await exchange(address, head("GET", "/v1/models", [token]))).status == 200
+    assert guessed == 1
