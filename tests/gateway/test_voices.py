@@ -259,7 +259,7 @@ async def test_a_folder_that_is_a_file_is_an_error_of_the_server(tmp_path: Path)
     file.touch()
     async with voicing(file) as (_, ai):
         for refused in (create(ai), ai.audio.voices.delete("ada")):
-            with pytest.raises(openai.InternalServerError, match="cannot be used") as caught:
+            with pytest.raises(openai.InternalServerError, match="cannot be reached") as caught:
                 await refused
             assert (caught.value.status_code, caught.value.code) == (503, "store_unreachable")
 

@@ -8,15 +8,15 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
 import msgspec
 
-from stagemesh.common.errors import ExistsError, InvalidRequestError, NotReadyError, OverloadedError
+from stagemesh.common.errors import ExistsError, InvalidRequestError
 from stagemesh.rpc.credentials import write_private
 
 MAX_VOICES = 100
@@ -26,8 +26,6 @@ _FILE = "voice"
 _LINE_END = b"\n"
 _ABANDONED_S = 3600.0
 """The age of an incomplete voice, in seconds, from which the process that wrote it is assumed to have ended."""
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 _log = logging.getLogger(__name__)
 
@@ -57,8 +55,8 @@ class VoiceStore:
     """Stores voices in a folder. All methods block. Several processes may use the same folder.
 
     Each owner has a folder, in which each voice has one, with a single file: a line of JSON, and the audio. Folders of
-    incomplete and of deleted voices have names that begin with a dot. All methods raise OverloadedError (STORAGE_FULL)
-    and NotReadyError (STORE_DENIED, STORE_UNREACHABLE) if the folder cannot be used.
+    incomplete and of deleted voices have names that begin with a dot. All methods raise OSError if the folder cannot be
+    used.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,35 +70,30 @@ class VoiceStore:
         has too many.
         """
         folder, name = self._folder / owner, stored.voice.name
-        with self._using_folder():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _remove_abandoned(folder)
-            incomplete = Path(tempfile.mkdtemp(dir=folder, prefix="."))
-            try:
-                write_private(incomplete / _FILE, msgspec.json.encode(stored.voice) + _LINE_END + stored.audio)
-                _sync_folder(incomplete)
-                with self._lock:
-                    self._check_count(owner)
-                    _rename(incomplete, folder / name)
-            except BaseException:
-                shutil.rmtree(incomplete, ignore_errors=True)
-                raise
-            for each in (folder, self._folder):
-                _sync_folder(each)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_abandoned(folder)
+        incomplete = Path(tempfile.mkdtemp(dir=folder, prefix="."))
+        try:
+            write_private(incomplete / _FILE, msgspec.json.encode(stored.voice) + _LINE_END + stored.audio)
+            _sync_folder(incomplete)
+            with self._lock:
+                self._check_count(owner)
+                _rename(incomplete, folder / name)
+        except BaseException:
+            shutil.rmtree(incomplete, ignore_errors=True)
+            raise
+        for each in (folder, self._folder):
+            _sync_folder(each)
 
-    def list_voices(self, owner: str) -> Sequence[Voice]:
+    def list_voices(self, owner: str) -> list[Voice]:
         """Returns the voices of an owner, the oldest first."""
-        with self._using_folder():
-            found = (_read(path, with_audio=False) for path in self._voices(owner))
-            voices = (each.voice for each in found if each is not None)
-            return sorted(voices, key=lambda each: (each.created_s, each.name))
+        found = (_read(path, with_audio=False) for path in self._voices(owner))
+        voices = (each.voice for each in found if each is not None)
+        return sorted(voices, key=lambda each: (each.created_s, each.name))
 
     def read(self, owner: str, name: str) -> StoredVoice | None:
         """Returns a voice of an owner, or None if there is none of this name."""
-        if not is_voice_name(name):
-            return None
-        with self._using_folder():
-            return _read(self._folder / owner / name, with_audio=True)
+        return _read(self._folder / owner / name, with_audio=True) if is_voice_name(name) else None
 
     def delete(self, owner: str, name: str) -> bool:
         """Deletes a voice of an owner. Returns whether there was one of this name."""
@@ -108,13 +101,12 @@ class VoiceStore:
             return False
         folder = self._folder / owner
         deleted = folder / f".{uuid4().hex}"
-        with self._using_folder():
-            try:
-                (folder / name).rename(deleted)
-            except FileNotFoundError:
-                return False
-            _sync_folder(folder)
-            shutil.rmtree(deleted, ignore_errors=True)
+        try:
+            (folder / name).rename(deleted)
+        except FileNotFoundError:
+            return False
+        _sync_folder(folder)
+        shutil.rmtree(deleted, ignore_errors=True)
         return True
 
     # -- internals
@@ -128,26 +120,6 @@ class VoiceStore:
     def _check_count(self, owner: str) -> None:
         if len(self._voices(owner)) >= MAX_VOICES:
             raise InvalidRequestError(f"you have {MAX_VOICES} voices, which is the limit; delete one first")
-
-    @contextmanager
-    def _using_folder(self) -> Generator[None]:
-        try:
-            yield
-        except OSError as exc:
-            cause = exc.strerror or str(exc)
-            if exc.errno in _FULL:
-                raise OverloadedError(
-                    f"no space is left for voices: {cause}; delete voices, or the operator must free space",
-                    reason="STORAGE_FULL",
-                ) from exc
-            if exc.errno in _DENIED:
-                raise NotReadyError(
-                    f"the gateway may not use its folder of voices: {cause}; the operator must correct its permissions",
-                    reason="STORE_DENIED",
-                ) from exc
-            raise NotReadyError(
-                f"the gateway's folder of voices cannot be used: {cause}; try again later", reason="STORE_UNREACHABLE"
-            ) from exc
 
 
 def is_voice_name(text: str) -> bool:
