@@ -10,8 +10,8 @@ from starlette.datastructures import Headers
 from stagemesh.common.errors import CancelledRequestError, Code, InvalidRequestError, OverloadedError, StagemeshError
 from stagemesh.gateway.config import GatewayConfig
 from stagemesh.gateway.errors import reject
-from stagemesh.rpc.channels import MAX_FIELDS
 from stagemesh.rpc.call_limits import RejectedBytes
+from stagemesh.rpc.channels import MAX_FIELDS
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
