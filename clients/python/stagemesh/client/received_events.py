@@ -92,20 +92,20 @@ class EventDecoder:
     def _content(self, message: request_pb2.Output, *, ignorable: bool) -> Iterator[Event]:
         match message.WhichOneof("content"):
             case "text":
-                yield Text(message.name, message.text, _read_logprobs(message), message.index)
+                yield Text(message.name, message.text, _read_logprobs(message), index=message.index)
             case "token_ids":
-                yield Tokens(message.name, tuple(message.token_ids.ids), _read_logprobs(message), message.index)
+                yield Tokens(message.name, tuple(message.token_ids.ids), _read_logprobs(message), index=message.index)
             case "audio":
                 yield _audio(message)
             case "image":
                 yield from self._image(message)
             case "media" if message.media.data:
                 media = message.media
-                yield MediaChunk(message.name, media.data, media.media_type, media.offset, message.index)
+                yield MediaChunk(message.name, media.data, media.media_type, media.offset, index=message.index)
             case "file":
-                yield StoredFile(message.name, stored_file(message.file), message.index)
+                yield StoredFile(message.name, stored_file(message.file), index=message.index)
             case "tensor":
-                yield TensorOutput(message.name, message.tensor.name, read_inline(message.tensor), message.index)
+                yield TensorOutput(message.name, message.tensor.name, read_inline(message.tensor), index=message.index)
             case None if not message.HasField("finish") and not ignorable:
                 refuse_unknown(message, of="the orchestrator")
             case _:
@@ -125,7 +125,7 @@ class EventDecoder:
             )
         data += part.data
         if part.last:
-            yield Image(message.name, bytes(data), part.media_type, part.preview, message.index)
+            yield Image(message.name, bytes(data), part.media_type, part.preview, index=message.index)
             data.clear()
 
 
@@ -148,7 +148,7 @@ def _audio(message: request_pb2.Output) -> AudioChunk:
             f"output {message.name!r} is {samples.dtype}{list(samples.shape)} at {audio.sample_rate_hz} Hz; audio must "
             "be float32[samples] or float32[samples, channels] at 1 Hz or more; fix the stage that produces it"
         )
-    return AudioChunk(message.name, samples.view(np.float32), audio.sample_rate_hz, message.index)
+    return AudioChunk(message.name, samples.view(np.float32), audio.sample_rate_hz, index=message.index)
 
 
 def _report(message: stage_pb2.StepFinished) -> StageReport:

@@ -7,7 +7,7 @@ session whose turn the request answers, from 1. It is 0 for a request of `genera
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -70,6 +70,14 @@ class Progress(RequestEvent):
     index: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class OutputEvent(RequestEvent):
+    """Base class of the events of an output. `output` is the name of the output."""
+
+    output: str
+    index: int = field(default=0, kw_only=True)
+
+
 @dataclass(frozen=True)
 class TokenLogprob:
     """A token of the model's vocabulary, the text that it adds to the output, and its log-probability.
@@ -93,43 +101,37 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
-class Text(RequestEvent):
+class Text(OutputEvent):
     """An event with text to append to a text output.
 
     `logprobs` contains one entry for each token that begins in this text, if the request asked for log-probabilities.
     Otherwise, it is empty.
     """
 
-    output: str
     delta: str
     logprobs: tuple[TokenLogprobs, ...] = ()
-    index: int = 0
 
 
 @dataclass(frozen=True)
-class Tokens(RequestEvent):
+class Tokens(OutputEvent):
     """An event with token ids to append to a token output.
 
     `logprobs` contains one entry for each id if the request asked for log-probabilities. Otherwise, it is empty.
     """
 
-    output: str
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    index: int = 0
 
 
 @dataclass(frozen=True, eq=False)
-class AudioChunk(RequestEvent):
+class AudioChunk(OutputEvent):
     """An event with audio samples to append to an audio output.
 
     `samples` is a read-only float32 array in [-1, 1], with shape [samples] or [samples, channels].
     """
 
-    output: str
     samples: npt.NDArray[np.float32]
     sample_rate_hz: int
-    index: int = 0
 
     @property
     def duration_s(self) -> float:
@@ -138,51 +140,43 @@ class AudioChunk(RequestEvent):
 
 
 @dataclass(frozen=True)
-class Image(RequestEvent):
+class Image(OutputEvent):
     """An event with a complete encoded image. A preview shows an earlier state of the image that follows it."""
 
-    output: str
     data: bytes
     media_type: str
     preview: bool = False
-    index: int = 0
 
 
 @dataclass(frozen=True)
-class MediaChunk(RequestEvent):
+class MediaChunk(OutputEvent):
     """An event with bytes to append to an output that is one encoded audio or video file.
 
     `offset` is the number of bytes of the file before them.
     """
 
-    output: str
     data: bytes
     media_type: str
     offset: int
-    index: int = 0
 
 
 @dataclass(frozen=True)
-class StoredFile(RequestEvent):
+class StoredFile(OutputEvent):
     """An event with an output, or one image of an output, that a stage has stored in the pipeline's object store."""
 
-    output: str
     file: MediaFile
-    index: int = 0
 
 
 @dataclass(frozen=True, eq=False)
-class TensorOutput(RequestEvent):
+class TensorOutput(OutputEvent):
     """An event with a tensor of an output that is not text, tokens, audio or an image. The tensor is read-only."""
 
-    output: str
     name: str
     tensor: Array
-    index: int = 0
 
 
 @dataclass(frozen=True)
-class OutputFinished(RequestEvent):
+class OutputFinished(OutputEvent):
     """An event: an output has ended.
 
     `reason` is "end" if the output is complete, "stop" if `stop_text` or `stop_token_id` stopped it, "length" if it
@@ -191,11 +185,9 @@ class OutputFinished(RequestEvent):
     know the reason.
     """
 
-    output: str
     reason: str
     stop_text: str | None = None
     stop_token_id: int | None = None
-    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -316,9 +308,7 @@ Event: TypeAlias = (
 )
 
 StartOrEnd = TypeVar("StartOrEnd", Admitted, Finished)
-OutputEvent = TypeVar(
-    "OutputEvent", Text, Tokens, AudioChunk, Image, MediaChunk, StoredFile, TensorOutput, OutputFinished
-)
+OutputEventT = TypeVar("OutputEventT", bound=OutputEvent)
 
 
 class Audio(AudioSamples):
@@ -446,9 +436,9 @@ class ResultBuilder:
     def _last(self, kind: type[StartOrEnd]) -> StartOrEnd | None:
         return next((event for event in reversed(self._events) if isinstance(event, kind)), None)
 
-    def _by_output(self, kind: type[OutputEvent], *, index: int) -> Mapping[str, Sequence[OutputEvent]]:
+    def _by_output(self, kind: type[OutputEventT], *, index: int) -> Mapping[str, Sequence[OutputEventT]]:
         """Returns the events of the type `kind` of one choice in order of arrival, by output name."""
-        events = defaultdict[str, list[OutputEvent]](list)
+        events = defaultdict[str, list[OutputEventT]](list)
         for event in self._events:
             if isinstance(event, kind) and event.index == index:
                 events[event.output].append(event)
