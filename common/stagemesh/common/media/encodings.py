@@ -3,7 +3,7 @@
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -60,21 +60,6 @@ _BLOCK_SAMPLES = 1 << 16
 _MONO, _STEREO = 1, 2
 _THREADS = 4
 """The number of threads of a video encoder. A fixed number, because the encoded bytes depend on it."""
-
-
-class Encoder(Protocol):
-    """The interface of an encoder of one file. An encoder is used by one thread at a time."""
-
-    def push(self, tensor: Array) -> Buffer:
-        """Returns the bytes of the file that are complete after `tensor`. They may be a view of the tensor.
-
-        Raises UnsupportedError (OUTPUT_NOT_ENCODABLE) if the format cannot contain the tensor.
-        """
-        ...
-
-    def finish(self) -> Buffer:
-        """Returns the remaining bytes of the file. Called once, after the last tensor."""
-        ...
 
 
 class RawEncoder:
@@ -251,6 +236,15 @@ class VideoEncoder(_FileEncoder):
         stream.codec_context.thread_count = _THREADS
         _make_bitexact(stream)
         self._stream, self._size = stream, (height, width)
+
+
+Encoder: TypeAlias = RawEncoder | AudioEncoder | VideoEncoder
+"""An encoder of one file, which one thread at a time uses.
+
+`push` returns the bytes of the file that are complete after a tensor. They may be a view of the tensor. It raises
+UnsupportedError (OUTPUT_NOT_ENCODABLE) if the format cannot contain the tensor. `finish` returns the remaining bytes of
+the file. Call it once, after the last tensor.
+"""
 
 
 def make_encoder(media_type: str, *, sample_rate_hz: int = 0, frame_rate: float = 0.0) -> Encoder:

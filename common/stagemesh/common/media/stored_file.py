@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from stagemesh.common.errors import NotFoundError, NotReadyError, OverloadedError, StagemeshError
 from stagemesh.common.process.logs import log_cause
@@ -119,20 +119,64 @@ _DISCARD_S = 2.0
 _BLOCK_BYTES = 8 << 20
 
 
-class Target(Protocol):
-    """A place to which one file is written. All methods block."""
+class LocalTarget:
+    """Writes to a file in the folder `temporary`, which is on the same disk as `path`, and renames it to `path`."""
+
+    def __init__(self, path: Path, *, temporary: Path) -> None:
+        self._path, self._temporary = path, temporary / uuid.uuid4().hex
+        temporary.mkdir(parents=True, exist_ok=True)
+        self._file = self._temporary.open("xb", buffering=0)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends bytes."""
-        ...
+        write_all(self._file.fileno(), data)
 
     def commit(self) -> None:
-        """Makes the whole file visible under its name."""
-        ...
+        # Some disks report only here that they are full.
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary.replace(self._path)
 
     def discard(self) -> None:
-        """Deletes the file, whether it has been committed or not."""
-        ...
+        self._file.close()
+        try:
+            self._temporary.unlink()
+        except FileNotFoundError:
+            self._path.unlink(missing_ok=True)
+
+
+class RemoteTarget:
+    """Uploads blocks to a remote store, which shows the object when the upload is completed."""
+
+    def __init__(self, file_system: "AbstractFileSystem", uri: str) -> None:
+        self._file_system, self._uri = file_system, uri
+        # autocommit=False: closing the file sends its last block, but does not complete the upload.
+        self._file: Any = file_system.open(uri, "wb", block_size=_BLOCK_BYTES, autocommit=False)
+        self._is_committed = False
+
+    def write(self, data: bytes | memoryview) -> None:
+        # fsspec copies the whole argument, several times, before it sends any of it.
+        for start in range(0, len(data), _BLOCK_BYTES):
+            self._file.write(memoryview(data)[start : start + _BLOCK_BYTES])
+
+    def commit(self) -> None:
+        self._file.close()
+        self._is_committed = True
+        self._file.commit()
+
+    def discard(self) -> None:
+        if self._is_committed:
+            self._file_system.rm_file(self._uri)
+        else:
+            self._file.discard()
+
+
+Target: TypeAlias = LocalTarget | RemoteTarget
+"""A place to which one file is written. All methods block.
+
+`write` appends bytes. `commit` makes the whole file visible under its name. `discard` deletes the file, whether it has
+been committed or not.
+"""
 
 
 class StoredFileWriter:
@@ -187,58 +231,6 @@ class StoredFileWriter:
                 method()
 
         await call_store(locked, what=self.uri)
-
-
-class LocalTarget(Target):
-    """Writes to a file in the folder `temporary`, which is on the same disk as `path`, and renames it to `path`."""
-
-    def __init__(self, path: Path, *, temporary: Path) -> None:
-        self._path, self._temporary = path, temporary / uuid.uuid4().hex
-        temporary.mkdir(parents=True, exist_ok=True)
-        self._file = self._temporary.open("xb", buffering=0)
-
-    def write(self, data: bytes | memoryview) -> None:
-        write_all(self._file.fileno(), data)
-
-    def commit(self) -> None:
-        # Some disks report only here that they are full.
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary.replace(self._path)
-
-    def discard(self) -> None:
-        self._file.close()
-        try:
-            self._temporary.unlink()
-        except FileNotFoundError:
-            self._path.unlink(missing_ok=True)
-
-
-class RemoteTarget(Target):
-    """Uploads blocks to a remote store, which shows the object when the upload is completed."""
-
-    def __init__(self, file_system: "AbstractFileSystem", uri: str) -> None:
-        self._file_system, self._uri = file_system, uri
-        # autocommit=False: closing the file sends its last block, but does not complete the upload.
-        self._file: Any = file_system.open(uri, "wb", block_size=_BLOCK_BYTES, autocommit=False)
-        self._is_committed = False
-
-    def write(self, data: bytes | memoryview) -> None:
-        # fsspec copies the whole argument, several times, before it sends any of it.
-        for start in range(0, len(data), _BLOCK_BYTES):
-            self._file.write(memoryview(data)[start : start + _BLOCK_BYTES])
-
-    def commit(self) -> None:
-        self._file.close()
-        self._is_committed = True
-        self._file.commit()
-
-    def discard(self) -> None:
-        if self._is_committed:
-            self._file_system.rm_file(self._uri)
-        else:
-            self._file.discard()
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
