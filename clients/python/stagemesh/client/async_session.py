@@ -11,8 +11,8 @@ import grpc.aio
 from stagemesh.client.calls import BaseClient, CallSequence, request_span
 from stagemesh.client.content import Message, Part
 from stagemesh.client.session_methods import BaseSession, Steps
-from stagemesh.client.session_state import Delivery, Restart, SessionState
-from stagemesh.client.session_turns import SessionEvent, TurnEnded, TurnInterrupted, TurnTruncated
+from stagemesh.client.session_state import Restart, SessionState
+from stagemesh.client.session_turns import Delivery, SessionEvent, TurnEnded, TurnInterrupted, TurnTruncated
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.tasks import end_tasks

@@ -13,8 +13,9 @@ from stagemesh.client.content import AudioSamples, Message, Part, to_message, to
 from stagemesh.client.requests import check_size
 from stagemesh.client.retries import RetryPolicy
 from stagemesh.client.session_log import Confirmation
-from stagemesh.client.session_state import Delivery, SessionState
+from stagemesh.client.session_state import SessionState
 from stagemesh.client.session_turns import (
+    Delivery,
     ReceivedTurn,
     SessionOpened,
     TurnCommitted,

@@ -11,8 +11,8 @@ from stagemesh.client.retries import RetryPolicy
 from stagemesh.client.session_log import EventLog, PendingEvents
 from stagemesh.client.session_turns import (
     ClientTranscript,
+    Delivery,
     ReceivedTurn,
-    SessionEvent,
     SessionOpened,
     SpeechDetected,
     TurnCommitted,
@@ -31,21 +31,6 @@ _READ_AHEAD = 64
 
 _HEARD_SILENCE_S = 5.0
 """The audio without speech that is kept for another orchestrator, in seconds."""
-
-
-class Delivery(NamedTuple):
-    """An event that waits for the program, and the response that contained it.
-
-    `event` is None if the response is only a part of an event. `response` is None if an earlier delivery has it.
-    """
-
-    response: ConverseResponse | None
-    event: SessionEvent | None
-    turn: int = 0
-    """The turn to whose answer the event belongs, or 0."""
-    output: str = ""
-    end: int = 0
-    """The position in the output that the program has reached with this event."""
 
 
 class Restart(NamedTuple):
@@ -301,11 +286,8 @@ class SessionState:
         if number <= self._ended_number or (number > self.committed and self.pending.of_kind("clear")):
             return
         turn = self._turn(number)
-        if turn.is_stopped:
-            return
-        for rest, event, output, end in turn.take(response.generated):
-            same = response if rest is response.generated else ConverseResponse(turn=number, generated=rest)
-            self.deliveries.append(Delivery(None if rest is None else same, event, number, output, end))
+        if not turn.is_stopped:
+            self.deliveries.extend(turn.take(response))
 
     def _take_interrupted(self, response: ConverseResponse) -> None:
         if response.turn > self._ended_number:

@@ -12,7 +12,7 @@ from stagemesh.common.errors import StagemeshError
 from stagemesh.common.requests.output_position import length_of
 from stagemesh.common.requests.turn_content import PromptInput, shorten
 from stagemesh.v1 import request_pb2
-from stagemesh.v1.orchestrator_pb2 import ConverseRequest, GenerateRequest, GenerateResponse, InputAppend, TurnRestore
+from stagemesh.v1.orchestrator_pb2 import ConverseRequest, ConverseResponse, GenerateRequest, InputAppend, TurnRestore
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,19 @@ SessionEvent: TypeAlias = (
 )
 
 
-class Received(NamedTuple):
-    """A new event, the response that contains it, and the end of the response's output in the unit of its position.
+class Delivery(NamedTuple):
+    """An event that waits for the program, and the response that contained it.
 
-    `event` is None if the client has only a part of it. `response` is None if an earlier event has it, too.
+    `event` is None if the response is only a part of an event. `response` is None if an earlier delivery has it.
     """
 
-    response: GenerateResponse | None
-    event: Event | None
-    output: str
-    end: int
+    response: ConverseResponse | None
+    event: SessionEvent | None
+    turn: int = 0
+    """The turn to whose answer the event belongs, or 0."""
+    output: str = ""
+    end: int = 0
+    """The position in the output that the program has reached with this event."""
 
 
 class ReceivedTurn:
@@ -125,17 +128,18 @@ class ReceivedTurn:
         """Returns the text of an output that has arrived."""
         return self._texts.get(output, "")
 
-    def take(self, response: GenerateResponse) -> Iterator[Received]:
-        """Yields the events in `response` that have not arrived before."""
-        rest = self.position.remainder(response)
+    def take(self, response: ConverseResponse) -> Iterator[Delivery]:
+        """Yields the events of the answer in `response` that have not arrived before."""
+        rest = self.position.remainder(response.generated)
         if rest is None:
             return
         events = self.position.events(rest)
         if not events and not rest.HasField("output"):
             return
         output, end = rest.output.name, rest.output.position + length_of(rest.output)
+        new = response if rest is response.generated else ConverseResponse(turn=self.number, generated=rest)
         for index, event in enumerate(events or (None,)):
-            yield Received(None if index else rest, self._noted(event), output, end)
+            yield Delivery(None if index else new, self._noted(event), self.number, output, end)
 
     def _noted(self, event: Event | None) -> Event | None:
         match event:
