@@ -143,16 +143,10 @@ class MediaStore:
     # -- internals, which block
 
     def _remove_folders(self, root: Location, parent: str, prefix: str, keep: Collection[str]) -> None:
-        if root.protocol == LOCAL:
-            folder = Path(root.path, parent)
-            for each in folder.glob(f"{glob.escape(prefix)}*"):
-                if each.name not in keep:
-                    shutil.rmtree(each)
-            return
         file_system = self._file_system(root)
         # Another process may have changed the store since this one has listed it.
         file_system.invalidate_cache()
-        for path in file_system.glob(f"{root.uri}/{parent}/{glob.escape(prefix)}*"):
+        for path in file_system.glob(f"{glob.escape(f'{root.uri}/{parent}/{prefix}')}*"):
             if path.rpartition("/")[2] not in keep:
                 file_system.rm(path, recursive=True)
 
