@@ -5,7 +5,7 @@ replay may have other boundaries. A position therefore counts units: code points
 images, bytes of an encoded file, stored files, or rows of a tensor along its first axis.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -61,30 +61,30 @@ class Position:
         return after(output, received - output.position)
 
 
+def _rows(tensor: tensor_pb2.Tensor) -> int:
+    return max(0, tensor.shape[0]) if tensor.shape else 1
+
+
+_LENGTHS: Mapping[str, Callable[[request_pb2.Output], int]] = {
+    "text": lambda output: len(output.text),
+    "token_ids": lambda output: len(output.token_ids.ids),
+    "audio": lambda output: _rows(output.audio.samples),
+    "image": lambda output: int(output.image.last),
+    "media": lambda output: len(output.media.data),
+    "file": lambda _: 1,
+    "tensor": lambda output: _rows(output.tensor),
+}
+"""The length of a part of an output in units, by the kind of its content."""
+
+
 def length_of(output: request_pb2.Output) -> int:
     """Returns the number of units in a part of an output.
 
     A unit is a code point of text, a token, an audio sample, a whole image, a byte of an encoded file, a stored file,
     or a row of a tensor. A part of an image has no length unless it ends the image.
     """
-    match output.WhichOneof("content"):
-        case "text":
-            length = len(output.text)
-        case "token_ids":
-            length = len(output.token_ids.ids)
-        case "audio":
-            length = _rows(output.audio.samples)
-        case "image":
-            length = int(output.image.last)
-        case "media":
-            length = len(output.media.data)
-        case "file":
-            length = 1
-        case "tensor":
-            length = _rows(output.tensor)
-        case None:
-            length = 0
-    return length
+    kind = output.WhichOneof("content")
+    return 0 if kind is None else _LENGTHS[kind](output)
 
 
 def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
@@ -124,10 +124,6 @@ def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
 def _continues_image(output: request_pb2.Output, received: int) -> bool:
     """Returns whether the output is a part of an image that the receiver does not have as a whole."""
     return output.WhichOneof("content") == "image" and output.position == received
-
-
-def _rows(tensor: tensor_pb2.Tensor) -> int:
-    return max(0, tensor.shape[0]) if tensor.shape else 1
 
 
 def _rows_after(tensor: tensor_pb2.Tensor, count: int) -> tensor_pb2.Tensor:
