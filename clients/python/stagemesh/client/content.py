@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.media.files import SUFFIXES
+from stagemesh.common.media.files import SUFFIXES, file_access
 from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.v1 import request_pb2
 
@@ -135,10 +135,8 @@ def read_media(path: Path | str) -> ImageFile | AudioFile | VideoFile:
     path = Path(path)
     media_type = media_type_of(path)
     kind = _KINDS[media_type.partition("/")[0]]
-    try:
+    with file_access("read", path, reason="INVALID_MEDIA"):
         return kind(path.read_bytes(), media_type)
-    except OSError as exc:
-        raise InvalidRequestError(f"cannot read {path}: {exc.strerror}", reason="INVALID_MEDIA") from exc
 
 
 def media_type_of(path: PurePath) -> str:

@@ -18,7 +18,7 @@ from stagemesh.client.responses import Progress, Usage
 from stagemesh.client.retries import RetryPolicy
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError, UnsupportedError
-from stagemesh.common.media.files import suffix_of
+from stagemesh.common.media.files import file_access, suffix_of
 from stagemesh.rpc.channels import open_async, open_sync
 from stagemesh.rpc.error_mapping import error_from_wire, from_rpc_error, is_broken
 from stagemesh.v1 import jobs_pb2, orchestrator_pb2
@@ -319,10 +319,8 @@ def download_paths(job: Job, folder: Path) -> dict[Path, MediaFile]:
 
     Raises InvalidRequestError (CANNOT_WRITE) if the folder cannot be created.
     """
-    try:
+    with file_access("create", folder, reason="CANNOT_WRITE"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise InvalidRequestError(f"cannot create {folder}: {exc.strerror}", reason="CANNOT_WRITE") from exc
     paths: dict[Path, MediaFile] = {}
     for output in job.outputs:
         for number, file in enumerate(output.files, 1):

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 from uuid import uuid4
@@ -11,7 +12,7 @@ import grpc.aio
 
 from stagemesh.client.content import MediaFile, media_type_of
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from stagemesh.common.media.files import MEDIA_PART_BYTES, check_content
+from stagemesh.common.media.files import MEDIA_PART_BYTES, check_content, file_access
 from stagemesh.rpc import channels
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import media_pb2, orchestrator_pb2, request_pb2
@@ -86,17 +87,15 @@ class UploadMessages:
         self._media_type = media_type or media_type_of(self._path)
         self.error: InvalidRequestError | None = None
         """The error that ended the iteration, or None. Stored here because gRPC does not pass it on."""
-        try:
+        with file_access("read", self._path, reason="INVALID_MEDIA"):
             self._size_bytes = self._path.stat().st_size
-        except OSError as exc:
-            raise self._unreadable(exc) from exc
         if not self._size_bytes:
             raise InvalidRequestError(f"{path} is empty; name a file with content", reason="INVALID_MEDIA")
 
     def __iter__(self) -> Iterator[media_pb2.UploadMediaRequest]:
         digest, offset, last = hashlib.sha256(), 0, False
         try:
-            with self._path.open("rb", buffering=0) as file:
+            with file_access("read", self._path, reason="INVALID_MEDIA"), self._path.open("rb", buffering=0) as file:
                 while not last:
                     data = file.read(MEDIA_PART_BYTES)
                     digest.update(data)
@@ -108,12 +107,9 @@ class UploadMessages:
                     offset += len(data)
                     if self._on_bytes is not None:
                         self._on_bytes(offset)
-        except OSError as exc:
-            self.error = self._unreadable(exc)
-            raise self.error from exc
-
-    def _unreadable(self, exc: OSError) -> InvalidRequestError:
-        return InvalidRequestError(f"cannot read {self._path}: {exc.strerror}", reason="INVALID_MEDIA")
+        except InvalidRequestError as exc:
+            self.error = exc
+            raise
 
 
 class Download:
@@ -128,10 +124,8 @@ class Download:
         self._path, self._on_bytes = Path(path), on_bytes
         self._temporary = self._path.with_name(f".{self._path.name}.{uuid4().hex}.part")
         self._digest, self._size_bytes, self._is_complete = hashlib.sha256(), 0, False
-        try:
+        with self._writing():
             self._file = self._temporary.open("xb", buffering=0)
-        except OSError as exc:
-            raise self._unwritable(exc) from exc
 
     @property
     def request(self) -> media_pb2.DownloadMediaRequest:
@@ -141,10 +135,8 @@ class Download:
     def add(self, response: media_pb2.DownloadMediaResponse) -> None:
         """Writes the next part of the file."""
         data = response.media.data
-        try:
+        with self._writing():
             self._file.write(data)
-        except OSError as exc:
-            raise self._unwritable(exc) from exc
         self._digest.update(data)
         self._size_bytes += len(data)
         self._is_complete = response.media.last
@@ -162,10 +154,8 @@ class Download:
             )
         check_content(self._stated, size_bytes=self._size_bytes, sha256=self._digest.digest())
         self._file.close()
-        try:
+        with self._writing():
             os.replace(self._temporary, self._path)  # noqa: PTH105 - the same on all systems
-        except OSError as exc:
-            raise self._unwritable(exc) from exc
 
     def __enter__(self) -> Self:
         return self
@@ -174,8 +164,8 @@ class Download:
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
-    def _unwritable(self, exc: OSError) -> InvalidRequestError:
-        return InvalidRequestError(f"cannot write {self._path}: {exc.strerror}", reason="CANNOT_WRITE")
+    def _writing(self) -> AbstractContextManager[None]:
+        return file_access("write", self._path, reason="CANNOT_WRITE")
 
 
 def stored_file(message: request_pb2.MediaFile) -> MediaFile:
