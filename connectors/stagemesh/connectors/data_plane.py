@@ -5,7 +5,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Mapping
 from functools import partial
 
-from stagemesh.common.errors import NotFoundError, UnavailableError
+from stagemesh.common.errors import NotFoundError, StaleAttemptError, UnavailableError
 from stagemesh.common.plugins.connectors import AUTO, ConnectorName, descriptor_of
 from stagemesh.common.process.host import retain_freed_memory, shorten_time_slices
 from stagemesh.common.tasks import kept_in
@@ -15,6 +15,7 @@ from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.flow.edge_meters import EdgeMeters
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import FanOut, Outlet
+from stagemesh.connectors.flow.received_rows import PacketQueue
 from stagemesh.connectors.flow.sent_chunks import Retention
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey
 from stagemesh.connectors.stream.connection import Peer
@@ -188,7 +189,8 @@ class DataPlane:
                 If it is 0, the flow fails immediately.
             ticket_kinds: The kinds of tickets that the reader accepts. A flow with another kind is rejected.
         """
-        return self.consumer.open(key, producer=producer, rebind_s=rebind_s, ticket_kinds=ticket_kinds)
+        packets = PacketQueue(edge=key.edge, ticket_kinds=ticket_kinds)
+        return Inlet(self.consumer.expect(key, packets, producer=producer), rebind_s=rebind_s)
 
     def rebind_inlet(self, inlet: Inlet, key: EdgeKey, *, producer: str, first_rows: Mapping[str, int]) -> None:
         """Continues a flow with another producer. Call `Inlet.check_rebindable` first.
@@ -196,7 +198,9 @@ class DataPlane:
         `key` identifies the new attempt. `first_rows` maps each tensor's name to the first row that the new producer
         sends.
         """
-        self.consumer.rebind(inlet, key, producer=producer, first_rows=first_rows)
+        former = inlet.attempt
+        former.supersede(StaleAttemptError(f"edge {former.key.edge} has another producer"))
+        inlet.rebind(self.consumer.expect(key, former.packets, producer=producer), first_rows=first_rows)
 
     async def serve_put(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         """Serves a producer's PutChunk stream until the stream ends. Receives and yields serialized messages."""

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from copy import copy
 from functools import partial
 from typing import TypeAlias
@@ -21,7 +21,6 @@ from stagemesh.common.process.host import bulk_threads
 from stagemesh.common.wire.versions import check_version
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.flow.flow_control import Credit
-from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.inlet_attempt import InletAttempt
 from stagemesh.connectors.flow.received_rows import PacketQueue
 from stagemesh.connectors.packets import EdgeKey
@@ -129,23 +128,19 @@ class Consumer:
         """The number of payload bytes that all producers together may still send to this replica."""
         return sum(flow.credit_bytes for flow in self._flows.values())
 
-    def open(self, key: EdgeKey, *, producer: str, rebind_s: float, ticket_kinds: Collection[str]) -> Inlet:
-        """Registers a flow that is expected from `producer`, and returns the flow's inlet.
+    def expect(self, key: EdgeKey, packets: PacketQueue, *, producer: str) -> InletAttempt:
+        """Registers a flow that is expected from `producer`, whose packets are added to `packets`.
 
-        `rebind_s` is the time in seconds for which a reader without a producer waits for `rebind`. `ticket_kinds` are
-        the kinds of tickets that the reader accepts. Raises ExistsError if the flow is already open.
+        Raises ExistsError if the flow is already open.
         """
-        packets = PacketQueue(edge=key.edge, ticket_kinds=ticket_kinds)
-        return Inlet(self._expect(key, producer, packets), rebind_s=rebind_s)
-
-    def rebind(self, inlet: Inlet, key: EdgeKey, *, producer: str, first_rows: Mapping[str, int]) -> None:
-        """Continues `inlet` with a flow from another producer. `key` identifies the new flow.
-
-        `first_rows` maps each tensor's name to the first row that the new producer sends.
-        """
-        former = inlet.attempt
-        former.supersede(StaleAttemptError(f"edge {former.key.edge} has another producer"))
-        inlet.rebind(self._expect(key, producer, former.packets), first_rows=first_rows)
+        if key in self._flows:
+            raise ExistsError(f"edge {key.edge} of request {key.request_id} is open already", reason="FLOW_EXISTS")
+        credit = Credit(self._window_bytes, max_chunk_bytes=self._max_chunk_bytes())
+        flow = InletAttempt(key, packets, producer=producer, credit=credit, on_closed=self._forget)
+        self._flows[key] = flow
+        # The same request may be sent again a long time after it has ended.
+        self._committed.pop(key, None)
+        return flow
 
     def is_committed(self, key: EdgeKey) -> bool:
         """Returns whether the flow with this key was read to its end."""
@@ -242,16 +237,6 @@ class Consumer:
         self._producers.clear()
 
     # -- inner workings
-
-    def _expect(self, key: EdgeKey, producer: str, packets: PacketQueue) -> InletAttempt:
-        if key in self._flows:
-            raise ExistsError(f"edge {key.edge} of request {key.request_id} is open already", reason="FLOW_EXISTS")
-        credit = Credit(self._window_bytes, max_chunk_bytes=self._max_chunk_bytes())
-        flow = InletAttempt(key, packets, producer=producer, credit=credit, on_closed=self._forget)
-        self._flows[key] = flow
-        # The same request may be sent again a long time after it has ended.
-        self._committed.pop(key, None)
-        return flow
 
     def _forget(self, flow: InletAttempt) -> None:
         del self._flows[flow.key]
