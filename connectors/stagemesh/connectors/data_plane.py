@@ -18,8 +18,7 @@ from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.connectors.flow.received_rows import PacketQueue
 from stagemesh.connectors.flow.sent_chunks import Retention
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey
-from stagemesh.connectors.stream.connection import Peer
-from stagemesh.connectors.stream.connector_agreement import EdgeProbe, ReplicaConnectors
+from stagemesh.connectors.stream.connector_agreement import EdgeProbe, Peer, ReplicaConnectors
 from stagemesh.connectors.stream.consumer import Consumer, LandingArena
 from stagemesh.connectors.stream.consumer_session import ConsumerSession
 from stagemesh.connectors.stream.local_socket import LocalListener, LocalProducer
@@ -233,8 +232,7 @@ class DataPlane:
         link = self._links.get(consumer)
         if link is None:
             link = self._links[consumer] = ProducerLink(
-                Peer(consumer, self._identity, self.arena.share()),
-                connectors=self._connectors,
+                Peer(consumer, self._identity, self.arena.share(), self._connectors),
                 inline_limit_bytes=self._inline_limit_bytes,
                 on_idle=self._drop_link,
                 siblings=partial(self._links_to, consumer.replica),

@@ -10,7 +10,6 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -22,9 +21,8 @@ from stagemesh.common.tasks import end_tasks
 from stagemesh.common.wire.versions import OFFERS
 from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
-from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream import local_socket
-from stagemesh.connectors.stream.connector_agreement import ConnectorAgreement, ReplicaConnectors
+from stagemesh.connectors.stream.connector_agreement import ConnectorAgreement, Peer
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.message_streams import ClientStream, LocalStream, MessageStream
 from stagemesh.v1 import stage_pb2
@@ -38,29 +36,6 @@ _MAX_LOCAL_FAILURES = 3
 """The number of consecutive failed handshakes over the local socket after which the link no longer uses the socket."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class Peer:
-    """The consumer of a link. Also records the results of earlier connections to this consumer."""
-
-    address: ConsumerAddress
-    hello: stage_pb2.Hello
-    """The Hello message that the producer sends first on every stream."""
-    arena_fd: int | None
-    """The file descriptor of the producer's arena, or None if the arena is private."""
-    worked: set[ConnectorName] = field(default_factory=set[ConnectorName])
-    """The connectors on which this replica and the consumer's current incarnation have agreed."""
-    local_failures: int = 0
-    """The number of consecutive failed handshakes over the local socket."""
-
-    def __str__(self) -> str:
-        return str(self.address)
-
-    @property
-    def consumer(self) -> str:
-        """The consumer's replica name."""
-        return self.address.replica
 
 
 class ProducerSession:
@@ -182,12 +157,7 @@ class Connection:
     """
 
     def __init__(
-        self,
-        peer: Peer,
-        *,
-        connectors: ReplicaConnectors,
-        take_reply: Callable[[stage_pb2.PutReply], None],
-        on_negotiated: Callable[[], None],
+        self, peer: Peer, *, take_reply: Callable[[stage_pb2.PutReply], None], on_negotiated: Callable[[], None]
     ) -> None:
         self._peer = peer
         self._take_reply, self._on_negotiated = take_reply, on_negotiated
@@ -196,13 +166,7 @@ class Connection:
         self._local: ProducerSession | None = None
         self._bulk: ProducerSession | None = None
         self._bulk_wanted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.agreement = ConnectorAgreement(
-            peer.consumer,
-            connectors=connectors,
-            worked=peer.worked,
-            send_offer=self._send_offer,
-            on_change=on_negotiated,
-        )
+        self.agreement = ConnectorAgreement(peer, send_offer=self._send_offer, on_change=on_negotiated)
 
     async def aclose(self) -> None:
         """Ends the negotiations and all streams."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.plugins.connectors import (
@@ -19,6 +19,7 @@ from stagemesh.common.plugins.entry_points import import_factory
 from stagemesh.common.tasks import end_tasks
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.base import Connector, unavailable
+from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.v1 import stage_pb2
 
@@ -98,6 +99,31 @@ class ReplicaConnectors:
             await connector.close()
 
 
+@dataclass
+class Peer:
+    """The consumer of a link. Also records the results of earlier connections to this consumer."""
+
+    address: ConsumerAddress
+    hello: stage_pb2.Hello
+    """The Hello message that the producer sends first on every stream."""
+    arena_fd: int | None
+    """The file descriptor of the producer's arena, or None if the arena is private."""
+    connectors: ReplicaConnectors
+    """The connectors of this replica, the producer."""
+    worked: set[ConnectorName] = field(default_factory=set[ConnectorName])
+    """The connectors on which this replica and the consumer's current incarnation have agreed."""
+    local_failures: int = 0
+    """The number of consecutive failed handshakes over the local socket."""
+
+    def __str__(self) -> str:
+        return str(self.address)
+
+    @property
+    def consumer(self) -> str:
+        """The consumer's replica name."""
+        return self.address.replica
+
+
 class ConnectorAgreement:
     """The connectors on which this replica, the producer, and one consumer agree over the streams of one connection.
 
@@ -108,24 +134,16 @@ class ConnectorAgreement:
     """
 
     def __init__(
-        self,
-        consumer: str,
-        *,
-        connectors: ReplicaConnectors,
-        worked: set[ConnectorName],
-        send_offer: Callable[[stage_pb2.PutItem], None],
-        on_change: Callable[[], None],
+        self, peer: Peer, *, send_offer: Callable[[stage_pb2.PutItem], None], on_change: Callable[[], None]
     ) -> None:
         """Agrees on no connector until `choose` is called.
 
         Args:
-            consumer: The consumer's replica name.
-            connectors: The connectors of this replica.
-            worked: The connectors that have worked with this consumer, also on earlier connections. Is updated.
+            peer: The consumer. Connectors that have worked are added to its `worked`.
             send_offer: Sends an offer to the consumer.
             on_change: Called when `choose` may return another result.
         """
-        self._consumer, self._connectors, self._worked = consumer, connectors, worked
+        self._peer, self._connectors = peer, peer.connectors
         self._send_offer, self._on_change = send_offer, on_change
         self._negotiated: dict[ConnectorName, Connector] = {}
         self._refused: dict[ConnectorName, StagemeshError] = {}
@@ -148,7 +166,7 @@ class ConnectorAgreement:
         if wanted in self._paused:
             return None
         raise unavailable(
-            f"connector {wanted} cannot be used with replica {self._consumer}: {self._refused[wanted].message}; "
+            f"connector {wanted} cannot be used with replica {self._peer.consumer}: {self._refused[wanted].message}; "
             "fix that, or set `connector: auto`"
         ) from self._refused[wanted]
 
@@ -169,7 +187,7 @@ class ConnectorAgreement:
             self._refuse(name, error_from_wire(offer_answer.error))
         else:
             self._negotiated[name] = self._connectors.get(name)
-            self._worked.add(name)
+            self._peer.worked.add(name)
         self._on_change()
 
     def fail(self, name: ConnectorName, error: StagemeshError) -> None:
@@ -210,7 +228,7 @@ class ConnectorAgreement:
 
     def _refuse(self, name: ConnectorName, error: StagemeshError) -> None:
         self._refused[name] = error
-        if name in self._worked:
+        if name in self._peer.worked:
             # A temporary failure, such as a short network outage, may end soon. Flows that request this connector wait.
             self._paused[name] = asyncio.get_running_loop().call_later(_PAUSE_S, self._end_pause, name)
 

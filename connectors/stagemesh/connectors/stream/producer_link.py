@@ -16,8 +16,8 @@ from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
 from stagemesh.connectors.flow.sent_chunks import Leases
 from stagemesh.connectors.packets import EdgeKey, expired_error
 from stagemesh.connectors.stream import local_socket
-from stagemesh.connectors.stream.connection import Connection, Peer
-from stagemesh.connectors.stream.connector_agreement import EdgeProbe, ReplicaConnectors
+from stagemesh.connectors.stream.connection import Connection
+from stagemesh.connectors.stream.connector_agreement import EdgeProbe, Peer
 from stagemesh.rpc.channels import is_listening
 from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
@@ -38,7 +38,6 @@ class ProducerLink:
         self,
         peer: Peer,
         *,
-        connectors: ReplicaConnectors,
         inline_limit_bytes: int,
         on_idle: Callable[["ProducerLink"], None],
         siblings: Callable[[], Iterable["ProducerLink"]],
@@ -47,14 +46,13 @@ class ProducerLink:
 
         Args:
             peer: The consumer and its address.
-            connectors: The connectors of this replica.
             inline_limit_bytes: The maximum size, in bytes, of a chunk that is sent inline.
             on_idle: Called when the link has been disconnected and has nothing to do.
             siblings: Returns all links to the same consumer. Another link may have granted a lease that the consumer
                 releases or accepts over this link.
         """
-        self._peer, self._connectors = peer, connectors
-        self._inline_limit_bytes, self._on_idle, self._siblings = inline_limit_bytes, on_idle, siblings
+        self._peer, self._inline_limit_bytes = peer, inline_limit_bytes
+        self._on_idle, self._siblings = on_idle, siblings
         self._flows: dict[EdgeKey, OutletAttempt] = {}
         self._to_open: dict[OutletAttempt, None] = {}
         self._probes = 0
@@ -159,9 +157,7 @@ class ProducerLink:
 
     async def _connected(self) -> StagemeshError:
         """Connects to the consumer and serves the connection. Returns the error that ended the connection."""
-        connection = Connection(
-            self._peer, connectors=self._connectors, take_reply=self._take_reply, on_negotiated=self._negotiated
-        )
+        connection = Connection(self._peer, take_reply=self._take_reply, on_negotiated=self._negotiated)
         async with aclosing(connection):
             welcome = await connection.connect()
             self._accept(welcome)
