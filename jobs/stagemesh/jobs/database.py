@@ -13,26 +13,7 @@ from typing import Any, TypeVar
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
-from sqlalchemy import (
-    URL,
-    BigInteger,
-    Boolean,
-    Column,
-    Connection,
-    Double,
-    Engine,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    String,
-    Table,
-    UniqueConstraint,
-    create_engine,
-    event,
-    make_url,
-    text,
-)
+from sqlalchemy import URL, Connection, Double, Engine, MetaData, Table, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.compiler import compiles
@@ -42,6 +23,7 @@ from sqlalchemy.types import TypeEngine
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
 from stagemesh.common.process.logs import log_cause
+from stagemesh.jobs.migrations.versions import v0001_jobs
 
 _THREADS = 4
 _BUSY_S = 5
@@ -186,35 +168,8 @@ def _unavailable(exc: Exception) -> UnavailableError:
     )
 
 
-JOBS = Table(
-    "jobs",
-    MetaData(),
-    # SQLite generates numbers only for the type INTEGER.
-    Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
-    Column("uid", String(32), nullable=False),
-    Column("pipeline", String(128), nullable=False),
-    Column("caller", String(128), nullable=False),
-    Column("job_id", String(128), nullable=False),
-    Column("submitted", LargeBinary, nullable=False),
-    Column("priority", Integer, nullable=False),
-    Column("state", Integer, nullable=False),
-    Column("report", LargeBinary, nullable=False),
-    Column("attempts", Integer, nullable=False, default=0),
-    Column("failures", Integer, nullable=False, default=0),
-    Column("requests", Integer, nullable=False, default=0),
-    Column("created_s", Double, nullable=False),
-    Column("started_s", Double),
-    Column("ended_s", Double),
-    Column("expires_s", Double),
-    Column("not_before_s", Double, nullable=False, default=0.0),
-    Column("cancel_requested", Boolean, nullable=False, default=False),
-    Column("worker", String(128)),
-    Column("lease", String(32)),
-    Column("lease_until_s", Double),
-    UniqueConstraint("pipeline", "caller", "job_id", name="jobs_of_a_caller"),
-    Index("jobs_by_state", "pipeline", "state", "not_before_s"),
-    Index("jobs_by_expiry", "pipeline", "expires_s"),
-)
+# Each migration defines the columns that it adds. Later migrations append theirs here.
+JOBS = Table("jobs", MetaData(), *v0001_jobs.columns())
 """The jobs.
 
 - `number` orders the jobs by their submission. SQLite reuses the numbers of deleted jobs.
