@@ -42,7 +42,7 @@ Maps each media type to the format's name in Pillow (images) or FFmpeg (audio an
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class MediaFile:
     """An encoded image, audio or video file."""
 
@@ -55,7 +55,7 @@ class MediaFile:
     reference: request_pb2.MediaFile | None = None
     """The file in a store to which the request refers. None if the file is inline."""
     stored: FetchedFile | None = None
-    """The opened file in a store, whose digest has been checked. Engines receive it if there is a `reference`."""
+    """The opened file in a store, whose digest has been checked. Set while a step has the file open."""
 
     def open(self) -> BufferedReader | BytesIO:
         """Returns a new reader at the start of the file. Close it after use. Reading never waits for a store."""

@@ -1,9 +1,8 @@
 """The inputs of a step: the packets of its edges, transformed and checked, and the stored media files of its prompt."""
 
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from stagemesh.common.errors import (
@@ -18,53 +17,37 @@ from stagemesh.common.plugins.entry_points import import_factory, load_transform
 from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.packets import Packet, Ticket, Transform, packets_problem
-from stagemesh.services.engines.prompts import Conversation, MediaFile, Part, Prompt, RawPrompt, media_of
+from stagemesh.services.engines.prompts import MediaFile, Prompt, media_of
 from stagemesh.services.engines.user_errors import UserErrors
 from stagemesh.services.stage.step.checks import ResultCheck, check_lengths
+from stagemesh.v1 import request_pb2
 
 
 @asynccontextmanager
-async def opened_media(prompt: Prompt | None, store: MediaStore | None) -> AsyncGenerator[Prompt | None]:
-    """Yields the prompt with all of its stored files opened and checked. Closes them when the block is exited.
+async def opened_media(prompt: Prompt | None, store: MediaStore | None) -> AsyncGenerator[None]:
+    """Opens and checks all stored files of the prompt (`MediaFile.stored`). Closes them when the block is exited.
 
     `store` is None if the pipeline has no store. Raises UnsupportedError if the prompt refers to a file nevertheless,
     InvalidRequestError (INVALID_MEDIA) if a file is empty, and the errors of `MediaStore.fetch`.
     """
     with ExitStack() as stack:
-        opened = dict[int, MediaFile]()
         for medium in media_of(prompt):
             if isinstance(medium, MediaFile) and medium.reference is not None:
-                file = await _fetch(medium, store)
-                stack.callback(file.close)
-                opened[id(medium)] = replace(medium, stored=file)
-        yield _with_media(prompt, opened) if opened else prompt
+                medium.stored = await _fetch(medium.reference, store)
+                stack.callback(medium.stored.close)
+        yield
 
 
-async def _fetch(medium: MediaFile, store: MediaStore | None) -> FetchedFile:
-    assert medium.reference is not None, "the caller has checked it"
+async def _fetch(reference: request_pb2.MediaFile, store: MediaStore | None) -> FetchedFile:
     if store is None:
         raise UnsupportedError(
             "this stage has no store for media; send the file inline, or add `media:` to the pipeline file"
         )
-    file = await store.fetch(medium.reference)
+    file = await store.fetch(reference)
     if not file.size_bytes:
         file.close()
-        raise InvalidRequestError(f"{medium.reference.uri} is empty; omit it", reason="INVALID_MEDIA")
+        raise InvalidRequestError(f"{reference.uri} is empty; omit it", reason="INVALID_MEDIA")
     return file
-
-
-def _with_media(prompt: Prompt | None, opened: dict[int, MediaFile]) -> Prompt | None:
-    def replaced(parts: Iterable[Part]) -> Sequence[Part]:
-        return tuple(opened.get(id(part), part) for part in parts)
-
-    match prompt:
-        case Conversation():
-            messages = tuple(replace(each, parts=replaced(each.parts)) for each in prompt.messages)
-            return replace(prompt, messages=messages)
-        case RawPrompt():
-            return replace(prompt, media=tuple(part for part in replaced(prompt.media) if not isinstance(part, str)))
-        case _:
-            return prompt
 
 
 class EdgeInput:

@@ -262,11 +262,10 @@ class StepRun:
         if not spec.inputs:
             self._stopwatch.start()
         await self._files.open()
-        async with opened_media(spec.task.prompt, self._context.store) as prompt:
+        async with opened_media(spec.task.prompt, self._context.store):
             await self._compute(
                 replace(
                     spec.task,
-                    prompt=prompt,
                     inlets=inputs,
                     apart=frozenset(binding.edge for binding in spec.inputs if binding.apart),
                     resume_from=await self._resumed_from(),
