@@ -8,6 +8,8 @@ from typing import Literal
 
 from pydantic import JsonValue
 
+from stagemesh.common.errors import NotReadyError
+
 
 @dataclass(frozen=True)
 class Family:
@@ -59,15 +61,31 @@ FAMILIES: Mapping[str, Family] = {
 """The supported model families, by the name of the pipeline class in `model_index.json`."""
 
 
-def model_problem(folder: Path, _options: Mapping[str, JsonValue]) -> str:
-    """Returns why the engine cannot run the model in a folder, or "" if it supports the model's family."""
+def family_of(folder: Path) -> Family:
+    """Returns the family of the model in `folder`.
+
+    Raises NotReadyError if the folder does not contain a pipeline that the engine supports.
+    """
     index = folder / "model_index.json"
     try:
         name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
-    except OSError as exc:
-        return f"{index} cannot be read: {exc.strerror}; give the folder of a diffusers pipeline"
-    except (KeyError, TypeError, ValueError) as exc:
-        return f"{index} names no pipeline class: {exc!r}; give the folder of a diffusers pipeline"
-    if name in FAMILIES:
-        return ""
-    return f"the diffusion engine does not support {name} ({index}); it supports {', '.join(FAMILIES)}"
+    except (OSError, KeyError, TypeError, ValueError) as exc:
+        problem = f"cannot be read: {exc.strerror}" if isinstance(exc, OSError) else f"names no pipeline class: {exc!r}"
+        raise NotReadyError(
+            f"{index} {problem}; give the folder of a diffusers pipeline", reason="LOAD_FAILED"
+        ) from exc
+    if name not in FAMILIES:
+        raise NotReadyError(
+            f"the diffusion engine does not support {name} ({index}); it supports {', '.join(FAMILIES)}",
+            reason="UNSUPPORTED_MODEL",
+        )
+    return FAMILIES[name]
+
+
+def model_problem(folder: Path, _options: Mapping[str, JsonValue]) -> str:
+    """Returns why the engine cannot run the model in a folder, or "" if it supports the model's family."""
+    try:
+        family_of(folder)
+    except NotReadyError as exc:
+        return exc.message
+    return ""

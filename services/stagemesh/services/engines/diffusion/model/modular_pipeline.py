@@ -21,10 +21,9 @@ from diffusers.modular_pipelines.modular_pipeline import (
 )
 from PIL import Image
 
-from stagemesh.common.errors import NotReadyError
 from stagemesh.common.media.decoding import DecodedBytes
 from stagemesh.services.engines.diffusion.caches import PromptCache
-from stagemesh.services.engines.diffusion.model.families import FAMILIES, Family
+from stagemesh.services.engines.diffusion.model.families import family_of
 from stagemesh.services.engines.diffusion.model.loading import Loader, load_image_processor
 from stagemesh.services.engines.diffusion.model.shared_forwards import Call, CallRecorder, SharedForwards, replay
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
@@ -315,26 +314,6 @@ def _request_inputs(inputs: DiffusionInputs) -> dict[str, object]:
         "generator": torch.Generator().manual_seed(inputs.seed),
         "output_type": "pt",
     }
-
-
-def family_of(folder: Path) -> Family:
-    """Returns the family of the model in `folder`.
-
-    Raises NotReadyError if the folder does not contain a pipeline that the engine supports.
-    """
-    try:
-        name: str = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)["_class_name"]
-    except (OSError, KeyError, ValueError) as exc:
-        raise NotReadyError(
-            f"{folder} does not contain a diffusers pipeline: {exc}; set a folder with a model_index.json",
-            reason="LOAD_FAILED",
-        ) from exc
-    if name not in FAMILIES:
-        raise NotReadyError(
-            f"{folder} contains a {name}; the diffusion engine supports {', '.join(FAMILIES)}",
-            reason="UNSUPPORTED_MODEL",
-        )
-    return FAMILIES[name]
 
 
 def _freeze_properties(owner: Any, **values: object) -> None:
