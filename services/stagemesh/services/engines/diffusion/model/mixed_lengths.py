@@ -14,13 +14,17 @@ row alone.
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch.nn.utils.rnn import pad_sequence
 
 from stagemesh.common.process.settings import library_variable
 
+_pad = partial(pad_sequence, batch_first=True)
+"""Joins tensors of shape [length, ...] to one of shape [rows, length of the longest row, ...], padded with zeros."""
 _STRICT_ROWS = 8
 """Minimum number of matrix rows for which a row's result in MKL's strict mode does not depend on the number of rows."""
 
@@ -60,8 +64,8 @@ class MixedLengthForward:
         rows = [_row(each["hidden_states"], each["encoder_hidden_states"], each) for each in inputs]
         joined = {
             **inputs[0],
-            "hidden_states": _pad([each["hidden_states"] for each in inputs]),
-            "encoder_hidden_states": _pad([each["encoder_hidden_states"] for each in inputs]),
+            "hidden_states": _pad([each["hidden_states"][0] for each in inputs]),
+            "encoder_hidden_states": _pad([each["encoder_hidden_states"][0] for each in inputs]),
             "encoder_hidden_states_mask": None,
             "timestep": torch.cat([each["timestep"] for each in inputs]),
             "img_shapes": [shape for each in inputs for shape in each["img_shapes"]],
@@ -200,18 +204,7 @@ def _positions(
         for shape, row in zip(img_shapes, rows, strict=True)
     ]
     image, text = zip(*row_positions, strict=True)
-    return _pad([each[None] for each in image])[:, :, None], _pad([each[None] for each in text])[:, :, None]
-
-
-def _pad(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns one tensor of shape [rows, length of the longest row, width] from one tensor of shape [1, length, width]
-    for each row.
-    """
-    longest = max(row.shape[1] for row in rows)
-    padded = rows[0].new_zeros((len(rows), longest, *rows[0].shape[2:]))
-    for i, row in enumerate(rows):
-        padded[i, : row.shape[1]] = row[0]
-    return padded
+    return _pad(list(image))[:, :, None], _pad(list(text))[:, :, None]
 
 
 def _heads(states: torch.Tensor, projections: Sequence[Any], head: int) -> list[torch.Tensor]:
