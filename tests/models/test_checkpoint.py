@@ -105,7 +105,7 @@ LOADERS: Mapping[str, Callable[[Path], object]] = {
     "code2wav_folder": lambda folder: make_code2wav(folder, {"device": "cpu"}),
     "tiny_qwen2_5_omni": lambda folder: make_token2wav(folder, {"device": "cpu"}),
     "tiny_qwen3_tts": lambda folder: make_codec_decoder(folder, {"device": "cpu"}),
-    "tiny_qwen3_tts_base": partial(load_reference_encoders, device=torch.device("cpu")),
+    "tiny_qwen3_tts_base": partial(load_reference_encoders, device="cpu"),
 }
 """The function that loads a part of a model, by the name of the model's fixture."""
 

@@ -27,8 +27,7 @@ class DecodeReference:
     def __init__(self, folder: Path) -> None:
         config: Any = Qwen2_5OmniConfig.from_pretrained(folder)
         self._model = Qwen2_5OmniToken2WavModel(config.token2wav_config)
-        fill_module(self._model, folder, prefix="token2wav.", what="token2wav")
-        self._model.train(mode=False)
+        fill_module(self._model, folder, prefix="token2wav.", what="token2wav", device=torch.device("cpu"))
         self._speakers = load_speakers(folder)
 
     def decode(self, codes: Codes, speaker: str = SPEAKERS[0]) -> Samples:

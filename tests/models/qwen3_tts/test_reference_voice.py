@@ -23,7 +23,7 @@ def encoders(tiny_qwen3_tts_base: Path) -> ReferenceEncoders:
 
 
 def load(folder: Path) -> ReferenceEncoders:
-    return load_reference_encoders(folder, device=torch.device("cpu"))
+    return load_reference_encoders(folder, device="cpu")
 
 
 def golden(seconds: float, name: str) -> npt.NDArray[Any]:

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -82,8 +83,8 @@ def load_weights(folder: Path, prefix: str) -> dict[str, "Tensor"]:
     return weights
 
 
-def fill_module(module: "nn.Module", folder: Path, *, prefix: str, what: str) -> None:
-    """Loads a module's weights, whose names in the checkpoint start with `prefix`, as float32 on the CPU.
+def fill_module(module: "nn.Module", folder: Path, *, prefix: str, what: str, device: "torch.device") -> None:
+    """Loads a module's weights, whose names in the checkpoint start with `prefix`, as float32, for inference alone.
 
     `what` names the module in messages. Raises NotReadyError (LOAD_FAILED) if weights are missing, superfluous or of
     another shape.
@@ -94,6 +95,7 @@ def fill_module(module: "nn.Module", folder: Path, *, prefix: str, what: str) ->
         module.load_state_dict(weights, assign=True)
     except RuntimeError as exc:
         raise load_error(folder, f"the weights of {what} do not fit its config: {exc}") from exc
+    module.to(device).train(mode=False)
 
 
 def weight_names(folder: Path, prefix: str) -> set[str]:

@@ -220,7 +220,5 @@ def _load(folder: Path, device: torch.device) -> Qwen2_5OmniToken2WavModel:
             model = Qwen2_5OmniToken2WavModel(Qwen2_5OmniToken2WavConfig(**section))  # type: ignore[arg-type]
     except (TypeError, ValueError) as exc:
         raise load_error(folder, f"the token2wav_config in its config.json is invalid: {exc}") from exc
-    fill_module(model, folder, prefix="token2wav.", what="token2wav")
-    torch.nn.Module.to(model, device)
-    model.train(mode=False)
+    fill_module(model, folder, prefix="token2wav.", what="token2wav", device=device)
     return model

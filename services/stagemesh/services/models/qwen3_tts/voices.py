@@ -12,8 +12,6 @@ from stagemesh.common.wire.tensors import Value
 from stagemesh.services.models.codec_speech.description import choose_speaker
 
 if TYPE_CHECKING:
-    import torch
-
     from stagemesh.services.models.qwen3_tts.voice_encoders import CodecEncoder, SpeakerEncoder
 
 AUTO = "auto"
@@ -97,15 +95,18 @@ class ReferenceEncoders(NamedTuple):
     codec: "CodecEncoder"
 
 
-def load_reference_encoders(model: Path, *, device: "torch.device") -> ReferenceEncoders:
-    """Loads the speaker encoder and the codec's encoder of the checkpoint folder `model`.
+def load_reference_encoders(model: Path, *, device: str) -> ReferenceEncoders:
+    """Loads the speaker encoder and the codec's encoder of the checkpoint folder `model`. Sets torch up for the device.
 
     Raises NotReadyError (LOAD_FAILED) if the checkpoint is of another model, lacks a speaker encoder, or is incomplete.
     """
-    from stagemesh.services.engines.torch_setup import declare_operators
+    # A model that clones no voices needs no torch.
+    from stagemesh.services.engines.torch_setup import choose_device, declare_operators, set_up_torch
 
+    chosen = choose_device(device)
+    set_up_torch(chosen)
     # transformers imports torchvision if it is installed.
     declare_operators()
     from stagemesh.services.models.qwen3_tts.voice_encoders import load_codec_encoder, load_speaker_encoder
 
-    return ReferenceEncoders(load_speaker_encoder(model, device=device), load_codec_encoder(model, device=device))
+    return ReferenceEncoders(load_speaker_encoder(model, device=chosen), load_codec_encoder(model, device=chosen))
