@@ -2,7 +2,11 @@
 
 import logging
 import traceback
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from stagemesh.common.errors import InternalError, StagemeshError
 
 _log = logging.getLogger(__name__)
 _MAX_TEXT = 500
@@ -31,6 +35,39 @@ class UserErrors:
         if self.details:
             raised += f": {_shortened(str(exc))}{_place(exc, package=module.partition('.')[0])}"
         return f"{what} raised {raised}; the log {self.log or 'of this replica'} has the traceback"
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """A function or a transform of a package. Its errors name it, as clients receive them."""
+
+    name: str
+    """For example "function upper of stage shout"."""
+    module: str
+    """The module of the user's package that contains it."""
+    metadata: Mapping[str, str]
+    """The metadata of its errors."""
+    errors: UserErrors
+
+    def to_stagemesh_error(self, exc: BaseException) -> StagemeshError:
+        """Returns the error for an exception that the code has raised, and logs its traceback."""
+        if isinstance(exc, StagemeshError):
+            return exc
+        message = self.errors.describe(self.name, exc, module=self.module)
+        return InternalError(message, reason="ENGINE_ERROR", metadata=self.metadata)
+
+    @contextmanager
+    def converted_errors(self) -> Generator[None]:
+        """Raises the error for an exception that the code raises in the block."""
+        try:
+            yield
+        except (Exception, SystemExit) as exc:
+            raise self.to_stagemesh_error(exc) from exc
+
+    def invalid_result(self, problem: str, *, wanted: str) -> InternalError:
+        """Returns the error for a result of a wrong type. `wanted` says which type is right."""
+        message = f"{self.name} returned {problem}; return {wanted}"
+        return InternalError(message, reason="INVALID_RESULT", metadata=self.metadata)
 
 
 def _shortened(text: str) -> str:

@@ -12,12 +12,12 @@ from contextlib import suppress
 from copy import copy
 from typing import NamedTuple, TypeAlias
 
-from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
+from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.connectors.packets import Packet, is_list, packets_problem
 from stagemesh.services.engines.function.base import Call, Function
 from stagemesh.services.engines.function.playout import CallQueue
-from stagemesh.services.engines.user_errors import UserErrors
+from stagemesh.services.engines.user_errors import UserCode
 
 _log = logging.getLogger(__name__)
 
@@ -25,31 +25,7 @@ Outcome: TypeAlias = Sequence[Packet] | StagemeshError
 """The function's output packets for one call, or the error of the call."""
 
 
-class FunctionErrors:
-    """The errors of one function, as clients receive them."""
-
-    def __init__(self, name: str, *, stage: str, module: str, user_errors: UserErrors) -> None:
-        """`name` is the function's name, and `module` the module of the user's package that contains it."""
-        self._name, self._stage, self._module, self._user_errors = name, stage, module, user_errors
-
-    def to_stagemesh_error(self, exc: BaseException) -> StagemeshError:
-        """Returns the error for an exception that the function has raised, and logs its traceback."""
-        if isinstance(exc, StagemeshError):
-            return exc
-        message = self._user_errors.describe(f"function {self._name} of stage {self._stage}", exc, module=self._module)
-        return InternalError(message, reason="ENGINE_ERROR", metadata={"function": self._name})
-
-    def invalid_result(self, problem: str) -> InternalError:
-        """Returns the error for a result that is not a list of packets for each call."""
-        return InternalError(
-            f"function {self._name} of stage {self._stage} returned {problem}; "
-            "return a list with one list of Packets for each call",
-            reason="INVALID_RESULT",
-            metadata={"function": self._name},
-        )
-
-
-def run_calls(function: Function[object], errors: FunctionErrors, calls: Sequence[Call[object]]) -> Sequence[Outcome]:
+def run_calls(function: Function[object], code: UserCode, calls: Sequence[Call[object]]) -> Sequence[Outcome]:
     """Calls a function with a batch, and one call at a time if the function rejects the batch.
 
     Returns the outcome of each call. An exception of the function fails only the request that caused it.
@@ -58,10 +34,10 @@ def run_calls(function: Function[object], errors: FunctionErrors, calls: Sequenc
         made = function(calls)
     except (Exception, SystemExit) as exc:  # noqa: BLE001  # user code raises any exception
         if len(calls) > 1:
-            return [run_calls(function, errors, [call])[0] for call in calls]
-        return [errors.to_stagemesh_error(exc)]
+            return [run_calls(function, code, [call])[0] for call in calls]
+        return [code.to_stagemesh_error(exc)]
     if problem := _result_problem(made, calls=len(calls)):
-        error = errors.invalid_result(problem)
+        error = code.invalid_result(problem, wanted="a list with one list of Packets for each call")
         return [copy(error) for _ in calls]
     return made
 

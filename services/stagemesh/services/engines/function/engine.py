@@ -28,7 +28,7 @@ from stagemesh.services.engines.function.playout import EWMA_WEIGHT, AudioStream
 from stagemesh.services.engines.input_join import packets_of
 from stagemesh.services.engines.options import request_options
 from stagemesh.services.engines.prompts import media_of
-from stagemesh.services.engines.user_errors import UserErrors
+from stagemesh.services.engines.user_errors import UserCode, UserErrors
 
 _FUNCTION = "function"
 _STATE, _INPUT = "state.", "input."
@@ -138,9 +138,11 @@ class FunctionEngine:
         self._stage = config.stage
         self._name = config.function
         self._descriptor = load_function_descriptor(config.function)
-        user_errors = UserErrors(details=config.error_details, log=config.log)
-        self._errors = batch_runner.FunctionErrors(
-            config.function, stage=config.stage, module=self._descriptor.factory, user_errors=user_errors
+        self._code = UserCode(
+            f"function {config.function} of stage {config.stage}",
+            self._descriptor.factory,
+            {"function": config.function},
+            UserErrors(details=config.error_details, log=config.log),
         )
         self._model = config.model_path
         check_stage_options(self._descriptor, config.options, stage=config.stage)
@@ -170,7 +172,7 @@ class FunctionEngine:
         self._runner = batch_runner.CallRunner(
             self._name,
             self._thread,
-            partial(batch_runner.run_calls, function, self._errors),
+            partial(batch_runner.run_calls, function, self._code),
             max_batch=self._own_options.max_batch,
             on_done=self._record,
             clock=self._clock,
@@ -239,10 +241,8 @@ class FunctionEngine:
         """Runs a method of the function. Raises an InternalError (ENGINE_ERROR) if it raises another exception."""
 
         def run() -> Result:
-            try:
+            with self._code.converted_errors():
                 return work()
-            except (Exception, SystemExit) as exc:
-                raise self._errors.to_stagemesh_error(exc) from exc
 
         return await self._in_thread(run)
 

@@ -1,24 +1,18 @@
 """The inputs of a step: the packets of its edges, transformed and checked, and the stored media files of its prompt."""
 
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
-from stagemesh.common.errors import (
-    InternalError,
-    InvalidChunkError,
-    InvalidRequestError,
-    StagemeshError,
-    UnsupportedError,
-)
+from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, UnsupportedError
 from stagemesh.common.media.store import FetchedFile, MediaStore
 from stagemesh.common.plugins.entry_points import import_factory, load_transform_descriptor
 from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.packets import Packet, Ticket, Transform, packets_problem
 from stagemesh.services.engines.prompts import MediaFile, Prompt, media_of
-from stagemesh.services.engines.user_errors import UserErrors
+from stagemesh.services.engines.user_errors import UserCode, UserErrors
 from stagemesh.services.stage.step.checks import ResultCheck, check_lengths
 from stagemesh.v1 import request_pb2
 
@@ -144,43 +138,28 @@ class EdgeTransform:
 
     def __init__(self, name: str, *, edge: str, model: Path | None, user_errors: UserErrors) -> None:
         descriptor = load_transform_descriptor(name)
-        self._name = f"transform {name} of edge {edge}"
-        self._module, self._edge, self._user_errors = descriptor.factory, edge, user_errors
-        self._results = ResultCheck(descriptor.gives, maker=self._name, metadata={"edge": edge})
-        with self._named_errors():
+        self._code = UserCode(f"transform {name} of edge {edge}", descriptor.factory, {"edge": edge}, user_errors)
+        self._results = ResultCheck(descriptor.gives, maker=self._code.name, metadata={"edge": edge})
+        with self._code.converted_errors():
             self._transform: Transform = import_factory(descriptor.factory)(model)
 
     def push(self, packet: Packet) -> Sequence[Packet]:
-        with self._named_errors():
+        with self._code.converted_errors():
             made = self._transform.push(packet)
         self._check(made)
         return _with_tickets(packet, made) if packet.tickets else made
 
     def finish(self) -> Sequence[Packet]:
-        with self._named_errors():
+        with self._code.converted_errors():
             made = self._transform.finish()
         self._check(made)
         return made
 
     def _check(self, made: Sequence[Packet]) -> None:
         if problem := packets_problem(made):
-            raise InternalError(
-                f"{self._name} returned {problem}; return a list of Packets",
-                reason="INVALID_RESULT",
-                metadata={"edge": self._edge},
-            )
+            raise self._code.invalid_result(problem, wanted="a list of Packets")
         for packet in made:
             self._results.check(packet)
-
-    @contextmanager
-    def _named_errors(self) -> Generator[None]:
-        try:
-            yield
-        except StagemeshError:
-            raise
-        except (Exception, SystemExit) as exc:
-            message = self._user_errors.describe(self._name, exc, module=self._module)
-            raise InternalError(message, reason="ENGINE_ERROR", metadata={"edge": self._edge}) from exc
 
 
 def _with_tickets(packet: Packet, made: Sequence[Packet]) -> Sequence[Packet]:
