@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from itertools import chain
@@ -26,18 +26,12 @@ ORCHESTRATOR = "orchestrator"
 _TIMEOUT_S = 1.0
 
 
-class ProcessState(Enum):
-    """The state of a process. The value of each member is the word that is shown to users."""
-
-    WAITING = "waiting"
-    STARTING = "starting"
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    FAILED = "failed"
-    ASLEEP = "asleep"
-    RESTARTING = "restarting"
-    STOPPED = "stopped"
+# A replica's own states have the same names in the protocol.
+_REPLICA_STATES = ("LOADING", "READY", "DRAINING", "FAILED", "ASLEEP")
+ProcessState = StrEnum(
+    "ProcessState", ["WAITING", "STARTING", "LOADING", "READY", "DRAINING", "FAILED", "ASLEEP", "RESTARTING", "STOPPED"]
+)
+"""The state of a process. The value of each member is the word that is shown to users."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +53,7 @@ class ProcessStatus:
     process_id: int | None = None
 
 
-_STATES = {
-    stage_pb2.REPLICA_STATE_LOADING: ProcessState.LOADING,
-    stage_pb2.REPLICA_STATE_READY: ProcessState.READY,
-    stage_pb2.REPLICA_STATE_DRAINING: ProcessState.DRAINING,
-    stage_pb2.REPLICA_STATE_FAILED: ProcessState.FAILED,
-    stage_pb2.REPLICA_STATE_ASLEEP: ProcessState.ASLEEP,
-}
+_STATES = {stage_pb2.ReplicaState.Value(f"REPLICA_STATE_{name}"): ProcessState[name] for name in _REPLICA_STATES}
 _TRANSIENT = frozenset({grpc.StatusCode.UNAVAILABLE.value[0], grpc.StatusCode.DEADLINE_EXCEEDED.value[0]})
 
 

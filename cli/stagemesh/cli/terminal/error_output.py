@@ -45,13 +45,8 @@ _REMEDIES: dict[str, str] = {
 
 # The extras of the commands that do more than call a running pipeline.
 _EXTRAS = {
-    "demo": "orchestrator",
-    "k8s": "orchestrator",
-    "models": "orchestrator",
-    "pipeline": "orchestrator",
+    **dict.fromkeys(("demo", "k8s", "models", "pipeline", "up", "verify"), "orchestrator"),
     "probe-transport": "stage",
-    "up": "orchestrator",
-    "verify": "orchestrator",
 }
 
 
