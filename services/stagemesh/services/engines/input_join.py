@@ -15,7 +15,7 @@ from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.flow.inlet import merge
 from stagemesh.connectors.packets import MetadataValue, Packet, Ticket
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.prompts import plain_text_of, text_beside_media
+from stagemesh.services.engines.prompts import Conversation, media_of, text_beside_media
 
 
 async def packets_of(task: Task, signature: Signature) -> AsyncGenerator[Packet, None]:
@@ -44,7 +44,8 @@ def prompt_packet(task: Task, *, media: bool = False) -> Packet:
 
     With `media`, the text may be that of a message with media. Raises InvalidRequestError if the prompt is not text.
     """
-    prompt = text_beside_media(task.prompt) if media else plain_text_of(task.prompt)
+    is_plain = not isinstance(task.prompt, Conversation) and not media_of(task.prompt)
+    prompt = text_beside_media(task.prompt) if media or is_plain else None
     if prompt is None:
         accepted = "text or as one message" if media else "text, not as a conversation or token ids"
         raise InvalidRequestError(f"this stage accepts its prompt only as {accepted}", reason="INVALID_PROMPT")

@@ -154,19 +154,6 @@ def media_of(prompt: Prompt | None) -> Sequence[Medium]:
             return ()
 
 
-def plain_text_of(prompt: Prompt | None) -> str | None:
-    """Returns the text of a prompt that consists only of text, or None if it is a conversation or contains token ids or
-    media.
-    """
-    match prompt:
-        case RawPrompt(content=str(text), media=()):
-            return text
-        case str():
-            return prompt
-        case _:
-            return None
-
-
 def text_beside_media(prompt: Prompt | None) -> str | None:
     """Returns the text of a prompt that consists of text and media, for example of one message.
 
