@@ -3,7 +3,7 @@ numbers, which do not depend on the batch.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,10 @@ from stagemesh.services.engines.vllm.codec.base import SampledFrames
 
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Odd multipliers of the SplitMix64 generator, as signed numbers."""
+
+
+KeysAndValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""The keys and values of one layer, each [batch, heads, positions, head width]."""
 
 
 class ResidualSampling(NamedTuple):
@@ -98,7 +102,8 @@ class CodePredictor(nn.Module):
         `states` contains the talker's hidden states, and `first` the embeddings of the first codes, both
         [frames, outer width].
         """
-        cache = [_Cache(len(states), self, states.dtype, states.device) for _ in self.layers]
+        shape = (len(states), self.key_heads, self.groups + 1, self.head_width)
+        cache = [(states.new_empty(shape), states.new_empty(shape)) for _ in self.layers]
         rows, codes, start = torch.stack([states, first], 1), list[torch.Tensor](), 0
         for group in range(self.groups - 1):
             hidden = self._run(rows, cache, start)
@@ -110,42 +115,34 @@ class CodePredictor(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads the weights, whose names are those of a checkpoint. Returns the names of the loaded parameters."""
-        loaded: set[str] = set()
+        loaded, targets = set[str](), self._targets()
         for name, weight in weights:
-            parameter, target = self._target(name)
+            parameter, target = targets[name]
             target.copy_(weight)
             loaded.add(parameter)
         return loaded
 
     # -- internals
 
-    def _run(self, rows: torch.Tensor, cache: list["_Cache"], start: int) -> torch.Tensor:
+    def _run(self, rows: torch.Tensor, cache: list[KeysAndValues], start: int) -> torch.Tensor:
         rows, count = self.projection(rows), rows.shape[1]
         cos, sin = self.cos[start : start + count].to(rows.dtype), self.sin[start : start + count].to(rows.dtype)
         for layer, past in zip(self.layers, cache, strict=True):
             rows = layer(rows, past, cos, sin, start)
         return self.norm(rows)  # type: ignore[no-any-return]
 
-    def _target(self, name: str) -> tuple[str, torch.Tensor]:
-        """Returns the name of a parameter, and the part of it that the checkpoint's weight `name` fills."""
-        path = name.removeprefix("model.").removesuffix(".weight").split(".")
-        match path:
-            case ["small_to_mtp_projection", *kind]:
-                parameter = f"projection.{'.'.join(kind) or 'weight'}"
-                return parameter, self.get_parameter(parameter).data
-            case ["codec_embedding", number]:
-                return "embeddings", self.embeddings[int(number)]
-            case ["lm_head", number]:
-                return "outputs", self.outputs[int(number)]
-            case ["norm"]:
-                return "norm.weight", self.norm.weight.data
-            case ["layers", number, *rest]:
-                layer = self.layers[int(number)]
-                assert isinstance(layer, _Layer), "the list contains layers only"
-                parameter, target = layer.target(".".join(rest))
-                return f"layers.{number}.{parameter}", target
-            case _:
-                raise KeyError(f"the code predictor has no weight {name}")
+    def _targets(self) -> dict[str, tuple[str, torch.Tensor]]:
+        """Returns the name of a parameter, and the part of it that a weight fills, by the weight's name."""
+        targets = {"model.norm.weight": ("norm.weight", self.norm.weight.data)}
+        for kind, parameter in self.projection.named_parameters():
+            targets[f"small_to_mtp_projection.{kind}"] = (f"projection.{kind}", parameter.data)
+        for group in range(self.groups - 1):
+            targets[f"model.codec_embedding.{group}.weight"] = ("embeddings", self.embeddings[group])
+            targets[f"lm_head.{group}.weight"] = ("outputs", self.outputs[group])
+        for number, layer in enumerate(cast("Iterable[_Layer]", self.layers)):
+            for name, (parameter_name, part) in layer.targets().items():
+                targets[f"model.layers.{number}.{name}.weight"] = (f"layers.{number}.{parameter_name}", part)
+        return targets
 
 
 class _Layer(nn.Module):
@@ -164,20 +161,22 @@ class _Layer(nn.Module):
         self.input_norm, self.inner_norm = (nn.RMSNorm(width, config.rms_norm_eps) for _ in range(2))
 
     def forward(
-        self, rows: torch.Tensor, past: "_Cache", cos: torch.Tensor, sin: torch.Tensor, start: int
+        self, rows: torch.Tensor, past: KeysAndValues, cos: torch.Tensor, sin: torch.Tensor, start: int
     ) -> torch.Tensor:
         (heads, key_heads), (batch, count, _) = self._sizes, rows.shape
         joint = self.qkv(self.input_norm(rows)).view(batch, count, heads + 2 * key_heads, self._head_width)
         query, key, value = joint.transpose(1, 2).split([heads, key_heads, key_heads], 1)
         query, key = _rotate(self.query_norm(query), cos, sin), _rotate(self.key_norm(key), cos, sin)
-        keys, values = past.extend(key, value, start)
+        (keys, values), end = past, start + count
+        keys[:, :, start:end], values[:, :, start:end] = key, value
+        keys, values = keys[:, :, :end], values[:, :, :end]
         mixed = F.scaled_dot_product_attention(query, keys, values, is_causal=not start, enable_gqa=True)
         rows = rows + self.output(mixed.transpose(1, 2).reshape(batch, count, -1))
         gate, up = self.gate_up(self.inner_norm(rows)).split(self._inner, -1)
         return rows + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
-    def target(self, name: str) -> tuple[str, torch.Tensor]:
-        """Returns the name of a parameter, and the part of it that the checkpoint's weight `name` fills."""
+    def targets(self) -> dict[str, tuple[str, torch.Tensor]]:
+        """Returns the name of a parameter, and the part of it that a weight fills, by the weight's name."""
         heads, key_heads = (count * self._head_width for count in self._sizes)
         inner, qkv, gate_up = self._inner, self.qkv.weight.data, self.gate_up.weight.data
         return {
@@ -192,21 +191,7 @@ class _Layer(nn.Module):
             "mlp.down_proj": ("down.weight", self.down.weight.data),
             "input_layernorm": ("input_norm.weight", self.input_norm.weight.data),
             "post_attention_layernorm": ("inner_norm.weight", self.inner_norm.weight.data),
-        }[name]
-
-
-class _Cache:
-    """The keys and values of one layer, [batch, heads, positions, head width]."""
-
-    def __init__(self, batch: int, owner: CodePredictor, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (batch, owner.key_heads, owner.groups + 1, owner.head_width)
-        self._keys, self._values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-
-    def extend(self, key: torch.Tensor, value: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values at position `start`. Returns those of all positions so far."""
-        end = start + key.shape[2]
-        self._keys[:, :, start:end], self._values[:, :, start:end] = key, value
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        }
 
 
 def _rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
