@@ -52,6 +52,10 @@ class SleepManager(ABC):
                 metadata={"asleep": ",".join(self.asleep())},
             )
 
+    def check_sleep(self, level: int) -> None:
+        if level not in {1, 2}:
+            raise InvalidRequestError(f"level is {level}; it must be 1 (frees the memory of the weights) or 2 (all)")
+
     async def sleep(self, level: int) -> None:
         self.check_sleep(level)
         async with self._lock:
@@ -71,9 +75,6 @@ class SleepManager(ABC):
                 await run_to_completion(self._wake(wanted))
 
     # -- to be implemented by an engine
-
-    @abstractmethod
-    def check_sleep(self, level: int) -> None: ...
 
     @abstractmethod
     async def _engine_sleep(self, level: int) -> set[str]:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.worker import PreparedRequest
 
 
-LEVELS = (1, 2)
 WEIGHTS, BUFFERS = "weights", "buffers"
 
 
@@ -84,12 +83,6 @@ class WorkerControls(SleepManager):
             base=options.profile_dir,
             private=private,
         )
-
-    def check_sleep(self, level: int) -> None:
-        if level not in LEVELS:
-            raise InvalidRequestError(
-                f"level is {level}; it must be 1 (frees the memory of the weights) or 2 (frees all memory)"
-            )
 
     async def clear_caches(self, *, preempt: bool) -> None:
         # Running requests retain the embeddings that they have read, so clearing needs no preemption.
@@ -157,13 +150,10 @@ class DiffusionEngine:
             metrics=self._step_loop.calls.metrics,
         )
 
-    async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
+    def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         assert self._facts is not None, "tasks are submitted after `start`"
         self._controls.check_awake()
-        run = self._decode_all(task) if self._options.part == "decode" else self._run(task, self._facts)
-        async with aclosing(run) as events:
-            async for event in events:
-                yield event
+        return self._decode_all(task) if self._options.part == "decode" else self._run(task, self._facts)
 
     def load(self) -> EngineLoad:
         return EngineLoad(self._admission.running, self._admission.waiting, self._scheduler.work_s())

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_LEVELS = (1, 2)
 _WEIGHTS = "weights"
 _TAGS: tuple[str, ...] = (_WEIGHTS, "kv_cache")
 
@@ -118,8 +117,7 @@ class Control(SleepManager):
                 f"engine vllm of stage {self._stage} cannot sleep on {current_platform.device_type}",
                 metadata={"engine": "vllm", "ability": "sleep", "device": current_platform.device_type},
             )
-        if level not in _LEVELS:
-            raise InvalidRequestError(f"level is {level}; it must be 1 (keeps the weights in host memory) or 2")
+        super().check_sleep(level)
         if not self.llm.vllm_config.model_config.enable_sleep_mode:
             raise NotReadyError(
                 f"stage {self._stage} was started without sleep mode; start it with the option enable_sleep_mode",
