@@ -31,10 +31,10 @@ _MAX_VALUES = MAX_TOKEN_IDS + 65_536
 _MAX_OBJECTS = 65_536
 """The maximum number of texts, lists and objects in a JSON text. They take longer than numbers."""
 
-_SAMPLING = (
+_SAMPLING = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("stop", "stop_token_ids", "min_tokens", "ignore_eos", "bad_words"),
-)
+}
 """The parameters that have the same name and meaning in the client."""
 MAX_SEED = (1 << 63) - 1
 
@@ -149,12 +149,12 @@ class SamplingBody(StageBody):
         if self.stream_options is not None and not self.stream:
             raise ParameterError("stream_options", "it needs stream: true")
         arguments = self.stage_arguments(model)
-        given = {name: getattr(self, name) for name in _SAMPLING if name in self.model_fields_set}
+        given = self.model_dump(include=_SAMPLING, exclude_unset=True, exclude_none=True)
         if max_tokens is not None:
             given["max_tokens"] = max_tokens
         if isinstance(self.stop, str):
             given["stop"] = [self.stop]
-        arguments |= cast("GenerateArguments", {name: value for name, value in given.items() if value is not None})
+        arguments |= cast("GenerateArguments", given)
         if self.n is not None:
             arguments["choices"] = self.n
         return arguments

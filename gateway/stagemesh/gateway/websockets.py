@@ -1,7 +1,7 @@
 """WebSockets on which both sides send events as JSON."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -69,12 +69,15 @@ class JsonSocket:
         self.sender.reject(error)
         await self.send("error", error={**error_body(error)["error"], "event_id": cause})
 
-    async def events(self, kinds: TypeAdapter[E], *, large: Collection[str] = ()) -> AsyncGenerator[E]:
-        """Yields the events of the client until it disconnects. Reports those that are invalid to the client.
+    async def serve(
+        self, kinds: TypeAdapter[E], handle: Callable[[E], Awaitable[None]], *, large: Collection[str] = ()
+    ) -> None:
+        """Handles the events of the client until it disconnects. Reports the errors of events to the client.
 
         Waits before each event for up to 4 s if too much of what the caller sent was rejected.
 
         - `kinds` is a union of events that their field `type` distinguishes.
+        - `handle` is called with each event. It may raise StagemeshErrors.
         - `large` are the types of events that contain media. Others have at most 1 MiB.
         """
         while (message := await self._websocket.receive())["type"] != "websocket.disconnect":
@@ -89,14 +92,12 @@ class JsonSocket:
                 data = await aside(partial(_decode, content, large), size_bytes=len(content))
                 given = data.get("event_id")
                 cause = given if isinstance(given, str) and len(given) <= _MAX_ID else None
-                event = await aside(partial(kinds.validate_python, data), size_bytes=len(content))
+                await handle(await aside(partial(kinds.validate_python, data), size_bytes=len(content)))
             except ValidationError as exc:
                 # The first part of a location is the type of the event.
                 await self.send_error(validation_error(exc, skip=1), cause=cause)
             except StagemeshError as exc:
                 await self.send_error(exc, cause=cause)
-            else:
-                yield event
 
 
 _MAX_BYTES = 1 << 20

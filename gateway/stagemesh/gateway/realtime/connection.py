@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 from uuid import uuid4
@@ -145,9 +144,7 @@ class Connection:
         """Serves the client until it disconnects."""
         try:
             await self._send("session.created", session=self._session())
-            async with aclosing(self._socket.events(CLIENT_EVENT, large=_LARGE_EVENTS)) as received:
-                async for event in received:
-                    await self._receive(event)
+            await self._socket.serve(CLIENT_EVENT, self._receive, large=_LARGE_EVENTS)
         finally:
             await self._stop()
 
@@ -157,11 +154,8 @@ class Connection:
             await response.stop()
 
     async def _receive(self, event: ClientEvent) -> None:
-        try:
-            async with self._lock:
-                await self._handle(event)
-        except StagemeshError as exc:
-            await self._socket.send_error(exc, cause=event.event_id)
+        async with self._lock:
+            await self._handle(event)
 
     async def _handle(self, event: ClientEvent) -> None:
         match event:

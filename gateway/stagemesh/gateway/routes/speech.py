@@ -4,6 +4,7 @@ import asyncio
 import base64
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Annotated, Literal, TypeAlias, cast
 
 from fastapi import APIRouter, Request
@@ -189,12 +190,7 @@ async def stream_speech(websocket: WebSocket) -> None:
     socket = JsonSocket(websocket)
     sending = asyncio.create_task(_send_speech(session, socket))
     try:
-        async with aclosing(socket.events(_INPUT)) as events:
-            async for event in events:
-                try:
-                    await _handle(event, session)
-                except StagemeshError as exc:
-                    await socket.send_error(exc, cause=event.event_id)
+        await socket.serve(_INPUT, partial(_handle, session))
     finally:
         await end_tasks([sending])
         await session.close()
@@ -210,7 +206,7 @@ async def _open(websocket: WebSocket) -> AsyncSession:
     return await open_speech(model, body.arguments(model)).__aenter__()
 
 
-async def _handle(event: _Input, session: AsyncSession) -> None:
+async def _handle(session: AsyncSession, event: _Input) -> None:
     match event:
         case AppendText():
             await session.append(event.text)
