@@ -158,7 +158,7 @@ def _size_class(pages: int) -> int:
     return (shift << _STEP_BITS) + (pages >> shift)
 
 
-MEMFD_NAME = "stagemesh-arena"
+_MEMFD_PREFIX = "stagemesh-"
 TOKEN_BYTES = 16
 LAYOUT_NAME = b"stagemesh-arena2"
 ALIGNMENT_BYTES = 64
@@ -316,7 +316,7 @@ def create_memory(data_bytes: int, token: bytes, *, shared: bool) -> tuple[int |
 
 def _memory_file(size_bytes: int) -> tuple[int, mmap.mmap]:
     """Creates a sealed memory file. Returns a read-only file descriptor and a writable mapping of the file."""
-    fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(f"{_MEMFD_PREFIX}arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
         os.posix_fallocate(fd, 0, size_bytes)
@@ -351,14 +351,14 @@ def _private_memory(size_bytes: int) -> mmap.mmap:
     return mapping
 
 
-def open_memory(process_id: int, descriptor: int, *, name: str = "") -> mmap.mmap:
-    """Maps the memory file that another process has open under a file descriptor, for reading and writing.
+def open_memory(process_id: int, descriptor: int) -> mmap.mmap:
+    """Maps the memory file of a replica's process for reading and writing. `descriptor` is the process's descriptor.
 
-    `name` is the beginning of the file's name. Raises NotReadyError (ARENA_NOT_SHARED) if the file cannot be opened.
+    Raises NotReadyError (ARENA_NOT_SHARED) if the file cannot be opened.
     """
     path = Path(f"/proc/{process_id}/fd/{descriptor}")
     try:
-        if not str(path.readlink()).startswith(f"/memfd:{name}"):
+        if not str(path.readlink()).startswith(f"/memfd:{_MEMFD_PREFIX}"):
             raise not_shared("its replica has closed it")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:

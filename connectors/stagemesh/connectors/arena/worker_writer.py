@@ -87,7 +87,7 @@ class ArenaWriter:
 
     def __init__(self, address: PartitionAddress) -> None:
         self._address = address
-        mapping = memory_file.open_memory(address.process_id, address.file_descriptor, name=memory_file.MEMFD_NAME)
+        mapping = memory_file.open_memory(address.process_id, address.file_descriptor)
         if mapping[: memory_file.TOKEN_BYTES] != address.token:
             raise memory_file.not_shared("it belongs to another replica")
         self._memory = memoryview(mapping)

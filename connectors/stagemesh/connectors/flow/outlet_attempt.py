@@ -284,10 +284,10 @@ class OutletAttempt:
         while used_bytes < budget_bytes and self._has_chunk and not self.sends_fragments:
             sent = pending.popleft()
             self._encode(request.items.add().chunk, sent)
-            values = len(sent.tensors or ()) + len(sent.metadata or ()) + len(sent.offered)
-            used_bytes += _ITEM_BYTES + _VALUE_BYTES * values
-            if not sent.regions:
-                used_bytes += sent.size_bytes + sum(len(ticket.descriptor) for ticket in sent.offered)
+            values = len(sent.tensors or ()) + len(sent.metadata or ())
+            used_bytes += _ITEM_BYTES + _VALUE_BYTES * values + (0 if sent.regions else sent.size_bytes)
+            if sent.tickets:
+                used_bytes += sum(_VALUE_BYTES + len(ticket.descriptor) for ticket in sent.offered)
         return used_bytes
 
     def take_fragment(self) -> bytes:

@@ -4,8 +4,6 @@ Import this module lazily, because importing it loads the library. The module us
 because the library's Python wrapper prints messages and makes the progress thread busy-wait.
 """
 
-from contextlib import suppress
-
 from nixl_cu12 import _bindings as nixl
 
 from stagemesh.common.errors import UnavailableError
@@ -72,8 +70,10 @@ class Agent:
 
         A transfer in flight would continue to write to memory.
         """
-        with suppress(*_ERRORS):
+        try:
             self._agent.invalidateRemoteMD(name)
+        except _ERRORS:
+            return
 
     def read(self, peer: str, transfer: Transfer) -> int | None:
         """Starts a READ transfer from the agent `peer`.
@@ -112,9 +112,11 @@ class Agent:
         return True
 
     def _release(self, handle: int) -> None:
-        # If this fails, the transfer has ended even so. The library retains the resources that it could not free.
-        with suppress(*_ERRORS):
+        try:
             self._agent.releaseXferReq(handle)
+        except _ERRORS:
+            # The transfer has ended even so. The library retains the resources that it could not free.
+            return
 
 
 def _config(*, serves: bool) -> nixl.nixlAgentConfig:
