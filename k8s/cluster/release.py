@@ -93,7 +93,7 @@ class Release:
             kubectl("create", "secret", "generic", secret, f"--from-file={folder}")
 
     def remove_certificates(self) -> None:
-        """Removes the certificates, so that the next upgrade installs the release without."""
+        """Removes the certificates. The next upgrade installs the release without them."""
         shutil.rmtree(self._certificates, ignore_errors=True)
 
     @property

@@ -379,7 +379,7 @@ def not_shared(cause: str) -> NotReadyError:
 
 
 def pin_if_cuda(memory: memoryview) -> None:
-    """Page-locks memory, so that copies to and from a CUDA device are asynchronous.
+    """Page-locks memory, which makes copies to and from a CUDA device asynchronous.
 
     The memory remains locked until the process terminates. Does nothing unless torch is already imported in this
     process and has a CUDA device. Raises NotReadyError (CANNOT_PIN) if CUDA cannot page-lock the memory.
