@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from itertools import chain
@@ -26,12 +26,18 @@ ORCHESTRATOR = "orchestrator"
 _TIMEOUT_S = 1.0
 
 
-# A replica's own states have the same names in the protocol.
-_REPLICA_STATES = ("LOADING", "READY", "DRAINING", "FAILED", "ASLEEP")
-ProcessState = StrEnum(
-    "ProcessState", ["WAITING", "STARTING", "LOADING", "READY", "DRAINING", "FAILED", "ASLEEP", "RESTARTING", "STOPPED"]
-)
-"""The state of a process. The value of each member is the word that is shown to users."""
+class ProcessState(Enum):
+    """The state of a process. The value of each member is the word that is shown to users."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+    ASLEEP = "asleep"
+    RESTARTING = "restarting"
+    STOPPED = "stopped"
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class ProcessStatus:
     process_id: int | None = None
 
 
+_REPLICA_STATES = ("LOADING", "READY", "DRAINING", "FAILED", "ASLEEP")
 _STATES = {stage_pb2.ReplicaState.Value(f"REPLICA_STATE_{name}"): ProcessState[name] for name in _REPLICA_STATES}
 _TRANSIENT = frozenset({grpc.StatusCode.UNAVAILABLE.value[0], grpc.StatusCode.DEADLINE_EXCEEDED.value[0]})
 

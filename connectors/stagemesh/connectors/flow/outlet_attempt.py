@@ -23,8 +23,8 @@ MAX_RESYNCS = 10
 _NO_CREDIT = -1
 """The credit limit before the consumer has accepted the attempt. Not even an empty chunk may be sent."""
 _ITEM_BYTES, _VALUE_BYTES = 200, 256
-"""The approximate size of a chunk's message in bytes, without the payload, and the size of each of its tensors, tickets and
-metadata values. They are so large that a message of many chunks never exceeds the consumer's limit of fields.
+"""The approximate size of a chunk's message in bytes, without the payload, and the size of each of its tensors, tickets
+and metadata values. They are so large that a message of many chunks never exceeds the consumer's limit of fields.
 """
 _transfer_ids = itertools.count(1)
 """The source of transfer ids, which increase across all streams.
