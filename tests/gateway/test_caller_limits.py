@@ -19,7 +19,7 @@ from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway import connections, limits, service
 from stagemesh.gateway.config import GatewayConfig
 from stagemesh.gateway.limits import Limits, name_of_host
-from stagemesh.rpc import interceptors
+from stagemesh.rpc import call_limits
 from stagemesh.rpc.channels import open_async
 from tests.client.scripted import admitted, served
 from tests.credentials import issue, process_credentials
@@ -66,7 +66,7 @@ REJECTED: dict[str, Callable[[str], Awaitable[None]]] = {
 async def test_a_caller_whose_large_content_is_rejected_waits_and_others_do_not(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interceptors, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(call_limits, "time", SimpleNamespace(monotonic=lambda: 0.0))
     async with served() as orchestrator, serving(orchestrator.endpoint) as address:
         describe(orchestrator, "text")
         orchestrator.scripts.append([admitted(), InvalidRequestError("no")])

@@ -107,24 +107,19 @@ PCM_RATE_HZ = 24_000
 """The number of samples per second of pcm and pcm16, which OpenAI's clients assume."""
 
 
-def make_encoder(audio_format: AudioFormat) -> "_AnswerEncoder":
-    """Returns an encoder of a format.
+class AnswerEncoder:
+    """An encoder of the audio of one answer, in parts, which depend on how the audio is divided.
 
-    It converts the audio of one answer to a file, in parts. The parts depend on how the audio is divided. `push`
-    returns the bytes that are complete after a chunk. `finish` returns the remaining bytes. It is called once, after
-    the last chunk.
+    A file has the sample rate of the audio. PCM has the rate that clients assume, and one channel.
     """
-    return _AnswerEncoder(MEDIA_TYPES[audio_format])
 
-
-class _AnswerEncoder:
-    """An encoder of files with the sample rate of the audio. PCM has the rate that clients assume, and one channel."""
-
-    def __init__(self, media_type: str) -> None:
-        self._media_type, self._is_pcm = media_type, media_type == PCM
+    def __init__(self, audio_format: AudioFormat) -> None:
+        self._media_type = MEDIA_TYPES[audio_format]
+        self._is_pcm = self._media_type == PCM
         self._encoder: AudioEncoder | None = None
 
     def push(self, chunk: AudioChunk) -> bytes:
+        """Returns the bytes that are complete after a chunk."""
         if self._encoder is None:
             rates_hz = [PCM_RATE_HZ] if self._is_pcm else []
             self._encoder = AudioEncoder(self._media_type, sample_rate_hz=chunk.sample_rate_hz, rates_hz=rates_hz)
@@ -132,4 +127,5 @@ class _AnswerEncoder:
         return bytes(self._encoder.push(chunk.samples.mean(axis=1) if is_mixed else chunk.samples))
 
     def finish(self) -> bytes:
+        """Returns the remaining bytes. Called once, after the last chunk."""
         return b"" if self._encoder is None else bytes(self._encoder.finish())

@@ -233,9 +233,8 @@ class _TokenClient(AsyncClient):
     async def find_caller(self, token: str) -> str:
         """Returns the name of the caller with a token. Raises UnauthenticatedError if the token is not valid."""
         request, headers = DescribePipelineRequest(protocol=own_protocol()), (("authorization", f"Bearer {token}"),)
-        return (
-            await self._call(lambda stub: stub.DescribePipeline(request, metadata=headers, timeout=_CHECK_S))
-        ).caller
+        answer = await self._call(lambda stub: stub.DescribePipeline(request, metadata=headers, timeout=_CHECK_S))
+        return answer.caller
 
 
 class Callers:

@@ -11,7 +11,7 @@ from stagemesh.client import Admitted, AsyncResponseStream, AudioChunk, Event, F
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.answers import token_counts, usage_of
-from stagemesh.gateway.audio import make_encoder
+from stagemesh.gateway.audio import AnswerEncoder
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import error_body
 from stagemesh.gateway.realtime.items import (
@@ -63,7 +63,7 @@ class Response:
             self._splitter = ForcedCall()
         elif settings.callable_tools:
             self._splitter = ToolCallSplitter()
-        self._encoder = make_encoder("pcm16") if settings.speaks else None
+        self._encoder = AnswerEncoder("pcm16") if settings.speaks else None
         self._length_reached = False
         self._usage: dict[str, Any] | None = None
         self._task: asyncio.Task[None] | None = None

@@ -22,7 +22,7 @@ from stagemesh.client import (
     TokenLogprobs,
 )
 from stagemesh.gateway.answers import DONE, limit_logprob, now_s, respond, sse, usage_of
-from stagemesh.gateway.audio import AudioFormat, make_encoder
+from stagemesh.gateway.audio import AnswerEncoder, AudioFormat
 from stagemesh.gateway.body import Body, Function, Items, Object, SamplingBody, aside, option_values, read_json
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import MessageBody
@@ -214,7 +214,7 @@ class _Choice:
             self._splitter = ForcedCall()
         elif body.tools and body.tool_choice != "none":
             self._splitter = ToolCallSplitter()
-        self._encoder = make_encoder(body.audio.format) if body.audio is not None else None
+        self._encoder = AnswerEncoder(body.audio.format) if body.audio is not None else None
         self._text = model.require_output("text")
         self._running = 2 if body.speaks else 1
         self.audio_id = f"audio_{uuid4().hex}" if body.speaks else ""

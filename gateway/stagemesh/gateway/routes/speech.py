@@ -28,7 +28,7 @@ from stagemesh.client.session_turns import SessionEvent
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, token_counts
-from stagemesh.gateway.audio import MEDIA_TYPES, PCM_RATE_HZ, AudioFormat, make_encoder
+from stagemesh.gateway.audio import MEDIA_TYPES, PCM_RATE_HZ, AnswerEncoder, AudioFormat
 from stagemesh.gateway.body import Object, StageBody, option_values, read_json, validate
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import Url, file_at
@@ -137,7 +137,7 @@ async def _spoken(model: Model, text: str, arguments: GenerateArguments) -> Asyn
 
 
 async def _parts(events: AsyncIterator[Event | SessionEvent], body: SpeechBody, model: Model) -> AsyncGenerator[bytes]:
-    encoder = make_encoder(body.response_format)
+    encoder = AnswerEncoder(body.response_format)
     is_sse = body.stream_format == "sse"
 
     def part(data: bytes) -> bytes:
@@ -227,7 +227,7 @@ async def _send_speech(session: AsyncSession, socket: JsonSocket) -> None:
             match event:
                 case AudioChunk():
                     if encoder is None:
-                        encoder = make_encoder("pcm16")
+                        encoder = AnswerEncoder("pcm16")
                         await socket.send("audio.start", format="pcm16", sample_rate=PCM_RATE_HZ)
                     await socket.send_bytes(encoder.push(event))
                 case TurnEnded():

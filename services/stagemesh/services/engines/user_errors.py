@@ -2,7 +2,7 @@
 
 import logging
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -45,16 +45,17 @@ class UserCode:
     """For example "function upper of stage shout"."""
     module: str
     """The module of the user's package that contains it."""
-    metadata: Mapping[str, str]
-    """The metadata of its errors."""
     errors: UserErrors
+    function: str = ""
+    """The name of the function, or empty for a transform."""
+    edge: str = ""
+    """The edge of the transform, or empty for a function."""
 
     def to_stagemesh_error(self, exc: BaseException) -> StagemeshError:
         """Returns the error for an exception that the code has raised, and logs its traceback."""
         if isinstance(exc, StagemeshError):
             return exc
-        message = self.errors.describe(self.name, exc, module=self.module)
-        return InternalError(message, reason="ENGINE_ERROR", metadata=self.metadata)
+        return self._error(self.errors.describe(self.name, exc, module=self.module), reason="ENGINE_ERROR")
 
     @contextmanager
     def converted_errors(self) -> Generator[None]:
@@ -66,8 +67,12 @@ class UserCode:
 
     def invalid_result(self, problem: str, *, wanted: str) -> InternalError:
         """Returns the error for a result of a wrong type. `wanted` says which type is right."""
-        message = f"{self.name} returned {problem}; return {wanted}"
-        return InternalError(message, reason="INVALID_RESULT", metadata=self.metadata)
+        return self._error(f"{self.name} returned {problem}; return {wanted}", reason="INVALID_RESULT")
+
+    def _error(self, text: str, *, reason: str) -> InternalError:
+        return InternalError(
+            text, reason=reason, metadata={"edge": self.edge} if self.edge else {"function": self.function}
+        )
 
 
 def _shortened(text: str) -> str:

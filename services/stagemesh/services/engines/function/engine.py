@@ -141,8 +141,8 @@ class FunctionEngine:
         self._code = UserCode(
             f"function {config.function} of stage {config.stage}",
             self._descriptor.factory,
-            {"function": config.function},
             UserErrors(details=config.error_details, log=config.log),
+            function=config.function,
         )
         self._model = config.model_path
         check_stage_options(self._descriptor, config.options, stage=config.stage)

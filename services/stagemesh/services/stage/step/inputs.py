@@ -138,7 +138,7 @@ class EdgeTransform:
 
     def __init__(self, name: str, *, edge: str, model: Path | None, user_errors: UserErrors) -> None:
         descriptor = load_transform_descriptor(name)
-        self._code = UserCode(f"transform {name} of edge {edge}", descriptor.factory, {"edge": edge}, user_errors)
+        self._code = UserCode(f"transform {name} of edge {edge}", descriptor.factory, user_errors, edge=edge)
         self._results = ResultCheck(descriptor.gives, maker=self._code.name, metadata={"edge": edge})
         with self._code.converted_errors():
             self._transform: Transform = import_factory(descriptor.factory)(model)
