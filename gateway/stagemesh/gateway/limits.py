@@ -101,9 +101,8 @@ class Limits:
             if message["type"] == "http.disconnect" and until_s is not None:
                 raise CancelledRequestError("the caller disconnected", reason="CALLER_DISCONNECTED")
             content = message.get("body", b"")
-            if content:
-                received += len(content)
-                sender.add(len(content), values=content.count(b","))
+            received += len(content)
+            sender.add(len(content), values=content.count(b","))
             if received > self.max_body_bytes:
                 raise self._too_large()
             until_s = until_s + len(content) / BODY_BYTES_PER_S if until_s and message.get("more_body") else None
