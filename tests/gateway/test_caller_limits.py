@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from ssl import create_default_context
+from ssl import MemoryBIO, SSLWantReadError, create_default_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,7 +153,40 @@ async def _until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("new_event_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+EVENT_LOOPS = pytest.mark.parametrize(
+    "new_event_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+
+
+@EVENT_LOOPS
+def test_a_handshake_that_arrives_with_its_connection_is_answered(
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
+) -> None:
+    https = issue(tmp_path, "client/gateway")
+    received, sent = MemoryBIO(), MemoryBIO()
+    tls = create_default_context(cafile=https / "ca.crt").wrap_bio(received, sent, server_hostname="127.0.0.1")
+    with suppress(SSLWantReadError):
+        tls.do_handshake()
+
+    async def check() -> None:
+        async with serving("127.0.0.1:1", https=str(https)) as address, asyncio.timeout(40):
+            host, _, port = address.partition(":")
+            # The server accepts the connection when this task waits, and its first message is there then.
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(sent.read())
+                connection.setblocking(False)
+                while True:
+                    received.write(await asyncio.get_running_loop().sock_recv(connection, 1 << 16))
+                    with suppress(SSLWantReadError):
+                        tls.do_handshake()
+                        return
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(check())
+    assert tls.cipher() is not None
+
+
+@EVENT_LOOPS
 def test_a_handshake_counts_and_ends_in_time(
     new_event_loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
     _head_bytes = 0
     _body_bytes = _chunks = 0
     _early = b""
-    """The data that has arrived together with the end of the TLS handshake."""
+    """The data that has arrived before the TLS handshake, or together with its end."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
@@ -94,10 +94,20 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
         self._wait_for_head()
 
     async def _start_tls(self, transport: asyncio.Transport, tls: SSLContext) -> None:
-        try:
-            secured = await self.loop.start_tls(
+        starting = asyncio.ensure_future(
+            self.loop.start_tls(
                 transport, self, tls, server_side=True, ssl_handshake_timeout=_HEAD_S, ssl_shutdown_timeout=_HEAD_S
             )
+        )
+        # Then the transport has the protocol of TLS, which has not begun to read. Data that has arrived before is here.
+        await asyncio.sleep(0)
+        early, self._early = self._early, b""
+        if early and not transport.is_closing():
+            protocol = cast("asyncio.BufferedProtocol", transport.get_protocol())
+            memoryview(protocol.get_buffer(len(early)))[: len(early)] = early
+            protocol.buffer_updated(len(early))
+        try:
+            secured = await starting
         except (OSError, RuntimeError):
             secured = None
         if secured is None or secured.is_closing():
