@@ -9,7 +9,7 @@ from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.orchestrator.admission.queue import AdmissionRequest
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.metrics.scaling import ScalingSignals, StageSignals
+from stagemesh.orchestrator.metrics.scaling import StageSignals, signals_by_stage
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.planning.planner import Planner
 from stagemesh.orchestrator.planning.replacement_replicas import ReplacementReplicas
@@ -70,7 +70,7 @@ class _Voices:
 
     @property
     def signals(self) -> Mapping[str, StageSignals]:
-        return ScalingSignals(self.orchestrator).by_stage()
+        return signals_by_stage(self.orchestrator)
 
     @property
     def at_risk(self) -> list[int]:

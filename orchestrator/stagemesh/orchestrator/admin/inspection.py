@@ -14,7 +14,7 @@ from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admission.queue import Caller, Loads
 from stagemesh.orchestrator.descriptions import describe_edge, replica_status
 from stagemesh.orchestrator.fleet.replica import reported_load
-from stagemesh.orchestrator.metrics.scaling import ScalingSignals, StageSignals
+from stagemesh.orchestrator.metrics.scaling import StageSignals, signals_by_stage
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.lifecycle import unknown_request
 from stagemesh.orchestrator.request.timeline import (
@@ -46,7 +46,6 @@ class Inspector:
     def __init__(self, orchestrator: Orchestrator, directory: Directory) -> None:
         self._orchestrator = orchestrator
         self._directory = directory
-        self._signals = ScalingSignals(orchestrator)
         self._began_s = time.monotonic()
 
     def totals(self) -> Totals:
@@ -81,7 +80,7 @@ class Inspector:
 
     def stages(self, totals: Totals) -> list[admin_pb2.StageStatus]:
         """Returns the status of each stage. Producers precede consumers."""
-        signals = self._signals.by_stage()
+        signals = signals_by_stage(self._orchestrator)
         return [self._stage(stage, totals, signals[stage.name]) for stage in self._directory.pipeline.stages.values()]
 
     def edges(self, totals: Totals) -> list[admin_pb2.EdgeStatus]:

@@ -16,7 +16,7 @@ from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.flow.edge_meters import sent_metrics
 from stagemesh.orchestrator.fleet.replica import reported_load
 from stagemesh.orchestrator.metrics.scaling import Metric as Signal
-from stagemesh.orchestrator.metrics.scaling import ScalingSignals
+from stagemesh.orchestrator.metrics.scaling import signals_by_stage
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Timeline
 from stagemesh.v1.errors_pb2 import ErrorReason
@@ -38,7 +38,6 @@ class OrchestratorMetrics:
     def __init__(self, orchestrator: Orchestrator) -> None:
         """Observes the requests that end from now on."""
         self._orchestrator = orchestrator
-        self._signals = ScalingSignals(orchestrator)
         self._observed = CollectorRegistry()
         """The metrics that are updated when a request ends."""
         counter = partial(Counter, registry=self._observed)
@@ -98,7 +97,7 @@ class OrchestratorMetrics:
         yield from sent_metrics(self._orchestrator.input_planes.meters)
 
     def _scaling(self) -> Iterator[Metric]:
-        by_stage = self._signals.by_stage()
+        by_stage = signals_by_stage(self._orchestrator)
         for signal in Signal:
             family = GaugeMetricFamily(signal.value, _HELP[signal], labels=("stage",))
             for stage, signals in by_stage.items():

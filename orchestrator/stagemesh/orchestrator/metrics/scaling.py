@@ -72,60 +72,56 @@ class StageSignals:
         }
 
 
-class ScalingSignals:
-    """Computes the signals of the stages from the requests and the replicas of an orchestrator."""
+def signals_by_stage(orchestrator: Orchestrator) -> Mapping[str, StageSignals]:
+    """Returns the current signals of every stage of the pipeline."""
+    fleet = orchestrator.fleet
+    unplanned, at_risk = unplanned_steps(orchestrator), _at_risk(orchestrator)
+    signals: dict[str, StageSignals] = {}
+    for stage, replicas in fleet.replicas.items():
+        loads = [(replica, load) for replica in replicas if (load := reported_load(replica)) is not None]
+        signals[stage] = StageSignals(
+            queued_at_replicas_s=sum(replica.load.queued_s for replica, _ in loads),
+            own_queued_at_replicas_s=sum(_own_queued_s(replica, load) for replica, load in loads),
+            unplanned_s=unplanned[stage] * fleet.step_cost(stage).seconds,
+            playout_at_risk=at_risk[stage],
+            own_in_flight=sum(replica.running for replica in replicas),
+        )
+    return signals
 
-    def __init__(self, orchestrator: Orchestrator) -> None:
-        self._orchestrator = orchestrator
 
-    def by_stage(self) -> Mapping[str, StageSignals]:
-        """Returns the current signals of every stage of the pipeline."""
-        fleet = self._orchestrator.fleet
-        unplanned, at_risk = self.unplanned(), self._at_risk()
-        signals: dict[str, StageSignals] = {}
-        for stage, replicas in fleet.replicas.items():
-            loads = [(replica, load) for replica in replicas if (load := reported_load(replica)) is not None]
-            signals[stage] = StageSignals(
-                queued_at_replicas_s=sum(replica.load.queued_s for replica, _ in loads),
-                own_queued_at_replicas_s=sum(_own_queued_s(replica, load) for replica, load in loads),
-                unplanned_s=unplanned[stage] * fleet.step_cost(stage).seconds,
-                playout_at_risk=at_risk[stage],
-                own_in_flight=sum(replica.running for replica in replicas),
-            )
-        return signals
+def unplanned_steps(orchestrator: Orchestrator) -> Counter[str]:
+    """Returns the number of steps of each stage in requests that are not planned yet, by stage name.
 
-    def unplanned(self) -> Counter[str]:
-        """Returns the number of steps of each stage in requests that are not planned yet, by stage name.
+    These requests wait for admission, or for a ready replica of one of their stages.
+    """
+    pipeline = orchestrator.pipeline
+    # Requests are counted by what their route depends on, because to compute a route takes longer than to count.
+    kinds = Counter[tuple[tuple[str, ...], frozenset[tuple[Fact, float]]]]()
+    for known in orchestrator.requests.running:
+        timeline = known.record.timeline
+        if timeline.state is RequestState.QUEUED:
+            kinds[timeline.outputs, frozenset(known.facts.items())] += timeline.choices
+    steps = Counter[str]()
+    for (outputs, facts), count in kinds.items():
+        for stage in pipeline.route(outputs, dict(facts)).stages:
+            steps[stage.name] += count
+    return steps
 
-        These requests wait for admission, or for a ready replica of one of their stages.
-        """
-        pipeline = self._orchestrator.pipeline
-        # Requests are counted by what their route depends on, because to compute a route takes longer than to count.
-        kinds = Counter[tuple[tuple[str, ...], frozenset[tuple[Fact, float]]]]()
-        for known in self._orchestrator.requests.running:
-            timeline = known.record.timeline
-            if timeline.state is RequestState.QUEUED:
-                kinds[timeline.outputs, frozenset(known.facts.items())] += timeline.choices
-        steps = Counter[str]()
-        for (outputs, facts), count in kinds.items():
-            for stage in pipeline.route(outputs, dict(facts)).stages:
-                steps[stage.name] += count
-        return steps
 
-    def _at_risk(self) -> Counter[str]:
-        """Returns the number of audio streams that are about to run dry, by the name of the stage that emits them."""
-        outputs, streams = self._orchestrator.pipeline.all_outputs, Counter[str]()
-        for known in self._orchestrator.requests.running:
-            record = known.record
-            now_s = record.timeline.elapsed_s()
-            for key, began_s in record.first_outputs_s.items():
-                output, played_s = outputs[key[0]], now_s - began_s
-                is_played = output.kind == "audio" and not output.file_type and key not in record.position.finished
-                if not is_played or played_s < _PLAYOUT_MARGIN_S:
-                    continue
-                left_s = record.position.counts[key] / output.sample_rate_hz - played_s
-                streams[output.stage] += left_s < _PLAYOUT_MARGIN_S
-        return streams
+def _at_risk(orchestrator: Orchestrator) -> Counter[str]:
+    """Returns the number of audio streams that are about to run dry, by the name of the stage that emits them."""
+    outputs, streams = orchestrator.pipeline.all_outputs, Counter[str]()
+    for known in orchestrator.requests.running:
+        record = known.record
+        now_s = record.timeline.elapsed_s()
+        for key, began_s in record.first_outputs_s.items():
+            output, played_s = outputs[key[0]], now_s - began_s
+            is_played = output.kind == "audio" and not output.file_type and key not in record.position.finished
+            if not is_played or played_s < _PLAYOUT_MARGIN_S:
+                continue
+            left_s = record.position.counts[key] / output.sample_rate_hz - played_s
+            streams[output.stage] += left_s < _PLAYOUT_MARGIN_S
+    return streams
 
 
 def _own_queued_s(replica: Replica, load: stage_pb2.WatchLoadResponse) -> float:
@@ -147,7 +143,6 @@ class WarmTier:
     def __init__(self, orchestrator: Orchestrator, wake_above_s: Mapping[str, float]) -> None:
         """`wake_above_s` is the waiting work of each warm stage above which a replica is woken, in seconds."""
         self._orchestrator, self._wake_above_s = orchestrator, wake_above_s
-        self._signals = ScalingSignals(orchestrator)
         self._failed_at_s: dict[Replica, float] = {}
 
     async def wake_replicas(self) -> None:
@@ -177,12 +172,12 @@ class WarmTier:
         ready = [each for each in replicas if each.can_connect and each.state is not ReplicaState.FAILED]
         if not ready:
             running = self._orchestrator.requests.running
-            return bool(self._signals.unplanned()[stage]) or any(
+            return bool(unplanned_steps(self._orchestrator)[stage]) or any(
                 _has_unfinished_step(known.record.timeline, stage) for known in running
             )
         if not all(map(_has_work, ready)):
             return False
-        return self._signals.by_stage()[stage].queued_s > self._wake_above_s[stage]
+        return signals_by_stage(self._orchestrator)[stage].queued_s > self._wake_above_s[stage]
 
     async def _wake(self, replica: Replica) -> None:
         """Wakes a replica. Returns when the replica accepts steps."""
