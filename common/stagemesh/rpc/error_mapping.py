@@ -4,10 +4,12 @@ A status contains the error's code and message, one ErrorInfo, and a RetryInfo i
 """
 
 import re
+from contextlib import suppress
 
 import grpc
 from google.protobuf.any import pack
 from google.protobuf.duration import from_nanoseconds
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
@@ -54,7 +56,9 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> StagemeshError:
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError), "gRPC raises errors that are calls"
     for key, value in error.trailing_metadata() or ():
         if key == _STATUS_DETAILS_KEY and isinstance(value, bytes):
-            return _from_status(status_pb2.Status.FromString(value))
+            # Of a malformed status, only the code and the text of gRPC count.
+            with suppress(DecodeError, OverflowError):
+                return _from_status(status_pb2.Status.FromString(value))
     code, message = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE:
         hint = _TLS_HINT if _FAILED_HANDSHAKE.search(message) else ""

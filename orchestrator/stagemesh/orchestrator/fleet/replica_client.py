@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Awaitable
 from typing import TypeAlias, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
 from stagemesh.common.errors import UnavailableError, UnsupportedError
@@ -92,7 +92,7 @@ class ReplicaClient:
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> stage_pb2.CancelStepResponse:
         """Cancels a request's steps on the replica. Returns after the engine has released the steps."""
         with self._errors.mapped():
-            return await self._step_stub.CancelStep(request, timeout=timeout_s)
+            return _readable(await self._step_stub.CancelStep(request, timeout=timeout_s))
 
     async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
         """Replaces the upstream or downstream replicas on some edges of a running step.
@@ -130,7 +130,8 @@ class ReplicaClient:
         """
         try:
             with self._errors.mapped():
-                return await self._stub.Describe(stage_pb2.DescribeRequest(protocol=own_protocol()), timeout=timeout_s)
+                request = stage_pb2.DescribeRequest(protocol=own_protocol())
+                return _readable(await self._stub.Describe(request, timeout=timeout_s))
         except UnavailableError:
             # A channel never reads its certificates again. The calls that still run end.
             if PROCESS.credentials.version != self._certificates:
@@ -150,7 +151,7 @@ class ReplicaClient:
             call = self._stub.WatchLoad(request)
             try:
                 async for report in call:
-                    yield report
+                    yield _readable(report)
             finally:
                 call.cancel()
 
@@ -180,7 +181,8 @@ class ReplicaClient:
     async def control(self, request: Message, response: type[_Response], *, timeout_s: float) -> _Response:
         """Calls the method of StageControlService whose request is `request`, and returns its response."""
         method = request.DESCRIPTOR.name.removesuffix("Request")
-        return response.FromString(await self.forward(method, request.SerializeToString(), timeout_s=timeout_s))
+        with self._errors.mapped():
+            return response.FromString(await self.forward(method, request.SerializeToString(), timeout_s=timeout_s))
 
     async def forward(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
         """Calls the method `method` of StageControlService. The request and the response are serialized messages."""
@@ -194,3 +196,10 @@ class ReplicaClient:
             await self._steps.close()
         await self._step_channel.close()
         await self._channel.close()
+
+
+def _readable(answer: _Response | None) -> _Response:
+    """Returns an answer. Raises DecodeError if gRPC could not parse it, for which gRPC returns None."""
+    if answer is None:
+        raise DecodeError("the answer is malformed")
+    return answer

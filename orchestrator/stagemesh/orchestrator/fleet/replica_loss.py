@@ -7,7 +7,7 @@ from copy import copy
 
 import grpc
 
-from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.common.errors import InternalError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import BROKEN, from_rpc_error, is_broken
 
@@ -39,10 +39,13 @@ class ReplicaErrors:
     def mapped(self) -> Generator[None]:
         """Converts errors of gRPC calls within the block to StagemeshErrors.
 
-        Also converts the errors of a channel that is closed before or during the call.
+        Also converts the errors of a channel that is closed before or during the call, and of an answer that cannot be
+        read.
         """
         try:
             yield
+        except StagemeshError:
+            raise
         except grpc.aio.AioRpcError as exc:
             raise self._after_call(exc) from exc
         except grpc.aio.UsageError as exc:
@@ -52,6 +55,9 @@ class ReplicaErrors:
             if task is not None and task.cancelling():
                 raise
             raise self.after_stream(None, running=False) from exc
+        except Exception as exc:
+            problem = f"{self.peer} sent an answer that cannot be read ({type(exc).__name__}); see its log"
+            raise InternalError(problem, metadata=self.location) from exc
 
     def after_stream(self, error: StagemeshError | None, *, running: bool) -> StagemeshError:
         """Returns the error of a step whose stream has ended with `error`.

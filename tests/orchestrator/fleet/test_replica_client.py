@@ -1,0 +1,80 @@
+"""Calls to a replica whose answers cannot be read."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from stagemesh.common.errors import StagemeshError
+from stagemesh.connectors.packets import ConsumerAddress
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
+from stagemesh.v1 import control_pb2, stage_pb2
+
+MALFORMED = b"\xff\xff"
+
+
+class _HostileReplica(grpc.GenericRpcHandler):
+    """Answers every RPC with bytes that cannot be parsed, or with an error whose details cannot be parsed."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self._fails = fails
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        async def answer(_requests: Any, context: Any) -> AsyncGenerator[bytes]:
+            if self._fails:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no", (("grpc-status-details-bin", MALFORMED),))
+            yield MALFORMED
+
+        make: Any = grpc.stream_stream_rpc_method_handler
+        return make(answer)
+
+
+@asynccontextmanager
+async def _client(*, fails: bool) -> AsyncGenerator[ReplicaClient]:
+    server = grpc.aio.server(handlers=[_HostileReplica(fails=fails)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = ReplicaClient(stage="a", replica="a-0", endpoint=f"127.0.0.1:{port}")
+    try:
+        yield client
+    finally:
+        await client.close()
+        await server.stop(None)
+
+
+async def _watch_load(client: ReplicaClient) -> None:
+    async with aclosing(client.watch_load(stage_pb2.ROLLOUT_VERDICT_UNSPECIFIED)) as reports:
+        async for _ in reports:
+            pass
+
+
+async def _probe(client: ReplicaClient) -> None:
+    await client.probe_edge("a->b", ConsumerAddress("b-0", "127.0.0.1:1", ""), "auto", timeout_s=5)
+
+
+CALLS: dict[str, Callable[[ReplicaClient], Awaitable[object]]] = {
+    "describe": lambda client: client.describe(timeout_s=5),
+    "health": lambda client: client.wait_while_serving(),
+    "load": _watch_load,
+    "probe": _probe,
+    "rebind": lambda client: client.rebind(stage_pb2.RebindStepRequest(), timeout_s=5),
+    "cancel": lambda client: client.cancel(stage_pb2.CancelStepRequest(), timeout_s=5),
+    "control": lambda client: client.control(control_pb2.WakeRequest(), control_pb2.WakeResponse, timeout_s=5),
+    "step": lambda client: client.execute(stage_pb2.ExecuteStepRequest(), timeout_s=5, take=print),
+}
+
+
+@pytest.mark.parametrize("call", sorted(CALLS.keys() - {"rebind"}))
+async def test_an_answer_that_cannot_be_read_is_an_error(call: str) -> None:
+    async with _client(fails=False) as client:
+        with pytest.raises(StagemeshError, match=r"stage 'a' \(replica a-0"):
+            await CALLS[call](client)
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_an_error_with_malformed_details_has_its_code(call: str) -> None:
+    async with _client(fails=True) as client:
+        with pytest.raises(StagemeshError, match="no"):
+            await CALLS[call](client)
