@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stagemesh.gateway import connections, limits
-from tests.client.scripted import admitted, ended, finished, text
+from tests.client.scripted import Pause, admitted, ended, finished, text
 from tests.gateway.attacks import answer_of, attacked, connected, exchange, head, json_head, longest_block_s, upgrade
 
 REALTIME = "/v1/realtime?model=p"
@@ -118,6 +118,19 @@ def _ports(*, established: bool) -> set[int]:
 async def _until(condition: Any) -> None:
     while not condition():
         await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("second", [head("GET", "/health"), upgrade(REALTIME)], ids=["request", "upgrade"])
+async def test_a_request_before_the_end_of_the_last_answer_ends_the_connection(second: bytes) -> None:
+    async with attacked() as (orchestrator, address), asyncio.timeout(30):
+        orchestrator.scripts.append([admitted(), text("x"), Pause.FOREVER])
+        content = json.dumps({"model": "p", "prompt": "x", "stream": True}).encode()
+        async with connected(address) as (reader, writer):
+            writer.write(json_head("/v1/completions", len(content)) + content)
+            await reader.readuntil(b"data: ")
+            writer.write(second)
+            assert b"data: [DONE]" not in await reader.read()
+        await orchestrator.hung_up.wait()
 
 
 async def test_further_connections_are_closed() -> None:

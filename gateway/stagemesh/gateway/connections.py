@@ -22,7 +22,6 @@ _STALLED_S = 60
 _MAX_HEADERS = 128
 _MAX_HEAD_BYTES = 64 << 10
 """The limit for bytes that are neither complete headers nor a part of a body. The parser would collect any number."""
-_MAX_PIPELINED = 16
 _MIN_CHUNK_BYTES, _MAX_SMALL_CHUNKS = 64, 1000
 """A body may have this number of chunks that are smaller."""
 _MAX_FRAGMENTS = 1024
@@ -114,7 +113,8 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
             self.connection_lost(None)
         else:
             self._begin(secured)
-            self.data_received(self._early)
+            early, self._early = self._early, b""
+            self.data_received(early)
 
     def data_received(self, data: bytes) -> None:
         if self.scheme is None:
@@ -133,12 +133,13 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
             raise ValueError("too many headers")
 
     def on_headers_complete(self) -> None:
+        # The end of the connection, and its buffers, would reach the newest request alone.
+        if self.cycle is not None and not self.cycle.response_complete:
+            raise ValueError("a request before the end of the last answer")
         self._head_bytes = self._body_bytes = self._chunks = 0
         self._is_idle = False
         self.end_after(None)
         super().on_headers_complete()
-        if len(self.pipeline) > _MAX_PIPELINED:
-            raise ValueError("too many requests without an answer")
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -148,10 +149,8 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
         super().on_body(body)
 
     def on_response_complete(self) -> None:
-        is_last = not self.pipeline or self.transport.is_closing()
         super().on_response_complete()
-        if is_last:
-            self._wait_for_head()
+        self._wait_for_head()
 
     def handle_websocket_upgrade(self) -> None:
         self.end_after(None)

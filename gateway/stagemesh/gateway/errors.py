@@ -67,7 +67,7 @@ def error_body(error: StagemeshError) -> dict[str, Any]:
         param, code = error.param, error.known_code
     elif error.reason in _MODEL_REASONS:
         param, code = "model", "model_not_found"
-    return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": error.message[:_MAX_TEXT], "type": kind, "param": param, "code": code}}
 
 
 def error_response(error: StagemeshError) -> JSONResponse:
