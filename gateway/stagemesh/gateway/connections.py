@@ -134,7 +134,7 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         # The end of the connection, and its buffers, would reach the newest request alone.
-        if self.cycle is not None and not self.cycle.response_complete:
+        if not getattr(self.cycle, "response_complete", True):
             raise ValueError("a request before the end of the last answer")
         self._head_bytes = self._body_bytes = self._chunks = 0
         self._is_idle = False
