@@ -15,7 +15,7 @@ from stagemesh.rpc.callers import CLIENT, OPERATOR, Role
 from stagemesh.rpc.channels import MAX_CALLS_PER_CONNECTION, MAX_HEADER_BYTES, open_channel
 from stagemesh.rpc.handlers import streaming
 from stagemesh.rpc.server import Server
-from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc, stage_pb2, stage_pb2_grpc
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
 from stagemesh.v1.request_pb2 import Output
 from tests.rpc.call_errors import error_of
@@ -65,6 +65,9 @@ async def test_a_caller_has_limited_calls_until_one_ends() -> None:
         assert error.retry_after_s == 1
         other = stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest())
         assert (await error_of(other)).reason == "CALL_LIMIT"
+        # The port does not serve the calls of this role.
+        foreign = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest())
+        assert (await error_of(foreign)).reason == "CALL_LIMIT"
         service.end.set()
         for call in calls:
             assert await call.read() is grpc.aio.EOF

@@ -83,7 +83,7 @@ class Gate(grpc.aio.ServerInterceptor):
             self._check_headers(handler_call_details)
         except StagemeshError as exc:
             make_handler: Any = grpc.stream_stream_rpc_method_handler
-            return make_handler(partial(self._reject, exc))
+            return make_handler(partial(self._refuse, exc))
         handler = await continuation(handler_call_details)
         return None if handler is None else _wrapped(handler, partial(self._admitted, handler, handler_call_details))
 
@@ -104,10 +104,8 @@ class Gate(grpc.aio.ServerInterceptor):
             )
 
     @asynccontextmanager
-    async def _admitted(
-        self, handler: Any, details: grpc.HandlerCallDetails, requests: AsyncIterator[bytes], context: Any
-    ) -> AsyncGenerator[Any]:
-        """Ends an RPC if its caller may not call it, or has too many. Otherwise yields the argument of `handler`."""
+    async def _counted(self, context: Any) -> AsyncGenerator[None]:
+        """Counts an RPC of its caller within the block. Ends the RPC if its caller has too many."""
         caller = _caller(context)
         self._running[caller] += 1
         try:
@@ -119,6 +117,23 @@ class Gate(grpc.aio.ServerInterceptor):
                     retry_after_s=_RETRY_AFTER_S,
                 )
                 await _abort(context, error)
+            yield
+        finally:
+            self._running[caller] -= 1
+            if not self._running[caller]:
+                del self._running[caller]
+
+    async def _refuse(self, error: StagemeshError, requests: AsyncIterator[bytes], context: Any) -> None:
+        """Ends an RPC that this port does not serve."""
+        async with self._counted(context):
+            await self._reject(error, requests, context)
+
+    @asynccontextmanager
+    async def _admitted(
+        self, handler: Any, details: grpc.HandlerCallDetails, requests: AsyncIterator[bytes], context: Any
+    ) -> AsyncGenerator[Any]:
+        """Ends an RPC if its caller may not call it, or has too many. Otherwise yields the argument of `handler`."""
+        async with self._counted(context):
             if self._authenticate is not None and not details.method.startswith(_OPEN):
                 try:
                     identity = await self._authenticate(context, details.invocation_metadata)
@@ -128,10 +143,6 @@ class Gate(grpc.aio.ServerInterceptor):
                     await self._reject(exc, requests, context)
             async with self._received(handler, requests, context) as given:
                 yield given
-        finally:
-            self._running[caller] -= 1
-            if not self._running[caller]:
-                del self._running[caller]
 
     def _check_roles(self, roles: frozenset[Role], method: str) -> None:
         """Raises PermissionDeniedError (WRONG_ROLE) if a caller with these roles may not call an RPC."""
