@@ -149,7 +149,7 @@ class Gate(grpc.aio.ServerInterceptor):
         needed = roles_of(method) & self._roles or frozenset({OPERATOR})
         if not roles & needed:
             raise PermissionDeniedError(
-                f"{method.rpartition('/')[2]} is for {_names(needed)}, and the caller's credentials are those of "
+                f"{method.rpartition('/')[2]} is for {_names(needed)}, and the caller's credentials have the roles of "
                 f"{_names(roles)}; use other credentials",
                 reason="WRONG_ROLE",
             )
