@@ -127,7 +127,7 @@ async def test_without_credentials_the_request_names_the_caller(callers: Callers
 @pytest.mark.parametrize("name", ["stage/a/a-0", "orchestrator/main", "operator/alice"])
 async def test_another_role_may_not_call(tmp_path: Path, own: Path, name: str, callers: Callers) -> None:
     async with _orchestrator(callers, own=own, client=issue(tmp_path, name)) as stub:
-        said = "Generate is for clients, and the caller's credentials are those of"
+        said = "Generate is for clients, and the caller's credentials have the roles of"
         await _check_refusal(stub, PermissionDeniedError, "WRONG_ROLE", said)
     assert callers.seen == []
 
