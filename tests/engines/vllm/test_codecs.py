@@ -24,7 +24,10 @@ from stagemesh.connectors.arena.memory import PAGE_BYTES
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.base import Checkpoint, Emission, SamplingOptions, Task
+from stagemesh.services.engines.vllm.codec.feature import EmittedFrames
 from stagemesh.services.engines.vllm.engine import VllmEngine
+from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
+from stagemesh.services.engines.vllm.requests import CheckedParams
 from stagemesh.services.models.qwen2_5_omni import transforms as qwen2_5_omni_transforms
 from stagemesh.services.models.qwen3_omni import transforms as qwen3_omni_transforms
 from stagemesh.services.models.qwen3_tts.description import read_config
@@ -236,6 +239,16 @@ async def test_a_resumed_request_continues_with_the_same_codes(talker: Talker, t
     assert 0 < before <= event.steps
     resumed = replace(task(), resume_from=replace(event, rows={"codes": before}))
     assert await codes_of(talker.engine, resumed) == whole[before:]
+
+
+@pytest.mark.parametrize("frames", [7, 8, 9])
+async def test_a_checkpoint_has_no_frames_after_its_tokens(frames: int) -> None:
+    emitted = EmittedFrames(EngineRequest(Task("r", 7), "r/0", RequestPrompt([5, 6]), CheckedParams()))
+    codes = np.arange(2 * frames, dtype=np.int32).reshape(frames, 2)
+    emitted.push(1, {"codes": codes})
+    count, state = emitted.state(8)
+    assert count == min(frames, 8)
+    assert state["residuals"].tolist() == codes[:count, 1:].tolist()
 
 
 @pytest.mark.parametrize("talker", ["qwen3_omni", "qwen2_5_omni"], indirect=True)

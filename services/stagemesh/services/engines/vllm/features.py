@@ -72,10 +72,11 @@ class EngineRequest:
     """The reader of the request's log-probabilities. None if the task does not request them."""
     sampled: list[int] = field(default_factory=list[int])
     """The tokens sampled so far. If the task was resumed, they start with the tokens of the checkpoint."""
-    saved_state: "Callable[[], tuple[int, Tensors]] | None" = None
+    saved_state: "Callable[[int], tuple[int, Tensors]] | None" = None
     """A function of a feature that returns what a checkpoint must contain in addition to tokens, or None.
 
-    The function returns the number of sampled tokens that the checkpoint may contain, and tensors by name.
+    The function receives the number of sampled tokens. It returns the number of them that the checkpoint may contain,
+    and tensors by name.
     """
     limit: RequestLimit = field(default_factory=RequestLimit)
     """The run-ahead limit. vLLM computes only the token positions before the limit."""

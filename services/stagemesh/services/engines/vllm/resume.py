@@ -99,7 +99,7 @@ class _Checkpoints(features.RequestHook):
             logprobs, saved_state = self._request.logprobs, self._request.saved_state
             tensors = {_PROMPT: _digest(self._request.prompt), **(logprobs.state() if logprobs is not None else {})}
             if saved_state is not None:
-                count, state = saved_state()
+                count, state = saved_state(count)
                 tensors |= state
             yield Checkpoint(count, tuple(self._request.sampled[:count]), tensors)
 

@@ -172,9 +172,12 @@ class EmittedFrames(EmittedRows):
         if self.next_position > before:
             self._residuals.append(tensors[CODES][before - position :, 1:].astype(np.int16))
 
-    def state(self) -> tuple[int, Tensors]:
-        """Returns the number of frames so far, and the tensors that a checkpoint needs to restore them."""
-        residuals = np.concatenate(self._residuals) if self._residuals else np.empty((0, 0), np.int16)
+    def state(self, tokens: int) -> tuple[int, Tensors]:
+        """Returns the number of frames so far, at most `tokens`, and the tensors that restore these frames.
+
+        The worker's frames and vLLM's tokens arrive over different connections, so either may be ahead of the other.
+        """
+        residuals = np.concatenate(self._residuals)[:tokens] if self._residuals else np.empty((0, 0), np.int16)
         return len(residuals), {RESIDUALS: residuals}
 
     def _restore(self, checkpoint: Checkpoint) -> None:
