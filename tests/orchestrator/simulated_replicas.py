@@ -11,7 +11,14 @@ from typing import cast
 
 from google.protobuf.message import Message
 
-from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError, UnsupportedError
+from stagemesh.common.errors import (
+    ExistsError,
+    NotFoundError,
+    NotReadyError,
+    StaleAttemptError,
+    UnavailableError,
+    UnsupportedError,
+)
 from stagemesh.common.notification import Notifier
 from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe
@@ -181,7 +188,7 @@ class SimulatedReplica:
         return self.dead
 
     async def close(self) -> None:
-        self._drop()
+        """Does nothing: the process and its steps outlive the orchestrators that call it."""
 
     # -- ReplicaClient: steps
 
@@ -194,12 +201,27 @@ class SimulatedReplica:
     ) -> None:
         self._check()
         self.calls.append(request)
-        step = self.steps.get(request.step_id) or self._begin(request)
+        step = self._find(request) or self._begin(request)
         step.callers += 1
         try:
             await self._replay(step, take)
         finally:
             step.callers -= 1
+
+    def _find(self, request: stage_pb2.ExecuteStepRequest) -> Step | None:
+        """Returns the step of a repeated call. None if the call starts a step."""
+        latest = {"attempt": str(max([0, *(each.request.attempt for each in self.steps_of(request.request_id))]))}
+        if request.attempt < int(latest["attempt"]):
+            raise StaleAttemptError(f"attempt {request.attempt} was replaced", metadata=latest)
+        step = self.steps.get(request.step_id)
+        if step is None and request.attach_only:
+            raise NotFoundError(f"no step {request.step_id}", reason="UNKNOWN_STEP")
+        content = stage_pb2.ExecuteStepRequest()
+        content.CopyFrom(request)
+        content.attach_only = False
+        if step is not None and step.request != content:
+            raise ExistsError(f"step {request.step_id} has other content", reason="STEP_EXISTS", metadata=latest)
+        return step
 
     async def _replay(self, step: Step, take: Callable[[stage_pb2.ExecuteStepResponse], None]) -> None:
         for position in itertools.count():

@@ -130,6 +130,7 @@ def step_spec(
     attempt: int = 1,
     content: str = "hi",
     streamed: tuple[str | StreamedOutput, ...] = ("text",),
+    attach_only: bool = False,
 ) -> StepSpec:
     """Returns the spec of a step with a prompt for a source."""
     return StepSpec(
@@ -138,6 +139,7 @@ def step_spec(
         task=Task(request_id=request_id, seed=1, prompt=content),
         streamed=tuple(StreamedOutput(each) if isinstance(each, str) else each for each in streamed),
         fingerprint=content.encode(),
+        attach_only=attach_only,
     )
 
 

@@ -53,7 +53,10 @@ async def test_a_second_call_attaches_and_receives_all_events(engine: GatedEngin
 async def test_an_ended_step_does_not_run_again(engine: GatedEngine) -> None:
     engine.gate.set()
     async with ready_runtime(engine=engine) as runtime:
-        assert await events_of(runtime, step_spec()) == await events_of(runtime, step_spec())
+        with pytest.raises(errors.NotFoundError, match="start a new attempt"):
+            await events_of(runtime, step_spec(attach_only=True))
+        first = await events_of(runtime, step_spec())
+        assert first == await events_of(runtime, step_spec(attach_only=True)) == await events_of(runtime, step_spec())
     assert engine.released == ["r"]
 
 

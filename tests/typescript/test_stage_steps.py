@@ -41,6 +41,7 @@ async def test_repeated_call_receives_the_same_events_from_the_first_one_on() ->
         _, received = await asyncio.gather(send_all(running.outlet, sent[1:]), receive_all(running.inlet))
         assert_same(received, [packet for packet in upper(sent) for _ in range(2)][1:])
         events = await step.finished()
+        step.request.attach_only = True
         repeated = await (await running.stage.call(step.request)).finished()
     assert repeated == events
     assert [event.output.position for event in events if event.HasField("output")] == [*range(0, 11_000, 1000)]
@@ -57,6 +58,8 @@ async def test_other_content_or_a_lower_attempt_is_refused() -> None:
         error = await error_of(stage.start("r", consumer=NOWHERE, attempt=6))
         assert (error.reason, error.metadata["attempt"]) == ("STALE_ATTEMPT", "7")
         assert error.metadata["stage"] == "upper"
+        unknown = step_request("other", consumer=NOWHERE, attach_only=True)
+        assert (await error_of(stage.call(unknown))).reason == "UNKNOWN_STEP"
         await stage.stub.CancelStep(stage_pb2.CancelStepRequest(request_id="r"), timeout=5)
 
 

@@ -232,7 +232,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNKNOWN_VOICE: _ErrorReason.ValueType  # 253
     """The caller has created no voice with this name, and no model has it. List the voices."""
     ERROR_REASON_UNKNOWN_STEP: _ErrorReason.ValueType  # 69
-    """The step does not run on this replica and has left no open edges."""
+    """The step does not run on this replica and has left no open edges, or a call that may only attach to it was too late."""
     ERROR_REASON_UNKNOWN_LOGGER: _ErrorReason.ValueType  # 237
     """The process has no logger of this name. The message lists the names with which those of the process begin."""
     ERROR_REASON_UNKNOWN_TARGET: _ErrorReason.ValueType  # 70
@@ -798,7 +798,7 @@ ERROR_REASON_UNKNOWN_JOB: ErrorReason.ValueType  # 250
 ERROR_REASON_UNKNOWN_VOICE: ErrorReason.ValueType  # 253
 """The caller has created no voice with this name, and no model has it. List the voices."""
 ERROR_REASON_UNKNOWN_STEP: ErrorReason.ValueType  # 69
-"""The step does not run on this replica and has left no open edges."""
+"""The step does not run on this replica and has left no open edges, or a call that may only attach to it was too late."""
 ERROR_REASON_UNKNOWN_LOGGER: ErrorReason.ValueType  # 237
 """The process has no logger of this name. The message lists the names with which those of the process begin."""
 ERROR_REASON_UNKNOWN_TARGET: ErrorReason.ValueType  # 70

@@ -145,6 +145,7 @@ class ExecuteStepRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     ABSENT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    ATTACH_ONLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'. It is unique among callers: of a
     request whose caller has a name, it is the first 95 characters of the client's id, '.', and a digest of both. If the
@@ -171,6 +172,10 @@ class ExecuteStepRequest(_message.Message):
     traceparent: _builtins.str
     """The step's trace context, as the header `traceparent` of W3C Trace Context. If its flag "sampled" is set, the stage
     reports spans. Empty if the request is not traced. Ignored if it is malformed. A repeated call need not repeat it.
+    """
+    attach_only: _builtins.bool
+    """Whether the call attaches to the step and never starts it: if no step with this step_id runs here or is retained,
+    the call fails (NOT_FOUND, UNKNOWN_STEP). Set in repeated calls, and by an orchestrator that takes over a request.
     """
     @_builtins.property
     def input(self) -> _request_pb2.Input:
@@ -222,10 +227,11 @@ class ExecuteStepRequest(_message.Message):
         priority: _builtins.int = ...,
         absent: _abc.Iterable[_builtins.str] | None = ...,
         traceparent: _builtins.str = ...,
+        attach_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "input", b"input", "max_steps", b"max_steps", "parameters", b"parameters", "resume_from", b"resume_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "absent", b"absent", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_steps", b"max_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "step_id", b"step_id", "streamed", b"streamed", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "absent", b"absent", "attach_only", b"attach_only", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_steps", b"max_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "step_id", b"step_id", "streamed", b"streamed", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_steps: _TypeAlias = _typing.Literal["max_steps"]  # noqa: Y015
     _WhichOneofArgType__max_steps: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps"]  # noqa: Y015

@@ -99,8 +99,11 @@ export class Steps {
     const known = this.#steps.get(stepId);
     if (known !== undefined) {
       // Maps have no order, so the decoded messages are compared, not their bytes.
-      if (isDeepStrictEqual(known.request, request)) return known;
+      if (isDeepStrictEqual(contentOf(known.request), contentOf(request))) return known;
       throw failure(status.ALREADY_EXISTS, "STEP_EXISTS", `step ${stepId} exists with other content`, metadata);
+    }
+    if (request.attachOnly) {
+      throw failure(status.NOT_FOUND, "UNKNOWN_STEP", `step ${stepId} was not started here, or has ended long ago`);
     }
     if (this.isDraining) {
       const message = `replica ${this.parts.identity.replica} stops and accepts no steps`;
@@ -116,6 +119,11 @@ export class Steps {
     step.start();
     return step;
   }
+}
+
+/** Returns a request without what repeated calls of its step need not share. */
+function contentOf(request: ExecuteStepRequest): ExecuteStepRequest {
+  return { ...request, traceparent: "", attachOnly: false };
 }
 
 /** One step: a stage's part of a request. */

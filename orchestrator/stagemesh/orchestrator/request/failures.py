@@ -25,6 +25,8 @@ _RESTARTED = "REPLICA_RESTARTED"
 _NOT_EXPECTED = "UNKNOWN_FLOW"
 # The replica drains, sleeps or loads. Another replica may run the step.
 _NOT_READY = "NOT_READY"
+# The process of the replica has restarted since another orchestrator started the step, or it has forgotten the step.
+_NOT_STARTED = "UNKNOWN_STEP"
 # A replica receives these reasons from the replica at the other end of an edge if that replica has been rebound.
 _REPLACED = frozenset({"STALE_ATTEMPT", "STALE_INCARNATION"})
 _BAD_CHECKPOINT = frozenset({"INVALID_CHECKPOINT", "UNSUPPORTED"})
@@ -76,7 +78,7 @@ class Failure:
     @property
     def is_recoverable(self) -> bool:
         """Whether the stage may succeed on another replica, or with other upstream or downstream replicas."""
-        if self.rank in (CauseRank.LOST, CauseRank.PEER_LOST) or self.error.reason == _NOT_READY:
+        if self.rank in (CauseRank.LOST, CauseRank.PEER_LOST) or self.error.reason in (_NOT_READY, _NOT_STARTED):
             return True
         return self.error.reason in _REPLACED and "edge" in self.error.metadata
 
@@ -137,7 +139,7 @@ class Failures:
         elif state.resumed is not None and error.reason in _BAD_CHECKPOINT:
             self.require_fresh(state.name, error)
         elif failure.is_recoverable:
-            if error.reason != NOT_REBOUND:
+            if error.reason not in (NOT_REBOUND, _NOT_STARTED):
                 state.avoid |= {state.replica}
             self._lost[state.name] = failure.error
             self._lost_s = _now_s()

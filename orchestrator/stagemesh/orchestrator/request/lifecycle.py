@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import ExistsError, NotFoundError, StagemeshError
+from stagemesh.common.requests.request_checks import ATTEMPTS_A_CALL
 from stagemesh.common.wire.encoding import digest_of, without_fields
 from stagemesh.orchestrator.admission.admission import Admission
 from stagemesh.orchestrator.admission.queue import AdmissionRequest, EntryState
@@ -51,6 +52,8 @@ _CHANGING_FIELDS = (
 )
 """The fields of a request that may differ between its calls."""
 
+_MOST_RESTARTS = ATTEMPTS_A_CALL // 2
+"""More than the number of attempts of a stage in one run."""
 # The reasons for which a choice may run a second time. A stage rejects a step because another or a later attempt of the
 # request exists. Or an upgrade has replaced the generation in which the choice began.
 _RUN_AGAIN_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT", "GENERATION_ENDED")
@@ -153,9 +156,9 @@ class RequestLifecycle:
             return self._stopped
         self._note_admitted(request, plans)
         if len(plans) == 1:
-            if request.running_attempt is not None and dict(plans[0].replicas) == dict(request.preferred):
-                return await self._continue_or_run(request, request.running_attempt, plans[0], plan)
-            return await self._run_or_take_over(request, plans[0], plan)
+            if request.continues and dict(plans[0].replicas) == dict(request.preferred):
+                return await self._continue_or_run(request, plans[0], plan)
+            return await self._run_or_take_over(replace(request, running_attempt=None), plans[0], plan)
         async with asyncio.TaskGroup() as group:
             runs = [
                 group.create_task(self._run_choice(replace(request, index=index), planned, plan))
@@ -163,23 +166,23 @@ class RequestLifecycle:
             ]
         return self._stopped if any(run.result() for run in runs) else None
 
-    async def _continue_or_run(
-        self, request: ValidRequest, attempt: int, planned: Plan, plan: PlanRuns
-    ) -> StagemeshError | None:
+    async def _continue_or_run(self, request: ValidRequest, planned: Plan, plan: PlanRuns) -> StagemeshError | None:
         """Continues the only choice of a request with steps that another orchestrator has started.
 
-        `attempt` is the number of their attempts. The replicas of `planned` replay the events of these steps. If this
-        fails, runs the choice again: a step is lost, the other orchestrator has cancelled it, or it had moved to
-        another replica. Returns the error of a failed choice, or None if it succeeded.
+        The replicas of `planned` replay the events of these steps, and lost steps restart. If this fails, runs the
+        choice again: the other orchestrator has cancelled or restarted a step. Returns the error of a failed choice, or
+        None if it succeeded.
         """
-        running = replace(request, first_attempt=attempt)
         # A failed choice runs again, so that nothing has failed yet.
-        error = await self._run_planned(running, planned, failed=lambda _: None)
+        error = await self._run_planned(request, planned, failed=lambda _: None)
         if error is None or self._stopped is not None or self.record.journal.closed:
             return error
         _log.warning("request %s cannot continue with its running steps: %s", request.choice_id, error)
         plans = await self._plan_when_ready(plan, 1)
-        return await self._run_or_take_over(request, plans[0], plan) if plans else self._stopped
+        if not plans:
+            return self._stopped
+        again = replace(request, running_attempt=None, first_attempt=request.first_attempt + _MOST_RESTARTS)
+        return await self._run_or_take_over(again, plans[0], plan)
 
     async def _run_choice(self, request: ValidRequest, planned: Plan, plan: PlanRuns) -> StagemeshError | None:
         """Runs one of several choices. Stops the request if the choice fails. Returns the error, or None."""

@@ -229,19 +229,21 @@ def is_checkpoint_useful(route: Route, states: States, stage: str, rows: Mapping
 
 
 def plan_restarts(
-    route: Route, states: States, *, lost: Collection[str], fresh: Collection[str] = frozenset()
+    route: Route, states: States, *, lost: Collection[str], fresh: Collection[str] = frozenset(), first_attempt: int = 1
 ) -> Restarts:
     """Returns the stages that must restart after a loss, and the consequences for the other stages.
 
     - `lost` contains the stages whose steps were lost.
     - `fresh` contains the stages that must restart from the beginning instead of from a checkpoint.
+    - `first_attempt` is the lowest number of a new attempt. It exceeds the attempts of other orchestrators, which may
+      recover the same request.
     """
     fallen = {stage for stage in lost if states[stage].phase is not Phase.FINISHED}
     unneeded = frozenset(stage for stage in fallen - set(fresh) if _is_unneeded(route, states, stage, fresh))
     restarting = _with_producers(route, states, (fallen | set(fresh)) - unneeded)
     restarted = {
         stage: Restart(
-            attempt=_next_attempt(route, states, stage),
+            attempt=max(first_attempt, _next_attempt(route, states, stage)),
             resumes=stage not in fresh and _can_resume(route, states, stage, restarting),
         )
         for stage in states

@@ -15,8 +15,8 @@ from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.connectors.packets import EdgeKey
 from stagemesh.orchestrator.planning.planner import Plan
 from stagemesh.orchestrator.planning.replacement_replicas import ReplacementReplicas
-from stagemesh.orchestrator.request.failures import NOT_REBOUND, SETTLE_S, Failure, Failures, root_cause
-from stagemesh.orchestrator.request.output_record import CALLER_DISCONNECTED, NOT_RUNNING, RequestRecord
+from stagemesh.orchestrator.request.failures import NOT_REBOUND, SETTLE_S, Failures, root_cause
+from stagemesh.orchestrator.request.output_record import NOT_RUNNING, RequestRecord
 from stagemesh.orchestrator.request.recovery import (
     Action,
     ActionKind,
@@ -27,7 +27,7 @@ from stagemesh.orchestrator.request.recovery import (
     next_actions,
     plan_restarts,
 )
-from stagemesh.orchestrator.request.step_calls import StepCalls, follow_step
+from stagemesh.orchestrator.request.step_calls import StepCalls, follow_step, may_continue
 from stagemesh.orchestrator.request.streamed_input import InputPlanes
 from stagemesh.orchestrator.request.timeline import ask_for_report, describe_wait
 from stagemesh.orchestrator.request.validation import ValidRequest
@@ -77,7 +77,9 @@ class RequestRun:
         self._timeout_s, self._deadline_s = timeout_s, 0.0
         self._route = plan.route
         self._states = {
-            name: StepState(step=step, attempt=request.first_attempt, budget=replacements.checkpoints)
+            name: StepState(
+                step=step, attempt=request.running_attempt or request.first_attempt, budget=replacements.checkpoints
+            )
             for name, step in plan.steps.items()
         }
         self._changed = Notifier()
@@ -116,6 +118,10 @@ class RequestRun:
                 self._group = group
                 for state in self._states.values():
                     self._note_placed(state)
+                if self._request.continues:
+                    # The steps are known to each other already, and all calls must repeat the original bindings.
+                    for state in self._states.values():
+                        self._start(state)
                 error = await self._outcome()
                 if error is not None:
                     _log.warning("request failed: %s", error.message)
@@ -163,8 +169,7 @@ class RequestRun:
     def _recover(self) -> None:
         """Restarts the stages whose steps were lost, and the stages that must restart with them.
 
-        If the run continues with the steps of another orchestrator, it fails instead, and the request runs again. Ends
-        the stages that wait for a replica without need.
+        Ends the stages that wait for a replica without need.
         """
         for stage in find_superfluous(self._route, self._states):
             for task in list(self._states[stage].tasks):
@@ -173,16 +178,13 @@ class RequestRun:
         losses = self._failures.take_losses()
         if self._failures.final or not (losses.lost or losses.fresh):
             return
-        if self._request.continues:
-            # The other orchestrator may still recover its request. The recoveries of two would disturb each other.
-            errors = {**losses.lost, **losses.fresh}
-            self._failures.final += [Failure(stage, error) for stage, error in errors.items()]
-        else:
-            self._restart(*losses)
+        self._restart(*losses)
 
     def _restart(self, lost: Mapping[str, StagemeshError], fresh: Mapping[str, StagemeshError]) -> None:
         """Restarts stages. The arguments are the fields of `Losses`."""
-        restarts = plan_restarts(self._route, self._states, lost=lost, fresh=fresh)
+        restarts = plan_restarts(
+            self._route, self._states, lost=lost, fresh=fresh, first_attempt=self._request.first_attempt
+        )
         for stage in restarts.void:
             self._states[stage].discard_checkpoint()
         for stage in restarts.unneeded:
@@ -391,7 +393,7 @@ class RequestRun:
         running = [state for state in self._states.values() if state.at_work and state.replica.stage not in failed]
         attempts = [SupersededAttempt(state.replica, state.attempt) for state in running]
         attempts += [attempt for state in self._states.values() for attempt in state.superseded]
-        if error.reason == CALLER_DISCONNECTED:
+        if may_continue(error):
             # Replicas spare the steps that another orchestrator follows.
             await end_tasks(task for state in self._states.values() for task in state.tasks)
         for attempt in attempts:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from copy import copy
 
 from stagemesh.common.backoff import Backoff
-from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
+from stagemesh.common.errors import InternalError, StagemeshError, StaleAttemptError, UnavailableError
 from stagemesh.common.media.files import suffix_of
 from stagemesh.common.notification import Notifier
 from stagemesh.common.plugins.connectors import number_of
@@ -102,6 +102,8 @@ class StepCalls:
             priority=self._request.priority,
             resume_from=state.resumed,
             traceparent=self._traceparent(state),
+            # Another orchestrator has started these attempts.
+            attach_only=state.attempt == self._request.running_attempt,
         )
 
     def can_resume_from(self, checkpoint: stage_pb2.Checkpoint) -> bool:
@@ -134,9 +136,9 @@ class StepCalls:
     async def cancel(self, attempt: SupersededAttempt, error: StagemeshError | None = None) -> None:
         """Cancels an attempt on its replica. If the call fails, logs the error instead of raising it.
 
-        `error` is the reason for the cancellation, or None if a newer attempt has replaced this attempt. If the client
-        has disconnected, the replica does not cancel an attempt that another orchestrator follows, because the client
-        may continue there. Does nothing if the replica has ended.
+        `error` is the reason for the cancellation, or None if a newer attempt has replaced this attempt. If
+        `may_continue` is True for the error, the replica does not cancel an attempt that another orchestrator follows.
+        Does nothing if the replica has ended.
         """
         if attempt.replica.end_cause is not None:
             return
@@ -144,7 +146,7 @@ class StepCalls:
             request_id=self._request.choice_id,
             attempt=attempt.attempt,
             reason=error.message if error is not None else "a newer attempt has replaced it",
-            when_left=error is not None and error.reason == CALLER_DISCONNECTED,
+            when_left=error is not None and may_continue(error),
         )
         try:
             response = await attempt.replica.client.cancel(request, timeout_s=_CANCEL_S)
@@ -238,13 +240,8 @@ class StepCalls:
         return f"{output.folder_uri}/{self._run_folder}/{output.name}.{attempt}{suffix}"
 
     def _open_edges(self, state: StepState) -> list[Edge]:
-        """Returns the edges over which the newest attempt of a stage sends, whose consumers have not finished.
-
-        If another orchestrator has started the attempt, returns all outgoing edges, because this orchestrator may
-        receive the replayed ends of the consumers before it calls the stage.
-        """
-        is_running = state.attempt == self._request.running_attempt
-        return [edge for edge in self._route.outgoing[state.name] if is_running or is_open(edge, self._states)]
+        """Returns the edges over which the newest attempt of a stage sends, whose consumers have not finished."""
+        return [edge for edge in self._route.outgoing[state.name] if is_open(edge, self._states)]
 
     def _input_binding(self, edge: Edge) -> stage_pb2.InputBinding:
         return stage_pb2.InputBinding(
@@ -321,6 +318,14 @@ class StepCalls:
             state.store_checkpoint(checkpoint)
 
 
+def may_continue(error: StagemeshError) -> bool:
+    """Returns whether another orchestrator may continue a request that ends here with `error`.
+
+    The client has disconnected and may have called the other orchestrator, or that orchestrator has restarted a stage.
+    """
+    return error.reason in (CALLER_DISCONNECTED, StaleAttemptError.default_reason)
+
+
 async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, take: TakeEvent) -> None:
     """Executes a step until it ends. Calls `take` exactly once with each event. The first event is the acceptance.
 
@@ -328,7 +333,8 @@ async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, ta
       parsed message would need several times as much memory.
     - `deadline_s` is a time in seconds on the event loop's clock.
 
-    If the connection breaks, calls the replica again. The replica then replays the step's events.
+    If the connection breaks, calls the replica again. The replica then replays the step's events, or rejects the call
+    if it does not know the step.
 
     Raises the error with which the step failed, or the error that `take` raised. Raises UnavailableError (NOT_ACCEPTED)
     if the replica does not accept the step within ACCEPT_S seconds, and UnavailableError (REPLICA_LOST) if the replica
@@ -341,6 +347,7 @@ async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, ta
             async with asyncio.timeout(ACCEPT_S) as relay.accept_timeout:
                 relay.replayed = 0
                 message = stage_pb2.ExecuteStepRequest.FromString(request)
+                message.attach_only |= relay.passed > 0
                 running = replica.client.execute(message, timeout_s=max(0.0, deadline_s - loop.time()), take=relay.take)
                 del message
                 await running
@@ -374,7 +381,8 @@ class _EventRelay:
 
     def __init__(self, take: TakeEvent, *, stage: str) -> None:
         self._take, self._stage = take, stage
-        self._passed = 0
+        self.passed = 0
+        """The number of events that were passed to `take`."""
         self.replayed = 0
         """The number of events that the current call has received."""
         self.accept_timeout: asyncio.Timeout | None = None
@@ -387,8 +395,8 @@ class _EventRelay:
                 raise _acceptance_missing(self._stage)
             self.accept_timeout.reschedule(None)
             self.accept_timeout = None
-        if self.replayed > self._passed:
-            self._passed = self.replayed
+        if self.replayed > self.passed:
+            self.passed = self.replayed
             self._take(event)
 
 

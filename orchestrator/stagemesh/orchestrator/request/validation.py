@@ -43,8 +43,8 @@ class ValidRequest:
     first_attempt: int = 1
     """The number of each stage's first attempt.
 
-    This number exceeds all attempt numbers that earlier calls of the same request may have used. The attempts of this
-    call therefore replace the earlier attempts.
+    This number exceeds all attempt numbers that earlier calls of the same request may have used. The attempts that this
+    call starts therefore replace the earlier attempts.
     """
     generation: str = ""
     """The generation whose outputs the client already has. Empty if it has none, so that any generation may run."""
@@ -72,8 +72,8 @@ class ValidRequest:
 
     @property
     def continues(self) -> bool:
-        """Whether this run continues with the steps of another orchestrator, which it does not restart."""
-        return self.first_attempt == self.running_attempt
+        """Whether this run continues with the steps of another orchestrator."""
+        return self.running_attempt is not None
 
     @property
     def choice_id(self) -> str:

@@ -71,8 +71,8 @@ class RunIndex:
     def find(self, spec: StepSpec) -> StepRun | None:
         """Returns the running or stored run with the step id of `spec`, or None if there is none.
 
-        Raises StaleAttemptError if a newer attempt of the request is recorded, and ExistsError if a run with this step
-        id was started with a different spec.
+        Raises StaleAttemptError if a newer attempt of the request is recorded, ExistsError if a run with this step id
+        was started with a different spec, and NotFoundError if there is no run and `spec` may only attach to one.
         """
         latest = self._attempts.get(spec.request_id, 0)
         if spec.attempt < latest:
@@ -86,6 +86,11 @@ class RunIndex:
                 f"step {spec.step_id} exists with other content; use another step_id, or repeat the original call",
                 reason="STEP_EXISTS",
                 metadata={"attempt": str(latest)},
+            )
+        if run is None and spec.attach_only:
+            raise NotFoundError(
+                f"step {spec.step_id} is not known here, and the call may not start it; start a new attempt",
+                reason="UNKNOWN_STEP",
             )
         return run
 

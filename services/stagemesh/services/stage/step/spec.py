@@ -147,6 +147,8 @@ class StepSpec:
     """A digest of the ExecuteStep request. Requests with equal content have equal fingerprints."""
     trace: StepTrace | None = None
     """The spans of the step, or None if it is not traced."""
+    attach_only: bool = False
+    """Whether the call must not start the step, because it has been started already."""
 
     @property
     def takes_state(self) -> bool:
@@ -255,18 +257,21 @@ def spec_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepSpec:
         ),
         fingerprint=_fingerprint(request),
         trace=StepTrace.of(request.traceparent),
+        attach_only=request.attach_only,
     )
 
 
 def _fingerprint(request: stage_pb2.ExecuteStepRequest) -> bytes:
     """Returns a digest of the request without what calls of the same step need not share.
 
-    These are the trace context, and what an orchestrator measures or negotiates: the connectors of edges and the pace
-    in their chunk policies. A call that attaches to a running step does not change them.
+    These are the trace context, `attach_only`, the addresses of consumers, which may have restarted elsewhere, and what
+    an orchestrator measures or negotiates: the connectors of edges and the pace in their chunk policies. A call that
+    attaches to a running step does not change them.
     """
-    content = without_fields(request, "traceparent")
+    content = without_fields(request, "traceparent", "attach_only")
     for output in content.outputs:
-        output.ClearField("connector")
+        for name in ("connector", "endpoint", "server_name"):
+            output.ClearField(name)
         if output.policy.HasField("frames"):
             output.policy.frames.ClearField("pace")
     return digest_of(content)

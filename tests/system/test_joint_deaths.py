@@ -1,0 +1,59 @@
+"""Several processes of a deployment are killed at the same time while a request runs."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import pytest
+
+from stagemesh.client import Result
+from tests.deployment import Deployment, deployed_for_module, eventually
+from tests.system.pipelines import pipeline_file
+from tests.system.reading import read
+
+# `writer` finishes long before `last`, which has then received only a part of its chunks.
+_PIPELINE = """\
+pipeline: joint
+stages:
+  writer: {engine: fake, function: source, options: {steps: 24, step_s: 0.01, size_bytes: 1000}}
+  middle: {engine: fake, function: relay, options: {size_bytes: 1000}}
+  last: {engine: fake, function: relay, options: {size_bytes: 1000, step_s: 0.1}}
+edges:
+  - {from: writer, to: middle}
+  - {from: middle, to: last}
+outputs: {text: last}
+"""
+_PROCESSES = ("orchestrator", "writer-0", "middle-0", "last-0")
+
+up = deployed_for_module(lambda folder: pipeline_file(folder, _PIPELINE, name="joint"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(up: Deployment) -> Result:
+    with up.client() as client:
+        return client.generate("hello", seed=7).result()
+
+
+@pytest.fixture(autouse=True)
+def _released(up: Deployment) -> Iterator[None]:
+    yield
+    up.wait(Deployment.all_ready)
+    eventually(up.idle, timeout_s=10)
+
+
+def _kill(up: Deployment, names: Iterable[str]) -> None:
+    for name in names:
+        up.kill(name)
+
+
+@pytest.mark.parametrize("after", [1, 8])
+@pytest.mark.parametrize(
+    "killed", [pair for n in (2, 3) for pair in itertools.combinations(_PROCESSES, n)], ids="+".join
+)
+def test_processes_that_die_together_change_nothing(
+    up: Deployment, undisturbed: Result, killed: tuple[str, ...], after: int
+) -> None:
+    with up.client() as client:
+        call = client.generate("hello", seed=7, timeout_s=20)
+        result = read(call, {after: partial(_kill, up, killed)})
+    assert result.text == undisturbed.text
