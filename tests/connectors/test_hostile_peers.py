@@ -61,6 +61,7 @@ GOOD, BAD = chunk(data=_tensor(inline=b"1234")), chunk(data=_tensor(inline=b"123
         pytest.param(_tensor(inline=b"1234", shape=[-4]), id="negative dimension"),
         pytest.param(_tensor(inline=b"1234", shape=[2**40, 2**40]), id="huge dimensions"),
         pytest.param(_tensor(inline=b"1234", shape=[1] * 40), id="too many dimensions"),
+        pytest.param(_tensor(inline=b"", shape=[0, 2**62, 2**62]), id="huge dimensions of no elements"),
         pytest.param(_tensor(inline=b"1234", dtype=99), id="unknown dtype"),
         pytest.param(_tensor(inline=b"1234", dtype=0), id="no dtype"),
         pytest.param(_tensor(), id="no location"),

@@ -34,6 +34,7 @@ class RequestFault(Enum):
     WRONG_DIGEST = "wrong_digest"
     NO_ACCEPTANCE = "no_acceptance"
     NO_END = "no_end"
+    EXCEPTION = "exception"
 
 
 class ReplicaFault(Enum):
@@ -114,8 +115,10 @@ class StubStage:
         fault = fault_of(request.request_id)
         if fault is RequestFault.NO_ACCEPTANCE:
             await asyncio.Event().wait()
-        flow = self.consumer.flows[request.request_id] = minimum_profile.Received()
+        flow = self.consumer.flows.setdefault(request.request_id, minimum_profile.Received())
         yield Event(accepted=stage_pb2.StepAccepted())
+        if fault is RequestFault.EXCEPTION:
+            raise ArithmeticError("the stub divides by zero")
         await flow.ended.wait()
         if flow.error is not None:
             await fail(context, flow.error)

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -149,7 +150,8 @@ def checked_layout(message: tensor_pb2.Tensor, *, size_bytes: int) -> tuple[np.d
     if name is None:
         raise InvalidChunkError(f"tensor {message.name!r} has the unknown dtype {message.dtype}")
     shape, dtype = tuple(message.shape), DTYPES[name]
-    if len(shape) > MAX_DIMENSIONS or (shape and min(shape) < 0):
+    is_countable = math.prod(filter(None, shape)) * dtype.itemsize <= sys.maxsize  # also of a tensor without elements
+    if len(shape) > MAX_DIMENSIONS or (shape and min(shape) < 0) or not is_countable:
         raise InvalidChunkError(f"tensor {message.name!r} has the impossible shape {list(shape)[:MAX_DIMENSIONS]}")
     expected = math.prod(shape) * dtype.itemsize
     if expected != size_bytes:

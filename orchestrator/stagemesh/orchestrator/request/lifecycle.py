@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from stagemesh.common.backoff import Backoff
-from stagemesh.common.errors import ExistsError, NotFoundError, StagemeshError
+from stagemesh.common.errors import DeadlineError, ExistsError, NotFoundError, StagemeshError
 from stagemesh.common.requests.request_checks import ATTEMPTS_A_CALL
 from stagemesh.common.wire.encoding import digest_of, without_fields
 from stagemesh.orchestrator.admission.admission import Admission
@@ -175,7 +175,7 @@ class RequestLifecycle:
         """
         # A failed choice runs again, so that nothing has failed yet.
         error = await self._run_planned(request, planned, failed=lambda _: None)
-        if error is None or self._stopped is not None or self.record.journal.closed:
+        if error is None or isinstance(error, DeadlineError) or self._stopped is not None or self.record.journal.closed:
             return error
         _log.warning("request %s cannot continue with its running steps: %s", request.choice_id, error)
         plans = await self._plan_when_ready(plan, 1)

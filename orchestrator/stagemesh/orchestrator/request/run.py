@@ -230,7 +230,8 @@ class RequestRun:
         ]
         stages = ", ".join(state.name for state in unfinished)
         return DeadlineError(
-            f"the request took longer than its {self._timeout_s:.1f} s; still running: {stages}{''.join(waiting)}"
+            f"the request took longer than its {self._record.timeline.timeout_s:.1f} s; still running: "
+            f"{stages}{''.join(waiting)}"
         )
 
     async def _find_wait(self, state: StepState) -> str:

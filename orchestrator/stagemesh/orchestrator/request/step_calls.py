@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 DRAINED = "DRAINED"
 """The error reason of a step that was paused because its replica drains. The step continues on another replica."""
 _PAUSES = Backoff(first_s=0.05, longest_s=0.1)
+_MOST_BREAKS = 16
 _REBIND_S = 5.0
 _CANCEL_S = 5.0
 _BINDINGS_BYTES = 256 << 10
@@ -337,8 +338,9 @@ async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, ta
     if it does not know the step.
 
     Raises the error with which the step failed, or the error that `take` raised. Raises UnavailableError (NOT_ACCEPTED)
-    if the replica does not accept the step within ACCEPT_S seconds, and UnavailableError (REPLICA_LOST) if the replica
-    remains unreachable for REATTACH_S seconds.
+    if the replica does not accept the step within ACCEPT_S seconds, UnavailableError (REPLICA_LOST) if the replica
+    remains unreachable for REATTACH_S seconds, and InternalError if _MOST_BREAKS calls in a row break without a new
+    event although the replica is reachable.
     """
     loop = asyncio.get_running_loop()
     relay, broken_s = _EventRelay(take, stage=replica.stage), 0.0
@@ -360,6 +362,7 @@ async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, ta
         except StagemeshError as exc:
             if exc.reason != REPLICA_LOST:
                 raise
+            relay.count_break(exc)
             if relay.replayed:
                 broken_s = 0.0
             broken_s = broken_s or loop.time()
@@ -383,6 +386,8 @@ class _EventRelay:
         self._take, self._stage = take, stage
         self.passed = 0
         """The number of events that were passed to `take`."""
+        self._breaks = 0
+        """The number of calls in a row that broke without a new event."""
         self.replayed = 0
         """The number of events that the current call has received."""
         self.accept_timeout: asyncio.Timeout | None = None
@@ -396,8 +401,18 @@ class _EventRelay:
             self.accept_timeout.reschedule(None)
             self.accept_timeout = None
         if self.replayed > self.passed:
-            self.passed = self.replayed
+            self.passed, self._breaks = self.replayed, 0
             self._take(event)
+
+    def count_break(self, error: StagemeshError) -> None:
+        """Counts a call that broke with `error`. Raises InternalError if _MOST_BREAKS calls broke without a new event.
+
+        A stage that ends its calls with a status without a reason would otherwise be called until the deadline.
+        """
+        self._breaks += 1
+        if self._breaks == _MOST_BREAKS:
+            problem = f"{self._breaks} calls in a row broke without a new event; the last one: {error.message}"
+            raise InternalError(problem, metadata=error.metadata) from error
 
 
 def _acceptance_missing(stage: str) -> InternalError:
