@@ -92,6 +92,15 @@ async def prefilled(engine: VllmEngine, task: Task) -> list[Packet]:
     return packets(await collect(engine.submit(prefilling)))
 
 
+async def damaged(engine: VllmEngine, task: Task, parameters: Mapping[str, object]) -> list[Packet]:
+    """Returns the packets of a prefill stage that writes other parameters into its ticket."""
+    ticket = ticket_of(sent := await prefilled(engine, task))
+    descriptor = msgspec.msgpack.decode(ticket.descriptor)
+    descriptor["parameters"] |= parameters
+    ticket.descriptor = msgspec.msgpack.encode(descriptor)
+    return sent
+
+
 async def stream(sent: Sequence[Packet]) -> AsyncIterator[Packet]:
     """Yields the packets as a consumer receives them: their tickets are released when they are deleted, too."""
     for packet in sent:
@@ -208,12 +217,47 @@ DAMAGED = {
 @pytest.mark.parametrize("name", DAMAGED)
 async def test_damaged_handshake_does_not_fail_the_request(pair: Pair, name: str) -> None:
     each = task(f"damaged-{name}", 150, seed=len(name))
-    sent = await prefilled(pair.prefill, each)
-    ticket = ticket_of(sent)
-    descriptor = msgspec.msgpack.decode(ticket.descriptor)
-    descriptor["parameters"] |= {"remote_host": DAMAGED[name], "remote_engine_id": name}
-    ticket.descriptor = msgspec.msgpack.encode(descriptor)
+    sent = await damaged(pair.prefill, each, {"remote_host": DAMAGED[name], "remote_engine_id": name})
     assert await decoded(pair.decode, each, sent) == await alone(pair, each)
+    await pair.check_no_blocks()
+
+
+NUMBERS = ("remote_port", "tp_size", "dcp_size", "pp_size", "remote_num_tokens")
+NAMES = ("remote_engine_id", "remote_request_id", "remote_host")
+INVALID: Mapping[str, Sequence[object]] = {
+    "remote_block_ids": ([], [1], [[-1]], [[1 << 31]], [[1.0]], [["1"]], {}, "1"),
+    **dict.fromkeys(NAMES, ("ä", "a\n", "a" * 65_537, b"a", 1, {"a": 1})),
+    **dict.fromkeys(NUMBERS, (-1, 1 << 31, 1.0, "1", True)),
+}
+
+
+@pytest.mark.parametrize("key", INVALID)
+async def test_invalid_parameter_fails_the_request_alone(pair: Pair, key: str) -> None:
+    each = task(f"invalid-{key}", 150)
+    for value in (*INVALID[key], [[1], "a"], None):
+        sent = await damaged(pair.prefill, each, {key: value})
+        with pytest.raises(InvalidRequestError, match=rf"\$\.parameters\.{key}") as caught:
+            await decoded(pair.decode, each, sent)
+        assert caught.value.reason == "INVALID_TICKET"
+    assert await handed_over(pair, each) == await alone(pair, each)
+    await pair.check_no_blocks()
+
+
+WRONG: Mapping[str, Sequence[object]] = {
+    "remote_block_ids": ([[]], [[1], [1]], [[0], []], [[(1 << 31) - 1] * 9]),
+    "remote_num_tokens": (1, BLOCK, 699, (1 << 31) - 1),
+    "tp_size": (2, 3, 1024),
+    "dcp_size": (2, 3, 1024),
+    "pp_size": (2, 1024),
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+async def test_parameters_of_another_cache_do_not_end_the_engine(pair: Pair, key: str) -> None:
+    for index, value in enumerate(WRONG[key]):
+        each = task(f"wrong-{key}-{index}", 700, seed=index)
+        sent = await damaged(pair.prefill, each, {key: value})
+        assert len(await decoded(pair.decode, each, sent)) == GREEDY.max_tokens
     await pair.check_no_blocks()
 
 

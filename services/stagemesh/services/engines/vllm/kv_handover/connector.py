@@ -40,6 +40,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_req
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -158,6 +159,15 @@ class _Worker(NixlPullConnectorWorker):
         """Returns the number of bytes that a block occupies in this worker, over all layers."""
         storages = [cache.untyped_storage() for cache in self.device_kv_caches.values()]
         return sum({each.data_ptr(): each.nbytes() for each in storages}.values()) // self.num_blocks
+
+    def _read_blocks_for_req(self, req_id: str, meta: "ReqMeta") -> None:
+        """Reads a prompt's blocks. vLLM computes the prompt if the ticket does not describe such blocks."""
+        try:
+            super()._read_blocks_for_req(req_id, meta)
+        except Exception as exc:  # noqa: BLE001  # vLLM asserts what a ticket must contain
+            self._log_failure(failure_type="invalid_ticket", req_id=req_id, error=exc, meta=meta)
+            if req_id in self._recving_metadata:
+                self._handle_failed_transfer(req_id, None, self._recv_failures, record_failed_transfer=False)
 
     def _get_new_notifs(self) -> set[str]:
         """Returns the ids of the requests whose blocks are freed now."""

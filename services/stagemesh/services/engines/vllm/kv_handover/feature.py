@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
 from vllm.config import KVTransferConfig
@@ -25,7 +25,7 @@ from stagemesh.common.errors import (
 from stagemesh.common.process.settings import set_library_variables
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.nixl.environment import prepare, provide_nixl
-from stagemesh.connectors.packets import OfferedTicket, Packet, Ticket
+from stagemesh.connectors.packets import MAX_DESCRIPTOR_BYTES, OfferedTicket, Packet, Ticket
 from stagemesh.connectors.peer_timeouts import is_recoverable
 from stagemesh.services.engines.base import Emission, Task
 from stagemesh.services.engines.vllm.engine_core import runner_call
@@ -46,19 +46,27 @@ _VLLM_LEASE_S = 86_400
 """vLLM's own lease on the KV cache, in seconds. Longer than any request, because the ticket ends the lease."""
 _PARAMS = "kv_transfer_params"
 """The name of the connector's parameters in vLLM's sampling parameters."""
-_OFFER: Mapping[str, object] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""The parameters with which vLLM keeps the KV cache of a request."""
+_Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{1,512}\Z")]
+_Block: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Ranks: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 _log = logging.getLogger(__name__)
 
-Parameter: TypeAlias = str | bool | int | float | list[list[int]] | None
+
+class KvParameters(msgspec.Struct, frozen=True):
+    """The parameters with which vLLM's connector in the decode stage finds the KV cache, under vLLM's names."""
+
+    remote_block_ids: Annotated[list[list[_Block]], msgspec.Meta(min_length=1)]
+    """The blocks of the prompt in each group of the KV cache."""
+    remote_engine_id: _Name
+    remote_request_id: _Name
+    remote_host: Annotated[str, msgspec.Meta(pattern=rf"^[ -~]{{0,{MAX_DESCRIPTOR_BYTES}}}\Z")]
+    """The handshake (`connector.handshake_text`)."""
+    remote_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+    tp_size: _Ranks
+    dcp_size: _Ranks
+    pp_size: _Ranks
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 
 class KvDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,8 +74,7 @@ class KvDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     fingerprint: bytes
     """The fingerprint of the prompt (`RequestPrompt.fingerprint`)."""
-    parameters: dict[str, Parameter]
-    """The parameters with which vLLM's connector in the decode stage finds the KV cache."""
+    parameters: KvParameters
 
 
 class _KvHandover(RequestFeature):
@@ -122,24 +129,27 @@ class Prefill(_KvHandover):
         if self.is_short(request):
             return None
         request.params = CheckedParams(
-            max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, extra_args={_PARAMS: dict(_OFFER)}
+            max_tokens=1,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={_PARAMS: {"do_remote_decode": True}},
         )
         offer = _Offer(request, self)
         held.callback(offer.end)
         return offer
 
-    def offer(self, request: EngineRequest, parameters: Mapping[str, Parameter]) -> OfferedTicket:
+    def offer(self, request: EngineRequest, values: Mapping[str, object]) -> OfferedTicket:
         """Returns the ticket for the KV cache of a finished request.
 
-        `parameters` are the values that vLLM's connector has returned. Raises InvalidChunkError if they are too large
+        `values` are the parameters that vLLM's connector has returned. Raises InvalidChunkError if they are too large
         for a ticket.
         """
-        groups = parameters["remote_block_ids"]
-        assert isinstance(groups, list | tuple)
+        parameters = msgspec.convert(values, KvParameters)
         return OfferedTicket(
             KV_CACHE_KIND,
-            msgspec.msgpack.encode(KvDescriptor(request.prompt.fingerprint, dict(parameters))),
-            size_bytes=sum(map(len, groups)) * self._block_bytes,
+            msgspec.msgpack.encode(KvDescriptor(request.prompt.fingerprint, parameters)),
+            size_bytes=sum(map(len, parameters.remote_block_ids)) * self._block_bytes,
             time_limit_s=TIME_LIMIT_S,
             on_release=lambda: self.release(request.name),
         )
@@ -237,7 +247,8 @@ class Decode(_KvHandover):
         accepted = self._accepted.pop(request.name, None)
         if accepted is None:
             return None
-        request.params.extra_args = {**(request.params.extra_args or {}), _PARAMS: dict(accepted.descriptor.parameters)}
+        parameters = {"do_remote_prefill": True, **msgspec.structs.asdict(accepted.descriptor.parameters)}
+        request.params.extra_args = {**(request.params.extra_args or {}), _PARAMS: parameters}
         accepted.keep(self.llm)
         return accepted
 
