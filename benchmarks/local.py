@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.common.plugins.entry_points import import_factory, load_engine_descriptor, load_transform_descriptor
+from stagemesh.common.plugins.descriptors import EngineDescriptor, TransformDescriptor
+from stagemesh.common.plugins.entry_points import import_factory, load_descriptor
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.connectors.flow.chunking import Chunker
@@ -45,7 +46,7 @@ class Queue:
         self._chunker = None if isinstance(edge.policy, StepPolicy) else Chunker(edge.policy)
         self._transform: Transform | None = None
         if edge.transform:
-            self._transform = import_factory(load_transform_descriptor(edge.transform).factory)()
+            self._transform = import_factory(load_descriptor(TransformDescriptor, edge.transform).factory)()
         self._packets: asyncio.Queue[Packet | None] = asyncio.Queue(maxsize=64)
 
     async def put(self, packet: Packet | None) -> None:
@@ -93,7 +94,7 @@ class LocalPipeline:
                     model=None if stage.model_path is None else str(stage.model_path),
                     options=stage.options,
                 )
-                engine: Engine = import_factory(load_engine_descriptor(stage.engine).factory)(config)
+                engine: Engine = import_factory(load_descriptor(EngineDescriptor, stage.engine).factory)(config)
                 await engine.start(lambda _: None)
                 stack.push_async_callback(engine.close)
                 engines[stage.name] = engine

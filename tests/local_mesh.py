@@ -13,8 +13,8 @@ from anyio.from_thread import start_blocking_portal
 
 from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.cli.launcher.process_configs import stage_config
-from stagemesh.common.plugins.descriptors import EXTERNAL
-from stagemesh.common.plugins.entry_points import import_factory, load_engine_descriptor
+from stagemesh.common.plugins.descriptors import EXTERNAL, EngineDescriptor
+from stagemesh.common.plugins.entry_points import import_factory, load_descriptor
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
@@ -87,7 +87,7 @@ async def running_mesh(pipeline: str | Path, overrides: Mapping[str, str] | None
 @asynccontextmanager
 async def _running_stage(config: StageConfig) -> AsyncGenerator[LocalReplica]:
     """Runs a replica, and yields it when it is ready."""
-    descriptor = load_engine_descriptor(config.engine)
+    descriptor = load_descriptor(EngineDescriptor, config.engine)
     data_plane = DataPlane(
         replica=config.replica, pipeline=config.pipeline, generation=config.generation, **asdict(config.data_plane)
     )

@@ -11,7 +11,8 @@ import os
 from contextlib import AsyncExitStack
 
 from benchmarks.orchestrator_paths.stamped_engine import StampedEngine
-from stagemesh.common.plugins.entry_points import import_factory, load_engine_descriptor
+from stagemesh.common.plugins.descriptors import EngineDescriptor
+from stagemesh.common.plugins.entry_points import import_factory, load_descriptor
 from stagemesh.common.process.lifecycle import run_service
 from stagemesh.common.process.stage_process import OrchestratorAddress, StageConfig
 from stagemesh.connectors.data_plane import DataPlane
@@ -41,7 +42,7 @@ async def serve_replica(
         arena_bytes=_ARENA_BYTES,
         window_bytes=_ARENA_BYTES,
     )
-    descriptor = load_engine_descriptor(config.engine)
+    descriptor = load_descriptor(EngineDescriptor, config.engine)
     engine: Engine = StampedEngine(config, beat_s=beat_s) if stamped else import_factory(descriptor.factory)(config)
     runtime = StageRuntime(engine, data_plane, config, descriptor.signature(config.function, config.options))
     server = Server(config.listen)

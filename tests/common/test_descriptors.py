@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import NotFoundError, NotReadyError
-from stagemesh.common.plugins.entry_points import factory_problem, load_function_descriptor
+from stagemesh.common.plugins.descriptors import FunctionDescriptor
+from stagemesh.common.plugins.entry_points import factory_problem, load_descriptor
 from tests.rpc.call_errors import raises
 from tests.system.added_transforms import write_package
 
@@ -39,9 +40,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_descriptor_is_found_by_its_name(packages: Path) -> None:
     _install(packages, "pack", entry="found_module:DESCRIPTOR")
-    assert load_function_descriptor("tested").factory == "good:Good"
+    assert load_descriptor(FunctionDescriptor, "tested").factory == "good:Good"
     with pytest.raises(NotFoundError, match=r"unknown function 'other'; known: .*tested"):
-        load_function_descriptor("other")
+        load_descriptor(FunctionDescriptor, "other")
 
 
 @pytest.mark.parametrize(
@@ -60,14 +61,14 @@ def test_a_descriptor_is_found_by_its_name(packages: Path) -> None:
 def test_a_broken_descriptor_names_its_package(packages: Path, entry: str, source: str, cause: str) -> None:
     _install(packages, "pack", entry=entry, source=source)
     with raises(NotReadyError, reason="INVALID_DESCRIPTOR", match=f"function 'tested' of package pack 1.0: .*{cause}"):
-        load_function_descriptor("tested")
+        load_descriptor(FunctionDescriptor, "tested")
 
 
 def test_a_name_that_two_packages_register_is_an_error(packages: Path) -> None:
     _install(packages, "one", entry="first_module:DESCRIPTOR")
     _install(packages, "two", entry="second_module:DESCRIPTOR")
     with pytest.raises(NotReadyError, match=r"registered more than once, by package (one|two) 1.0 and package"):
-        load_function_descriptor("tested")
+        load_descriptor(FunctionDescriptor, "tested")
 
 
 @pytest.mark.parametrize(

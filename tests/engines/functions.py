@@ -36,7 +36,7 @@ async def wait_entered() -> None:
 
 def registered(descriptor: FunctionDescriptor) -> AbstractContextManager[object]:
     """Registers the function "tested" within the block, as a package does by an entry point."""
-    return patch.object(engine, "load_function_descriptor", return_value=descriptor)
+    return patch.object(engine, "load_descriptor", return_value=descriptor)
 
 
 def engine_of(descriptor: FunctionDescriptor, **options: JsonValue) -> FunctionEngine:

@@ -15,7 +15,8 @@ import pytest
 from pydantic import JsonValue
 
 from stagemesh.common.errors import InternalError, InvalidChunkError, InvalidRequestError, NotFoundError
-from stagemesh.common.plugins.entry_points import load_engine_descriptor
+from stagemesh.common.plugins.descriptors import EngineDescriptor
+from stagemesh.common.plugins.entry_points import load_descriptor
 from stagemesh.common.wire.tensors import Array, Tensors
 from stagemesh.connectors.packets import Packet
 from stagemesh.fake_engine import DESCRIPTOR
@@ -63,7 +64,7 @@ def all_frames(events: list[EngineEvent]) -> Array:
 
 
 def test_the_descriptor_is_loaded_by_name() -> None:
-    assert load_engine_descriptor("fake") is DESCRIPTOR
+    assert load_descriptor(EngineDescriptor, "fake") is DESCRIPTOR
 
 
 def test_an_unknown_function_error_lists_the_known_ones() -> None:

@@ -1,16 +1,21 @@
 """Loads pipeline files whose engines and transforms have only descriptors, and tables of mistakes in such files."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
 
 from stagemesh.common.errors import InvalidPipelineError, NotFoundError
+from stagemesh.common.plugins import entry_points
 from stagemesh.common.plugins.descriptors import Emitted, EngineDescriptor, OptionSpec, Signature, TransformDescriptor
 from stagemesh.common.wire.tensors import TensorSpec
-from stagemesh.pipeline import Catalog, Pipeline, load_pipeline
+from stagemesh.pipeline import Pipeline, load_pipeline
 
 _TEXT = TensorSpec.parse("uint8[bytes]")
 _SAMPLES = TensorSpec.parse("float32[samples]")
@@ -50,7 +55,7 @@ _SIGNATURES = {
 _ENGINES = {
     "plain": EngineDescriptor(
         factory="",
-        signature=lambda name, _: _find(_SIGNATURES, name or "", "function"),
+        signature=lambda name, _: _signature_of(name or ""),
         needs_model=False,
         needs_function=True,
         stage_options=frozenset({"max_len", "device"}),
@@ -68,18 +73,20 @@ SECTIONS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("mistakes.
 """The sections of mistakes.yaml, which says what they contain."""
 
 
-_T = TypeVar("_T")
+def _signature_of(name: str) -> Signature:
+    if name not in _SIGNATURES:
+        raise NotFoundError(f"unknown function {name!r}; known: {', '.join(sorted(_SIGNATURES))}")
+    return _SIGNATURES[name]
 
 
-def _find(known: dict[str, _T], name: str, what: str) -> _T:
-    if name not in known:
-        raise NotFoundError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
-    return known[name]
+def installed(**groups: Mapping[str, object]) -> AbstractContextManager[object]:
+    """Makes these descriptors the only installed ones. `groups` has them by group, such as "engines", and by name."""
 
+    def names(group: str, _: object) -> Mapping[str, object]:
+        given = groups.get(group.removeprefix("stagemesh."), {})
+        return {name: [SimpleNamespace(value="", dist=None, load=partial(given.__getitem__, name))] for name in given}
 
-CATALOG = Catalog(
-    engine=lambda name: _find(_ENGINES, name, "engine"), transform=lambda name: _find(_TRANSFORMS, name, "transform")
-)
+    return patch.object(entry_points, "_names", names)
 
 
 def edited(text: str, *edits: str) -> str:
@@ -90,12 +97,18 @@ def edited(text: str, *edits: str) -> str:
     return text
 
 
-def load(folder: Path, text: str, **arguments: Any) -> Pipeline:
-    """Loads a pipeline file with this text. `arguments` are passed to `load_pipeline`."""
+def load(
+    folder: Path, text: str, *, engines: Mapping[str, EngineDescriptor] | None = _ENGINES, **arguments: Any
+) -> Pipeline:
+    """Loads a pipeline file with this text. `arguments` are passed to `load_pipeline`.
+
+    `engines` are the installed engines. If it is None, those of Stagemesh are installed.
+    """
     path = folder / "pipeline.yaml"
     path.write_text(text)
-    given: dict[str, Any] = {"catalog": CATALOG, "variables": {}, **arguments}
-    return load_pipeline(str(path), **given)
+    given: dict[str, Any] = {"variables": {}, **arguments}
+    with nullcontext() if engines is None else installed(engines=engines, transforms=_TRANSFORMS):
+        return load_pipeline(str(path), **given)
 
 
 def errors(folder: Path, text: str, **arguments: Any) -> list[str]:

@@ -144,7 +144,7 @@ def test_a_faulty_option_is_reported_once_at_its_own_line(tmp_path: Path) -> Non
         "      steps: many\n  b:\n    engine: fake\n    options:\n      stepps: 2\n"
         "outputs: {a: a, b: b}\n"
     )
-    assert errors(tmp_path, text, catalog=None) == [
+    assert errors(tmp_path, text, engines=None) == [
         (
             "7: option steps is 'many': Value error, it must be a number, or one of uniform, exponential, lognormal, "
             "one_of"

@@ -11,9 +11,8 @@ from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.plugins.descriptors import Emitted, EngineDescriptor, Signature
 from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.orchestrator.request.parameters import check_parameters, parameters_of
-from stagemesh.pipeline import Catalog
 from stagemesh.v1 import request_pb2
-from tests.pipeline.files import CATALOG, good, load
+from tests.pipeline.files import good, load
 
 TICKETS = good("tickets")
 
@@ -41,15 +40,14 @@ def test_a_transform_passes_tickets(tmp_path: Path) -> None:
         "decode": Signature(accepts={"text": _TEXT, "kv": _TICKET}, emits={"text": Emitted(_TEXT)}),
     }
     engine = EngineDescriptor(factory="", signature=lambda name, _: signatures[name or ""], needs_model=False)
-    catalog = Catalog(engine=lambda _: engine, transform=CATALOG.transform)
-    edge = load(tmp_path, WITH_TRANSFORM, catalog=catalog).edges[0]
+    edge = load(tmp_path, WITH_TRANSFORM, engines={"test": engine}).edges[0]
     assert (edge.tensors, edge.brings) == (("text", "kv"), ("kv", "text"))
 
 
 SPLIT = good("split")
 
 
-load_split = partial(load, catalog=None, check_models=False)
+load_split = partial(load, engines=None, check_models=False)
 
 
 def test_both_stages_are_those_that_a_user_could_have_written(tmp_path: Path) -> None:

@@ -10,23 +10,23 @@ from hypothesis import strategies as st
 from stagemesh.common.errors import InvalidPipelineError
 from stagemesh.common.plugins.descriptors import INPUT, EngineDescriptor, OptionSpec, Signature
 from stagemesh.common.wire.tensors import TensorSpec
-from stagemesh.pipeline import Catalog, Edge, Limits, Pipeline, PipelineOutput, Stage
+from stagemesh.pipeline import Edge, Limits, Pipeline, PipelineOutput, Stage
 from stagemesh.pipeline.conditions import Comparison, Condition, Fact, Facts, Term, find_facts, holds
 from stagemesh.pipeline.document import Origin, Problems
 from stagemesh.pipeline.edge_resolver import find_cycle, topological_order
 from stagemesh.pipeline.graph import Arc, ancestors
 from stagemesh.pipeline.possible_requests import check_flows
+from tests.pipeline.files import installed
 
 NUMBERS = TensorSpec.parse("float32[n]")
 BOUNDS = OptionSpec(default=1.0, minimum=0.0, maximum=4.0)
 LEVELS = [n / 4 for n in range(17)]
 INPUTS = [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)]
 """Whether a request has images, and whether its input is streamed. No request has both."""
-CATALOG = Catalog(
-    engine=lambda name: EngineDescriptor(
-        factory="", signature=lambda *_: Signature(), needs_model=False, joins=name == "many"
-    )
-)
+ENGINES = {
+    name: EngineDescriptor(factory="", signature=lambda *_: Signature(), needs_model=False, joins=name == "many")
+    for name in ("many", "one")
+}
 
 _TERMS = st.one_of(
     st.builds(Term, st.just(Fact("option", "level")), st.sampled_from(Comparison), st.integers(0, 4), st.just(BOUNDS)),
@@ -143,7 +143,8 @@ def _is_fed(stage: Stage, incoming: tuple[Edge, ...]) -> bool:
 
 def _is_accepted(pipeline: Pipeline) -> bool:
     problems = Problems({(): Origin(1, "p.yaml:1", "p.yaml:1")})
-    check_flows(CATALOG, problems, pipeline, (*pipeline.edges, *pipeline.input_edges))
+    with installed(engines=ENGINES):
+        check_flows(problems, pipeline, (*pipeline.edges, *pipeline.input_edges))
     try:
         problems.raise_any()
     except InvalidPipelineError:

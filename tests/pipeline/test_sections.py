@@ -10,7 +10,7 @@ EYE = good("media")
 
 
 def test_media_names_the_store_and_further_locations(tmp_path: Path) -> None:
-    media = load(tmp_path, EYE, catalog=None).media
+    media = load(tmp_path, EYE, engines=None).media
     assert media is not None
     assert media.roots == ("/data/media", "file:///data/public")
     assert media.max_file_bytes == 1 << 30
@@ -19,12 +19,12 @@ def test_media_names_the_store_and_further_locations(tmp_path: Path) -> None:
 
 def test_a_pipeline_has_no_store_by_default(tmp_path: Path) -> None:
     text = EYE.replace("  store: /data/media\n  allowed: [file:///data/public]\n", "").replace("media:\n", "")
-    assert load(tmp_path, text, catalog=None).media is None
+    assert load(tmp_path, text, engines=None).media is None
 
 
 def test_only_the_machine_that_runs_the_stages_needs_the_packages(tmp_path: Path) -> None:
     text = EYE.replace("/data/media", "foo://bucket/prefix")
-    media = load(tmp_path, text, catalog=None, check_models=False).media
+    media = load(tmp_path, text, engines=None, check_models=False).media
     assert media is not None
     assert media.uri_of("a") == "foo://bucket/prefix/a"
 

@@ -146,7 +146,7 @@ async def test_transform_passes_tickets(kept: int, monkeypatch: pytest.MonkeyPat
             return [Packet(packet.tensors, {"copy": copy}) for copy in range(kept)]
 
     descriptor = TransformDescriptor(takes={}, gives={"text": TensorSpec("uint8", ("bytes",))}, factory="")
-    monkeypatch.setattr(inputs, "load_transform_descriptor", lambda _: descriptor)
+    monkeypatch.setattr(inputs, "load_descriptor", lambda *_: descriptor)
     monkeypatch.setattr(inputs, "import_factory", lambda _: lambda _: Repeats())
     transform = inputs.EdgeTransform("repeats", edge="a->b", model=None, user_errors=UserErrors())
     ticket = Offers().offer()

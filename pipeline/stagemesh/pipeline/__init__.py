@@ -7,11 +7,9 @@ from stagemesh.pipeline.graph import Edge, Pipeline, PipelineOutput, Route, Stag
 from stagemesh.pipeline.kubernetes import kubernetes_hints
 from stagemesh.pipeline.load import built_in_pipelines, load_pipeline
 from stagemesh.pipeline.schema import Bounds, Limits
-from stagemesh.pipeline.stage_resolver import Catalog
 
 __all__ = [
     "Bounds",
-    "Catalog",
     "Edge",
     "Limits",
     "Pipeline",

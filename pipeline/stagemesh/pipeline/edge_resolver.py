@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM, descriptors
-from stagemesh.common.plugins.descriptors import INPUT
+from stagemesh.common.plugins.descriptors import INPUT, TransformDescriptor
+from stagemesh.common.plugins.entry_points import load_descriptor
 from stagemesh.common.wire.chunk_sizes import FramesPolicy, StepPolicy
 from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.pipeline.condition_resolver import ConditionResolver
@@ -20,7 +21,6 @@ from stagemesh.pipeline.schema import (
     PipelineFile,
     StageEntry,
 )
-from stagemesh.pipeline.stage_resolver import Catalog
 
 INPUT_TENSORS: Mapping[str, TensorSpec] = {
     "text": TensorSpec.parse("uint8[bytes]"),
@@ -58,7 +58,6 @@ class EdgeTensors(NamedTuple):
 class EdgeResolver:
     """Converts the edges of a pipeline file to checked edges. Reports errors to `problems`."""
 
-    catalog: Catalog
     problems: Problems
     conditions: ConditionResolver
 
@@ -82,7 +81,7 @@ class EdgeResolver:
             if source is not None and not transforms_at_producer:
                 self._check_frames(i, entry, source)
             elif tensors is not None and entry.transform is not None:
-                gives = self.catalog.transform(entry.transform).gives
+                gives = load_descriptor(TransformDescriptor, entry.transform).gives
                 self._check_frames(i, entry, Endpoint(f"transform {entry.transform!r}", gives))
             if tensors is None:
                 mismatched.add(entry.consumer)
@@ -221,7 +220,7 @@ class EdgeResolver:
         self._check_uncut(index, edge, tickets)
         carried = brought
         if edge.transform is not None:
-            carried = (*self.catalog.transform(edge.transform).takes, *tickets)
+            carried = (*load_descriptor(TransformDescriptor, edge.transform).takes, *tickets)
         if edge.is_input and len(carried) > 1:
             self._check_kinds(index, edge, carried, optional=consumer.signature.optional)
         return EdgeTensors(carried, brought)
@@ -241,7 +240,7 @@ class EdgeResolver:
 
     def _transformed(self, index: int, name: str, given: Endpoint) -> Endpoint | None:
         try:
-            transform = self.catalog.transform(name)
+            transform = load_descriptor(TransformDescriptor, name)
         except StagemeshError as exc:
             self.problems.add(("edges", index, "transform"), exc.message)
             return None

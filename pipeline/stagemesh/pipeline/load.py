@@ -21,13 +21,7 @@ from stagemesh.pipeline.kubernetes import check_pods, check_values
 from stagemesh.pipeline.possible_requests import check_flows
 from stagemesh.pipeline.schema import PipelineFile
 from stagemesh.pipeline.sections import check_limits, check_main_stage, check_media, resolve_speech
-from stagemesh.pipeline.stage_resolver import (
-    Catalog,
-    OutputResolver,
-    StageResolver,
-    check_all_used,
-    check_factories_and_models,
-)
+from stagemesh.pipeline.stage_resolver import OutputResolver, StageResolver, check_all_used, check_factories_and_models
 from stagemesh.pipeline.stage_splits import divide_stages
 
 _BUILT_IN_DIR = Path(str(files("stagemesh.pipeline"))) / "built_in"
@@ -46,7 +40,6 @@ def load_pipeline(
     check_models: bool | Collection[str] = True,
     for_kubernetes: bool = False,
     check_code: bool = False,
-    catalog: Catalog | None = None,
 ) -> Pipeline:
     """Returns the pipeline that a file describes, after all checks.
 
@@ -59,7 +52,6 @@ def load_pipeline(
     - `for_kubernetes` is True if the rules of the Helm chart are checked, too.
     - `check_code` is True if the code of engines, functions and transforms is imported, and the models' classes are
       looked up.
-    - `catalog` loads the descriptors of engines, functions and transforms. If None, the installed descriptors are used.
 
     Raises NotFoundError (UNKNOWN_PIPELINE) if the pipeline does not exist. Raises InvalidPipelineError if the file is
     invalid. The message of this error has a line "file:line: error; remedy" for each error in the file.
@@ -71,17 +63,16 @@ def load_pipeline(
     if for_kubernetes:
         check_values(document)
     file = divide_stages(document, check_shape(document))
-    catalog = catalog or Catalog()
     checked = file.stages if check_models is True else check_models or ()
     problems = document.problems
-    stages = StageResolver(catalog, problems, checked, _fetch_hint(name_or_path)).resolve(file)
+    stages = StageResolver(problems, checked, _fetch_hint(name_or_path)).resolve(file)
     store_uri = parse_root(file.media.store).uri if file.media is not None and file.media.store else ""
     outputs = OutputResolver(stages, problems, store_uri).resolve(file)
     options, ambiguous = merge_options(stages, file.options, problems)
     media = any(stage.signature.media for stage in stages.values())
     streams = any(edge.is_input for edge in file.edges)
     conditions = ConditionResolver(problems, options, ambiguous, file.outputs, media=media, streams=streams)
-    edges = EdgeResolver(catalog, problems, conditions).resolve(file, stages)
+    edges = EdgeResolver(problems, conditions).resolve(file, stages)
     check_all_used(file, edges, problems)
     speech = resolve_speech(file, stages, edges, problems)
     stages = _with_roles(stages, file, edges, conditions)
@@ -92,7 +83,7 @@ def load_pipeline(
     if for_kubernetes:
         check_pods(file, problems)
     if check_code:
-        check_factories_and_models(file, stages, catalog, problems)
+        check_factories_and_models(file, stages, problems)
     problems.raise_any()
     between = tuple(edge for edge in edges if not edge.is_input)
     stages = {name: stages[name] for name in topological_order(list(stages), {edge.arc for edge in between})}
@@ -116,7 +107,7 @@ def load_pipeline(
         ),
         content=document.as_written(),
     )
-    check_flows(catalog, problems, pipeline, edges)
+    check_flows(problems, pipeline, edges)
     problems.raise_any()
     return pipeline
 

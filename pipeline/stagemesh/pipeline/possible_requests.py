@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from functools import reduce
 from itertools import chain, combinations
 
+from stagemesh.common.plugins.descriptors import EngineDescriptor
+from stagemesh.common.plugins.entry_points import load_descriptor
 from stagemesh.pipeline.conditions import (
     ALL,
     NONE,
@@ -19,10 +21,9 @@ from stagemesh.pipeline.conditions import (
 )
 from stagemesh.pipeline.document import Problems
 from stagemesh.pipeline.graph import Edge, Pipeline, PipelineOutput, Stage
-from stagemesh.pipeline.stage_resolver import Catalog
 
 
-def check_flows(catalog: Catalog, problems: Problems, pipeline: Pipeline, edges: Sequence[Edge]) -> None:
+def check_flows(problems: Problems, pipeline: Pipeline, edges: Sequence[Edge]) -> None:
     """Checks that the pipeline can serve every request. Reports errors to `problems`.
 
     A request that wants an output whose stages lack the request's kind of input is rejected, and is not considered: a
@@ -32,7 +33,7 @@ def check_flows(catalog: Catalog, problems: Problems, pipeline: Pipeline, edges:
     stages. `edges` contains all edges of the pipeline in the order of the file.
     """
     try:
-        _FlowChecker(catalog, problems, pipeline, edges).check()
+        _FlowChecker(problems, pipeline, edges).check()
     except TooManyCasesError:
         text = "the conditions (`when`) distinguish too many cases to check them; use fewer conditions"
         problems.add(("stages",), text)
@@ -44,8 +45,8 @@ class _FlowChecker:
     Reports an error if a set shows that the pipeline cannot serve a request.
     """
 
-    def __init__(self, catalog: Catalog, problems: Problems, pipeline: Pipeline, edges: Sequence[Edge]) -> None:
-        self._catalog, self._problems, self._pipeline, self._edges = catalog, problems, pipeline, edges
+    def __init__(self, problems: Problems, pipeline: Pipeline, edges: Sequence[Edge]) -> None:
+        self._problems, self._pipeline, self._edges = problems, pipeline, edges
         stages = pipeline.stages
         # Diagrams remain small if the facts of connected stages are close to each other in the order of facts.
         conditions = [
@@ -176,7 +177,7 @@ class _FlowChecker:
                 return
 
     def _check_joined(self, stage: Stage) -> None:
-        joins = stage.is_external or self._catalog.engine(stage.engine).joins
+        joins = stage.is_external or load_descriptor(EngineDescriptor, stage.engine).joins
         for first, second in combinations(self._incoming(stage), 2):
             both = sorted(set(first.brings) & set(second.brings))
             clash = bool(both) and not first.apart and not second.apart

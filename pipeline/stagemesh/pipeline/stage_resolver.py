@@ -1,6 +1,6 @@
 """Resolves the stages and outputs of a pipeline file, and checks the code that they name."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,28 +14,11 @@ from stagemesh.common.plugins.descriptors import (
     Signature,
     TransformDescriptor,
 )
-from stagemesh.common.plugins.entry_points import (
-    factory_problem,
-    load_engine_descriptor,
-    load_function_descriptor,
-    load_transform_descriptor,
-)
+from stagemesh.common.plugins.entry_points import factory_problem, load_descriptor
 from stagemesh.common.process import settings
 from stagemesh.pipeline.document import KeyPath, Problems, dotted, suggest
 from stagemesh.pipeline.graph import Edge, PipelineOutput, Stage, ancestors
 from stagemesh.pipeline.schema import ExternalStageEntry, OutputEntry, PipelineFile, StageEntry
-
-
-@dataclass(frozen=True)
-class Catalog:
-    """The functions that load the descriptors of engines, functions and transforms by name.
-
-    Each of them raises NotFoundError if the name is unknown, and NotReadyError if the descriptor cannot be loaded.
-    """
-
-    engine: Callable[[str], EngineDescriptor] = load_engine_descriptor
-    transform: Callable[[str], TransformDescriptor] = load_transform_descriptor
-    function: Callable[[str], FunctionDescriptor] = load_function_descriptor
 
 
 @dataclass(frozen=True)
@@ -46,7 +29,6 @@ class StageResolver:
     another stage is not an error.
     """
 
-    catalog: Catalog
     problems: Problems
     check_models: Collection[str]
     fetch_hint: str
@@ -63,7 +45,7 @@ class StageResolver:
     def _stage(self, name: str, entry: StageEntry) -> Stage | None:
         path: KeyPath = ("stages", name)
         try:
-            engine = self.catalog.engine(entry.engine)
+            engine = load_descriptor(EngineDescriptor, entry.engine)
         except StagemeshError as exc:
             self.problems.add((*path, "engine"), exc.message)
             return None
@@ -211,9 +193,7 @@ _ENGINE, _FUNCTION, _TRANSFORM = ("start", "submit"), ("open", "__call__"), ("pu
 """The methods of an engine, of a function and of a transform."""
 
 
-def check_factories_and_models(
-    file: PipelineFile, stages: Mapping[str, Stage], catalog: Catalog, problems: Problems
-) -> None:
+def check_factories_and_models(file: PipelineFile, stages: Mapping[str, Stage], problems: Problems) -> None:
     """Imports the factories of engines, functions and transforms, and looks up the classes of models.
 
     `stages` are the stages with a valid signature. Reports errors to `problems`. Omits descriptors that cannot be
@@ -221,24 +201,24 @@ def check_factories_and_models(
     """
     for stage in stages.values():
         if not stage.is_external:
-            _check_stage(stage, catalog, problems)
+            _check_stage(stage, problems)
     for index, edge in enumerate(file.edges):
         if edge.transform is not None:
             try:
-                factory = catalog.transform(edge.transform).factory
+                factory = load_descriptor(TransformDescriptor, edge.transform).factory
             except StagemeshError:
                 continue
             what = f"transform {edge.transform!r}"
             _check_factory(("edges", index, "transform"), what, factory, _TRANSFORM, problems)
 
 
-def _check_stage(stage: Stage, catalog: Catalog, problems: Problems) -> None:
+def _check_stage(stage: Stage, problems: Problems) -> None:
     path: KeyPath = ("stages", stage.name)
-    engine = catalog.engine(stage.engine)
+    engine = load_descriptor(EngineDescriptor, stage.engine)
     _check_factory((*path, "engine"), f"engine {stage.engine!r}", engine.factory, _ENGINE, problems)
     if stage.function is not None and engine.needs_function:
         try:
-            factory = catalog.function(stage.function).factory
+            factory = load_descriptor(FunctionDescriptor, stage.function).factory
         except StagemeshError:
             return
         _check_factory((*path, "function"), f"function {stage.function!r}", factory, _FUNCTION, problems)

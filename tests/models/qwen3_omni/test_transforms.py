@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.common.plugins.entry_points import import_factory, load_transform_descriptor
+from stagemesh.common.plugins.descriptors import TransformDescriptor
+from stagemesh.common.plugins.entry_points import import_factory, load_descriptor
 from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.models.qwen3_omni.description import TextTokens
@@ -163,7 +164,7 @@ def test_frames_with_special_codes_are_removed(tmp_path: Path, cuts: list[int]) 
 
 
 def test_an_edge_finds_the_transform_by_its_name(tmp_path: Path) -> None:
-    descriptor = load_transform_descriptor("qwen3_omni.talker2code2wav")
+    descriptor = load_descriptor(TransformDescriptor, "qwen3_omni.talker2code2wav")
     transform = import_factory(descriptor.factory)(folder_of(tmp_path, 10))
     assert [packet.tensors["codes"].tolist() for packet in transform.push(Packet({"codes": CODES}))] == [CODES.tolist()]
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from stagemesh.common.errors import InvalidChunkError
-from stagemesh.common.plugins.entry_points import import_factory, load_function_descriptor
+from stagemesh.common.plugins.descriptors import FunctionDescriptor
+from stagemesh.common.plugins.entry_points import import_factory, load_descriptor
 from stagemesh.connectors.packets import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.models.codec_speech.vocoder import CodecVocoder
@@ -63,7 +64,7 @@ def test_each_chunk_has_all_samples_of_its_frames(vocoder: CodecVocoder) -> None
 
 @pytest.fixture(scope="module")
 def clone(tiny_qwen3_tts: Path) -> CloneVocoder:
-    vocoder = import_factory(load_function_descriptor("qwen3_tts.codec_decoder").factory)(tiny_qwen3_tts, {})
+    vocoder = import_factory(load_descriptor(FunctionDescriptor, "qwen3_tts.codec_decoder").factory)(tiny_qwen3_tts, {})
     assert isinstance(vocoder, CloneVocoder)
     return vocoder
 

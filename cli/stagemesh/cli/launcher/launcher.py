@@ -25,7 +25,8 @@ from stagemesh.cli.launcher.process_configs import JOBS, MEDIA, job_server_confi
 from stagemesh.cli.launcher.run_folder import RunFolder
 from stagemesh.cli.launcher.supervisor import ForkServer, Listener, ProcessSpec, RestartPolicy, Supervisor
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.plugins.entry_points import load_engine_descriptor
+from stagemesh.common.plugins.descriptors import EngineDescriptor
+from stagemesh.common.plugins.entry_points import load_descriptor
 from stagemesh.common.process import settings
 from stagemesh.common.process.config import dump_config
 from stagemesh.common.process.media_config import MediaServiceConfig
@@ -300,4 +301,4 @@ async def _stop(tasks: dict[str, asyncio.Task[None]]) -> None:
 
 
 def _preload(stage: Stage) -> str:
-    return load_engine_descriptor(stage.engine).preload or ""
+    return load_descriptor(EngineDescriptor, stage.engine).preload or ""

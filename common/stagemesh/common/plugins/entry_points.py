@@ -22,11 +22,17 @@ from stagemesh.common.plugins.descriptors import (
 _Descriptor = TypeVar("_Descriptor", EngineDescriptor, FunctionDescriptor, TransformDescriptor, CodecModelDescriptor)
 
 
+_GROUPS = {
+    EngineDescriptor: "stagemesh.engines",
+    FunctionDescriptor: "stagemesh.functions",
+    TransformDescriptor: "stagemesh.transforms",
+    CodecModelDescriptor: "stagemesh.codec_models",
+}
 _UNKNOWN_REASONS = {
-    "stagemesh.engines": "UNKNOWN_ENGINE",
-    "stagemesh.functions": "UNKNOWN_FUNCTION",
-    "stagemesh.transforms": "UNKNOWN_TRANSFORM",
-    "stagemesh.codec_models": "UNKNOWN_FUNCTION",
+    EngineDescriptor: "UNKNOWN_ENGINE",
+    FunctionDescriptor: "UNKNOWN_FUNCTION",
+    TransformDescriptor: "UNKNOWN_TRANSFORM",
+    CodecModelDescriptor: "UNKNOWN_FUNCTION",
 }
 
 
@@ -42,12 +48,18 @@ def _names(group: str, _path: tuple[str, ...]) -> Mapping[str, Sequence[EntryPoi
     return found
 
 
-def _load(group: str, name: str, kind: type[_Descriptor]) -> _Descriptor:
+def load_descriptor(kind: type[_Descriptor], name: str) -> _Descriptor:
+    """Returns the descriptor `name` of this kind.
+
+    Raises NotFoundError, which lists all names of the kind, if the name is unknown. Raises NotReadyError
+    (INVALID_DESCRIPTOR) if its package is broken, or if several packages register the name.
+    """
+    group = _GROUPS[kind]
     known = _names(group, tuple(sys.path))
     noun = group.removeprefix("stagemesh.").removesuffix("s").replace("_", " ")
     if name not in known:
         raise NotFoundError(
-            f"unknown {noun} {name!r}; known: {', '.join(sorted(known)) or 'none'}", reason=_UNKNOWN_REASONS[group]
+            f"unknown {noun} {name!r}; known: {', '.join(sorted(known)) or 'none'}", reason=_UNKNOWN_REASONS[kind]
         )
     entry, *others = known[name]
     if others:
@@ -74,44 +86,9 @@ def _broken(message: str) -> NotReadyError:
     return NotReadyError(message, reason="INVALID_DESCRIPTOR")
 
 
-def load_engine_descriptor(name: str) -> EngineDescriptor:
-    """Returns the descriptor of the engine `name`.
-
-    Raises NotFoundError, which lists all engine names, if the name is unknown. Raises NotReadyError
-    (INVALID_DESCRIPTOR) if its package is broken, or if several packages register the name.
-    """
-    return _load("stagemesh.engines", name, EngineDescriptor)
-
-
-def load_function_descriptor(name: str) -> FunctionDescriptor:
-    """Returns the descriptor of the function `name`.
-
-    Raises NotFoundError, which lists all function names, if the name is unknown. Raises NotReadyError
-    (INVALID_DESCRIPTOR) if its package is broken, or if several packages register the name.
-    """
-    return _load("stagemesh.functions", name, FunctionDescriptor)
-
-
-def load_transform_descriptor(name: str) -> TransformDescriptor:
-    """Returns the descriptor of the transform `name`.
-
-    Raises NotFoundError, which lists all transform names, if the name is unknown. Raises NotReadyError
-    (INVALID_DESCRIPTOR) if its package is broken, or if several packages register the name.
-    """
-    return _load("stagemesh.transforms", name, TransformDescriptor)
-
-
-def load_codec_model_descriptor(name: str) -> CodecModelDescriptor:
-    """Returns the descriptor of the codec language model `name`.
-
-    Raises the errors of `load_engine_descriptor`.
-    """
-    return _load("stagemesh.codec_models", name, CodecModelDescriptor)
-
-
-def codec_model_descriptors() -> Sequence[CodecModelDescriptor]:
-    """Returns the descriptors of all codec language models."""
-    return [load_codec_model_descriptor(name) for name in _names("stagemesh.codec_models", tuple(sys.path))]
+def load_descriptors(kind: type[_Descriptor]) -> Sequence[_Descriptor]:
+    """Returns all descriptors of this kind."""
+    return [load_descriptor(kind, name) for name in _names(_GROUPS[kind], tuple(sys.path))]
 
 
 def import_factory(path: str) -> Callable[..., Any]:

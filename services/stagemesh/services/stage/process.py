@@ -7,8 +7,8 @@ import logging
 from dataclasses import asdict
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.plugins.descriptors import EXTERNAL
-from stagemesh.common.plugins.entry_points import import_factory, load_engine_descriptor
+from stagemesh.common.plugins.descriptors import EXTERNAL, EngineDescriptor
+from stagemesh.common.plugins.entry_points import import_factory, load_descriptor
 from stagemesh.common.process.host import share_heap_among_threads
 from stagemesh.common.process.lifecycle import bind_forks_to_this_process, end_within, ended_when_stuck
 from stagemesh.common.process.logs import bind_process_log_context
@@ -120,7 +120,7 @@ def _make_runtime(config: StageConfig) -> StageRuntime:
             f"stage {config.stage} is external, so that Stagemesh has no engine for it; start the stage's own program",
             reason="INVALID_CONFIG",
         )
-    descriptor = load_engine_descriptor(config.engine)
+    descriptor = load_descriptor(EngineDescriptor, config.engine)
     data_plane = DataPlane(
         replica=config.replica, pipeline=config.pipeline, generation=config.generation, **asdict(config.data_plane)
     )

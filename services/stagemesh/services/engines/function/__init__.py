@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.plugins.descriptors import EngineDescriptor, FunctionDescriptor, Signature
-from stagemesh.common.plugins.entry_points import load_function_descriptor
+from stagemesh.common.plugins.entry_points import load_descriptor
 from stagemesh.common.requests.request_checks import check_options, describe_allowed
 from stagemesh.common.wire.tensors import Value
 from stagemesh.services.engines.options import parse_options, unknown_option
@@ -58,7 +58,7 @@ def check_stage_options(descriptor: FunctionDescriptor, options: Mapping[str, Js
 
 def _signature(function: str | None, options: Mapping[str, JsonValue]) -> Signature:
     assert function is not None, "the pipeline file must set `function` for this engine"
-    descriptor = load_function_descriptor(function)
+    descriptor = load_descriptor(FunctionDescriptor, function)
     check_stage_options(descriptor, options, stage="")
     return descriptor.signature
 

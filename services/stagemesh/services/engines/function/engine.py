@@ -13,7 +13,8 @@ from typing import TypeVar, cast
 import numpy as np
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError, UnsupportedError
-from stagemesh.common.plugins.entry_points import import_factory, load_function_descriptor
+from stagemesh.common.plugins.descriptors import FunctionDescriptor
+from stagemesh.common.plugins.entry_points import import_factory, load_descriptor
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.common.wire.tensors import Array, Tensors, Value
@@ -137,7 +138,7 @@ class FunctionEngine:
             )
         self._stage = config.stage
         self._name = config.function
-        self._descriptor = load_function_descriptor(config.function)
+        self._descriptor = load_descriptor(FunctionDescriptor, config.function)
         self._code = UserCode(
             f"function {config.function} of stage {config.stage}",
             self._descriptor.factory,

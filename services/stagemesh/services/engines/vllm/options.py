@@ -12,8 +12,8 @@ from pydantic import ConfigDict, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.plugins.descriptors import Emitted, Signature
-from stagemesh.common.plugins.entry_points import load_codec_model_descriptor
+from stagemesh.common.plugins.descriptors import CodecModelDescriptor, Emitted, Signature
+from stagemesh.common.plugins.entry_points import load_descriptor
 from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.services.engines.options import parse_options
 
@@ -217,7 +217,7 @@ def _handover_signature(handover: KvHandoverOptions, *, adapters: bool) -> Signa
 
 def _codec_signature(codec: CodecOptions) -> Signature:
     """Returns the signature of a stage that runs a codec language model. It emits the codes of audio frames."""
-    descriptor = load_codec_model_descriptor(codec.model)
+    descriptor = load_descriptor(CodecModelDescriptor, codec.model)
     accepts = dict(descriptor.accepts)
     if accepts:
         accepts[STATES] = TensorSpec(codec.dtype, ("tokens", "hidden"))

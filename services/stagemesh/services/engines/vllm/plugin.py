@@ -10,7 +10,8 @@ from vllm import ModelRegistry
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-from stagemesh.common.plugins.entry_points import codec_model_descriptors
+from stagemesh.common.plugins.descriptors import CodecModelDescriptor
+from stagemesh.common.plugins.entry_points import load_descriptors
 from stagemesh.common.process.lifecycle import die_with_parent
 
 _PUNICA = "stagemesh.services.engines.vllm.worker.SelectiveLoraKernels"
@@ -35,7 +36,7 @@ def register() -> None:
         # vLLM again, which takes ten seconds.
         inspection: Any = registry
         inspection._run_in_subprocess = operator.call  # noqa: SLF001  # vLLM has no option for it
-    for descriptor in codec_model_descriptors():
+    for descriptor in load_descriptors(CodecModelDescriptor):
         ModelRegistry.register_model(descriptor.architecture, descriptor.model_class)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, UnsupportedError
 from stagemesh.common.media.store import FetchedFile, MediaStore
-from stagemesh.common.plugins.entry_points import import_factory, load_transform_descriptor
+from stagemesh.common.plugins.descriptors import TransformDescriptor
+from stagemesh.common.plugins.entry_points import import_factory, load_descriptor
 from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.packets import Packet, Ticket, Transform, packets_problem
@@ -137,7 +138,7 @@ class EdgeTransform:
     """
 
     def __init__(self, name: str, *, edge: str, model: Path | None, user_errors: UserErrors) -> None:
-        descriptor = load_transform_descriptor(name)
+        descriptor = load_descriptor(TransformDescriptor, name)
         self._code = UserCode(f"transform {name} of edge {edge}", descriptor.factory, user_errors, edge=edge)
         self._results = ResultCheck(descriptor.gives, maker=self._code.name, metadata={"edge": edge})
         with self._code.converted_errors():

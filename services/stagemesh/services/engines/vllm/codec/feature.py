@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
-from stagemesh.common.plugins.entry_points import import_factory, load_codec_model_descriptor
+from stagemesh.common.plugins.descriptors import CodecModelDescriptor
+from stagemesh.common.plugins.entry_points import import_factory, load_descriptor
 from stagemesh.common.wire.tensors import Array, Tensors, TensorSpec
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.packets import Packet
@@ -62,7 +63,7 @@ class CodecRows(InputRows):
     def __init__(self, options: CodecOptions, *, model: str, stage: str) -> None:
         """Raises NotReadyError (LOAD_FAILED) if the folder `model` does not contain a model of this kind."""
         super().__init__(stage=stage)
-        self._descriptor = load_codec_model_descriptor(options.model)
+        self._descriptor = load_descriptor(CodecModelDescriptor, options.model)
         self._description: CodecModel = import_factory(self._descriptor.factory)(Path(model))
         self._specs = dict(self._descriptor.accepts)
         self._specs[STATES] = TensorSpec(options.dtype, ("tokens", self._description.state_width))
