@@ -316,8 +316,8 @@ def _is_video_with_audio(feature: Any) -> bool:
     return feature.modality == "video" and given is not None and bool(given.data)
 
 
-class _FixesVideosWithAudio:
-    """Base class of the mixins. Corrects the functions of vLLM's models that handle videos with audio tracks."""
+class RunnerV1:
+    """A mixin for both of vLLM's model runners. Corrects functions of models that handle videos with audio tracks."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model, and replaces functions in the module of the model."""
@@ -330,9 +330,4 @@ class _FixesVideosWithAudio:
             setattr(model, _POSITIONS, with_shared_positions(getattr(model, _POSITIONS)))
 
 
-class RunnerV1(_FixesVideosWithAudio):
-    """The mixin for vLLM's V1 model runner."""
-
-
-class RunnerV2(_FixesVideosWithAudio):
-    """The mixin for vLLM's V2 model runner."""
+RunnerV2 = RunnerV1

@@ -182,7 +182,9 @@ class _Worker(NixlPullConnectorWorker):
         return freed
 
 
-class _HandsOver:
+class RunnerV1:
+    """A mixin for both of vLLM's model runners."""
+
     def release_prompts(self, names: list[str]) -> None:
         """Frees the KV cache of prompts. `names` are the requests' names in the replica."""
         self._connector_worker.release(names)
@@ -198,9 +200,4 @@ class _HandsOver:
         return connector.connector_worker
 
 
-class RunnerV1(_HandsOver):
-    """A mixin for the model runner in `vllm.v1.worker.gpu_model_runner`."""
-
-
-class RunnerV2(_HandsOver):
-    """A mixin for the model runner in `vllm.v1.worker.gpu.model_runner`."""
+RunnerV2 = RunnerV1
