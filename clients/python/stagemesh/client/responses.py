@@ -124,19 +124,8 @@ class Tokens(OutputEvent):
 
 
 @dataclass(frozen=True, eq=False)
-class AudioChunk(OutputEvent):
-    """An event with audio samples to append to an audio output.
-
-    `samples` is a read-only float32 array in [-1, 1], with shape [samples] or [samples, channels].
-    """
-
-    samples: npt.NDArray[np.float32]
-    sample_rate_hz: int
-
-    @property
-    def duration_s(self) -> float:
-        """The playing time of the samples in seconds."""
-        return len(self.samples) / self.sample_rate_hz
+class AudioChunk(AudioSamples, OutputEvent):
+    """An event with audio samples to append to an audio output. The samples are read-only."""
 
 
 @dataclass(frozen=True)
