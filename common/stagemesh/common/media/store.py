@@ -236,7 +236,7 @@ class MediaStore:
         async with aclosing(self.read(location.uri)) as blocks:
             async for block in blocks:
                 self._check_size(location, copy.size_bytes + len(block))
-                await call_store(partial(_append, copy.duplicate(), block), what="a copy of the file")
+                await call_store(partial(copy.duplicate().append, block), what="a copy of the file")
 
     def _check_size(self, location: Location, size_bytes: int) -> None:
         limit_bytes = self.config.max_file_bytes
@@ -269,8 +269,14 @@ class FetchedFile:
         return FetchedFile(os.dup(self._descriptor))
 
     def append(self, block: bytes) -> None:
-        """Appends bytes to a copy. Raises OSError if the disk is full."""
-        write_all(self._descriptor, block)
+        """Appends bytes to a duplicate, and closes it. Raises OSError if the disk is full."""
+        with closing(self):
+            write_all(self._descriptor, block)
+
+    def digest(self) -> bytes:
+        """Returns the SHA-256 digest of a duplicate, and closes it."""
+        with closing(self), self.open() as content:
+            return hashlib.file_digest(content, "sha256").digest()
 
     def close(self) -> None:
         """Closes the file. Idempotent."""
@@ -282,20 +288,8 @@ class FetchedFile:
 async def _check_content(reference: request_pb2.MediaFile, file: FetchedFile) -> None:
     sha256 = b""
     if reference.sha256:
-        sha256 = await call_store(partial(_digest, file.duplicate()), what=reference.uri, timeout_s=None)
+        sha256 = await call_store(file.duplicate().digest, what=reference.uri, timeout_s=None)
     check_content(reference, size_bytes=file.size_bytes, sha256=sha256)
-
-
-def _append(copy: FetchedFile, block: bytes) -> None:
-    """Appends bytes to a duplicate, and closes it."""
-    with closing(copy):
-        copy.append(block)
-
-
-def _digest(file: FetchedFile) -> bytes:
-    """Returns the SHA-256 digest of a duplicate, and closes it."""
-    with closing(file), file.open() as content:
-        return hashlib.file_digest(content, "sha256").digest()
 
 
 async def _refuse_redirection(response: "ClientResponse") -> None:
