@@ -67,17 +67,13 @@ def _run_received(parent: socket.socket, *, parent_pid: int) -> int:
         settings.replace_variables(environment)
         # When its core ends, vLLM would collect the objects of all imports, and thereby copy their shared memory. That
         # takes a second, and the memory is freed in any case when this process ends.
-        gc.unfreeze = _keep_frozen
+        gc.unfreeze = lambda: None
         return int(process._bootstrap(parent_sentinel=parent.fileno()))  # noqa: SLF001  # as multiprocessing's own ways
     except BaseException:  # noqa: BLE001  # the stack below belongs to the parent
         traceback.print_exc()
         return 1
     finally:
         sys.stderr.flush()
-
-
-def _keep_frozen() -> None:
-    """Does nothing. Replaces `gc.unfreeze`."""
 
 
 class _Popen(popen_spawn_posix.Popen):
