@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from stagemesh.client.content import AudioSamples
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.media.files import file_access
 
 _SAMPLE_BYTES = 2
 _SCALE = np.float32(1 / 32768)
@@ -78,13 +79,9 @@ class WavWriter:
 
 
 def _create(path: Path) -> BinaryIO:
-    try:
+    with file_access("write", path, reason="CANNOT_WRITE"):
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("wb")
-    except OSError as exc:
-        raise InvalidRequestError(
-            f"cannot write {path}: {exc.strerror}; choose another file", reason="CANNOT_WRITE"
-        ) from exc
 
 
 def _pcm16(samples: npt.NDArray[np.float32]) -> bytes:
