@@ -105,7 +105,8 @@ def test_older_configs_name_the_base_of_the_embedding_otherwise(tmp_path: Path) 
 
 
 def test_a_filled_batch_sounds_as_an_exact_one(vocoder: CodecVocoder, whole: Samples) -> None:
-    filled = CodecVocoder(vocoder._decoder, batches=(1, 4))
+    filled = CodecVocoder(vocoder._decoder)
+    filled._batches = (1, 4)
     for samples in decode_together(filled, [pieces(CODES, CUTS)] * 7):
         assert_equal(samples, whole)
 

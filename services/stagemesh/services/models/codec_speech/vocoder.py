@@ -120,15 +120,12 @@ class CodecVocoder(Saves[VocoderState]):
     because the retained inputs are more than a hundred times as large.
     """
 
-    def __init__(self, decoder: FrameDecoder, *, batches: Sequence[int] | None = None) -> None:
-        """`batches` contains the permitted numbers of streams in a batch, in ascending order from 1.
-
-        None permits any number on a CPU, and those in `_GPU_BATCHES` on a GPU.
-        """
+    def __init__(self, decoder: FrameDecoder) -> None:
         self._decoder = decoder
         self._max_frames = _MAX_BATCH_FRAMES[decoder.device.type]
         any_number = range(1, self._max_frames + 1)
-        self._batches = batches or (any_number if decoder.device.type == "cpu" else _GPU_BATCHES)
+        self._batches: Sequence[int] = any_number if decoder.device.type == "cpu" else _GPU_BATCHES
+        """The permitted numbers of streams in a batch, in ascending order from 1."""
         # The first call on a device is slow, because libraries load their kernels.
         for _ in self._decode(np.zeros((1, 1, decoder.groups), np.int32), BatchState([StreamState()])):
             pass
