@@ -124,8 +124,8 @@ async def test_a_port_in_use_is_reported_before_any_process_starts(tiny: Path, a
 
 async def test_a_stage_that_cannot_start_ends_the_launcher_with_the_cause(tiny: Path) -> None:
     overrides = {"stages.first.options.memory_bytes": "1000000000000000"}
-    policy = RestartPolicy(first_pause_s=0.01, max_pause_s=0.02, quick_failures=2)
-    launcher = make_launcher(tiny, overrides=overrides, policy=policy)
+    launcher = make_launcher(tiny, overrides=overrides)
+    launcher._policy = RestartPolicy(first_pause_s=0.01, max_pause_s=0.02, quick_failures=2)
     with pytest.raises(NotReadyError, match=r"(?s)first-0 .*ended 2 times.*cannot allocate 1000000000000000 bytes"):
         async with launcher.running():
             await launcher.wait_ready()

@@ -65,7 +65,6 @@ class Launcher:
       the port for clients, or any free port if that port is in use.
     - `overrides` are the overrides of the pipeline file with which `pipeline` was loaded. None means no overrides.
     - `listener` is called with a process's new status after each change of the process's state.
-    - `policy` limits the restarts of each process. If it is None, the defaults of RestartPolicy apply.
     - `authority` issues the certificates of the processes. If it is None, they do not use TLS.
     - With `metrics`, the orchestrator, each replica and the gateway serve metrics to Prometheus (`metrics_endpoints`).
     - `gateway_listen` is the address at which a gateway serves OpenAI's API, in the form of `listen`. If it is None, no
@@ -81,7 +80,6 @@ class Launcher:
         admin_listen: str | None = None,
         overrides: Mapping[str, str] | None = None,
         listener: Listener | None = None,
-        policy: RestartPolicy | None = None,
         authority: "Authority | None" = None,
         metrics: bool = False,
         gateway_listen: str | None = None,
@@ -90,7 +88,7 @@ class Launcher:
         self._pipeline = pipeline
         self._overrides = dict(overrides or {})
         self._listener = listener
-        self._policy = policy or RestartPolicy()
+        self._policy = RestartPolicy()
         self._authority = authority
         self._ports = PortPicker()
         self.endpoint = self._with_port(listen)
