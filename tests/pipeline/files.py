@@ -102,7 +102,7 @@ def load(
 ) -> Pipeline:
     """Loads a pipeline file with this text. `arguments` are passed to `load_pipeline`.
 
-    `engines` are the installed engines. If it is None, those of Stagemesh are installed.
+    `engines` are the installed engines. If it is None, Stagemesh's own engines are installed.
     """
     path = folder / "pipeline.yaml"
     path.write_text(text)
