@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
-from stagemesh.gateway import connections, limits
-from tests.client.scripted import Pause, admitted, ended, finished, text
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.gateway import connections, limits, service
+from stagemesh.gateway.config import GatewayConfig
+from stagemesh.gateway.limits import Limits
+from tests.client.scripted import Pause, admitted, audio, ended, finished, text
 from tests.gateway.attacks import answer_of, attacked, connected, exchange, head, json_head, longest_block_s, upgrade
+from tests.gateway.making import describe
 
 REALTIME = "/v1/realtime?model=p"
 CHUNKED = head("POST", "/v1/completions", [("Content-Type", "application/json"), ("Transfer-Encoding", "chunked")])
@@ -107,6 +111,52 @@ async def test_a_caller_that_does_not_read_loses_its_connection(streams: bool, m
             port = int(address.rpartition(":")[2])
             await _until(lambda: port in _ports(established=True))
             await _until(lambda: port not in _ports(established=True))
+
+
+_EVENT = json.dumps({"type": "response.create", "response": {"instructions": "x"}}).encode()
+_EVENT = bytes([0x81, 0x80 | len(_EVENT), 0, 0, 0, 0]) + _EVENT
+_SPEECH = json.dumps({"model": "p", "input": "x", "response_format": "pcm"}).encode()
+UNREAD: Mapping[str, tuple[bytes, bytes | None]] = {
+    "a WebSocket that answers no ping": (_EVENT, b""),
+    "a WebSocket that the peer closes": (_EVENT, bytes([0x88, 0x82, 0, 0, 0, 0, 0x03, 0xE8])),
+    "a WebSocket that the peer shuts down": (_EVENT, None),
+    "a stream that is broken off": (json_head("/v1/audio/speech", len(_SPEECH)) + _SPEECH, b""),
+}
+"""What a peer that does not read sends first, and when the server waits for it. None for the end."""
+
+
+@pytest.mark.parametrize("name", UNREAD)
+async def test_a_closed_connection_leaves_its_shares_although_its_peer_does_not_read(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, paused = Limits(GatewayConfig("127.0.0.1:0", [["127.0.0.1:1"]])), asyncio.Event()
+    monkeypatch.setattr(service, "Limits", lambda config: shared)
+    monkeypatch.setattr(service, "BODY_S", 1.5 if "ping" in name else 20)
+    monkeypatch.setattr(connections, "_HEAD_S", 0.4)
+    end_after = connections.WebSocketConnection.end_after
+
+    def noted(connection: Any, seconds: float | None) -> None:
+        if seconds == connections._STALLED_S:
+            paused.set()
+        end_after(connection, seconds)
+
+    monkeypatch.setattr(connections._LimitedConnection, "end_after", noted)
+    first, then = UNREAD[name]
+    async with attacked() as (orchestrator, address), connected(address) as (reader, writer), asyncio.timeout(20):
+        describe(orchestrator, "text", "audio")
+        sound = audio([0.5] * 1_000_000, sample_rate_hz=8000)
+        answer = [sound, InvalidRequestError("x")] if first[:4] == b"POST" else [text("x" * (4 << 20))] * 3
+        orchestrator.scripts.append([admitted(), *answer, Pause.FOREVER])
+        if first is _EVENT:
+            writer.write(upgrade(REALTIME))
+            await reader.readuntil(b"session.created")
+        assert isinstance(writer.transport, asyncio.Transport)
+        writer.transport.pause_reading()
+        writer.write(first)
+        await paused.wait()
+        assert shared.connections._held
+        writer.write_eof() if then is None else writer.write(then)
+        await _until(lambda: not shared.connections._held and not shared.websockets._held)
 
 
 def _ports(*, established: bool) -> set[int]:

@@ -30,6 +30,21 @@ _SLICE_BYTES = 4096
 _MAX_UNREAD_BYTES = 32 << 20
 
 
+class _Transport:
+    """The transport of a `_LimitedConnection`, which has a time to end after it was closed."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.close()
+            self._transport.get_protocol().end_after(_HEAD_S)  # type: ignore[attr-defined]
+
+
 class _LimitedConnection(asyncio.Protocol):
     """A connection that counts for its host, and ends if its peer does not read in time."""
 
@@ -48,6 +63,10 @@ class _LimitedConnection(asyncio.Protocol):
             self._timer.cancel()
         self._timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.transport.abort)
 
+    def eof_received(self) -> None:
+        # The transport would close itself.
+        self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.end_after(None)
@@ -61,7 +80,7 @@ class _LimitedConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.end_after(_HEAD_S if self._is_idle else None)
+        self.end_after(_HEAD_S if self._is_idle or self.transport.is_closing() else None)
 
 
 class HttpConnection(_LimitedConnection, HttpToolsProtocol):
@@ -89,7 +108,7 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
             task.add_done_callback(self.tasks.discard)
 
     def _begin(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+        super().connection_made(cast("asyncio.Transport", _Transport(transport)))
         self._wait_for_head()
 
     async def _start_tls(self, transport: asyncio.Transport, tls: SSLContext) -> None:
@@ -124,8 +143,6 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
         super().data_received(data)
         if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The headers exceed {_MAX_HEAD_BYTES} bytes.")
-        if self.transport.is_closing():
-            self.end_after(_HEAD_S)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -180,6 +197,8 @@ class WebSocketConnection(_LimitedConnection, WebSocketsSansIOProtocol):
     """The time from which the rest of a message is waited for."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        # Before its protocol is this one, the end of the transport would be that of the protocol of HTTP.
+        transport.set_protocol(self)
         super().connection_made(transport)
         self._began_s = asyncio.get_running_loop().time()
         # The parser may reject headers that the parser of HTTP has accepted, and then does nothing.
