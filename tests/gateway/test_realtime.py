@@ -397,6 +397,25 @@ async def test_one_response_of_the_conversation_runs_at_a_time() -> None:
         assert (error["code"], error["event_id"]) == ("conversation_already_has_active_response", "mine")
 
 
+async def test_four_responses_of_a_connection_run_at_a_time() -> None:
+    async with talking([admitted(), text("so"), Pause.FOREVER]) as (orchestrator, talker):
+        await talker.say("Hello")
+        await talker.send("response.create")
+        for _ in range(3):
+            await talker.send("response.create", response={"conversation": "none"})
+        for _ in range(4):
+            created = await talker.until("response.created")
+        await talker.send("response.create", response={"conversation": "none"}, event_id="fifth")
+        error = await talker.error()
+        assert (error["code"], error["event_id"]) == ("call_limit", "fifth")
+        await talker.send("response.cancel", response_id=created["response"]["id"])
+        await talker.until("response.done")
+        await talker.send("response.create", response={"conversation": "none"})
+        await talker.until("response.created")
+        while len(orchestrator.requests) < 5:
+            await talker.until("response.output_audio_transcript.delta")
+
+
 async def test_a_failed_response_is_reported() -> None:
     async with talking([admitted(), text("so"), InternalError("the stage is lost")]) as (_, talker):
         await talker.say("Hello")

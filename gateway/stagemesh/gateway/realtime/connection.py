@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from starlette.websockets import WebSocket
 
 from stagemesh.client import SpeechDetected, TurnCommitted
-from stagemesh.common.errors import NotReadyError, StagemeshError
+from stagemesh.common.errors import NotReadyError, OverloadedError, StagemeshError
 from stagemesh.gateway import websockets
 from stagemesh.gateway.body import Object, aside
 from stagemesh.gateway.catalog import find_model
@@ -117,6 +117,8 @@ ClientEvent: TypeAlias = (
 )
 _LARGE_EVENTS = ("input_audio_buffer.append", "conversation.item.create", "response.create")
 """The types of the events that may contain audio and images."""
+_MAX_RESPONSES = 4
+"""The number of responses of a connection that may run at once, including the one that belongs to the conversation."""
 CLIENT_EVENT: TypeAdapter[ClientEvent] = TypeAdapter(Annotated[ClientEvent, Field(discriminator="type")])
 
 
@@ -135,8 +137,8 @@ class Connection:
         """The id of the message that will contain the speech of the user, while the user speaks."""
         self._response: Response | None = None
         """The newest response that belongs to the conversation."""
-        self._others = set[Response]()
-        """Responses that do not belong to it, and may be running."""
+        self._responses: list[Response] = []
+        """All responses that may be running."""
         self._lock = asyncio.Lock()
         """Held while an event of the client or of the listener is handled."""
 
@@ -150,7 +152,7 @@ class Connection:
 
     async def _stop(self) -> None:
         await self._stop_listening()
-        for response in (*self._others, *((self._response,) if self._response is not None else ())):
+        for response in self._responses:
             await response.stop()
 
     async def _receive(self, event: ClientEvent) -> None:
@@ -306,6 +308,11 @@ class Connection:
                 f"the response {self._response.id!r} is in progress; cancel it, or wait for response.done",
                 code="conversation_already_has_active_response",
             )
+        if len(self._running) >= _MAX_RESPONSES:
+            raise OverloadedError(
+                f"{_MAX_RESPONSES} responses are in progress, which is the limit; cancel one, or wait for response.done",
+                reason="CALL_LIMIT",
+            )
         settings = body.settings(self._settings)
         model = await find_model(self._websocket, settings.model)
         arguments = settings.arguments(model)
@@ -324,11 +331,14 @@ class Connection:
             prompt_bytes=self._conversation.size_bytes,
             metadata=body.metadata,
         )
+        self._responses = [*self._running, response]
         if belongs:
             self._response = response
-        else:
-            self._others = {each for each in self._others if each.is_running} | {response}
         await response.start()
+
+    @property
+    def _running(self) -> list[Response]:
+        return [each for each in self._responses if each.is_running]
 
     def _input(self, body: ResponseBody) -> Sequence[Item]:
         if body.input is None:
@@ -344,8 +354,7 @@ class Connection:
 
     async def _cancel(self, response_id: str | None) -> None:
         reason: CancelReason = "client_cancelled"
-        running = [each for each in (self._response, *self._others) if each is not None and each.is_running]
-        for response in running:
+        for response in self._running:
             if response.id == response_id or (response_id is None and response is self._response):
                 await response.cancel(reason)
                 return
