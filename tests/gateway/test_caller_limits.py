@@ -17,12 +17,13 @@ import websockets
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tasks import end_tasks
-from stagemesh.gateway import connections, limits, service
+from stagemesh.gateway import catalog, connections, limits, service
 from stagemesh.gateway.config import GatewayConfig
 from stagemesh.gateway.limits import Limits, name_of_host
+from stagemesh.gateway.routes import chat
 from stagemesh.rpc import call_limits
 from stagemesh.rpc.channels import open_async
-from tests.client.scripted import admitted, served
+from tests.client.scripted import admitted, ended, finished, served
 from tests.credentials import issue, process_credentials
 from tests.gateway.attacks import connected, exchange, head, json_head
 from tests.gateway.making import describe, known_callers, rejection, serving
@@ -217,6 +218,48 @@ def test_a_handshake_counts_and_ends_in_time(
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(check())
+
+
+async def test_connections_of_a_running_request_are_not_closed_for_another_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "_MAX_CALLERS", 2)
+    parsed, evicted, closed = asyncio.Event(), asyncio.Event(), list[str | None]()
+    close = catalog.Catalog.close
+
+    async def convert_later(work: Callable[[], Any], *, size_bytes: int) -> Any:
+        parsed.set()
+        await evicted.wait()
+        return work()
+
+    async def close_noted(each: catalog.Catalog) -> None:
+        closed.append(each.caller)
+        await close(each)
+
+    monkeypatch.setattr(chat, "aside", convert_later)
+    monkeypatch.setattr(catalog.Catalog, "close", close_noted)
+    content = b'{"model": "p", "messages": [{"role": "user", "content": "x"}]}'
+    with known_callers(tmp_path, {f"token-{name}": name for name in ("ada", "bob", "cat", "dan")}) as (checker, folder):
+        async with served(tokens=checker) as orchestrator:
+            describe(orchestrator, "text")
+            orchestrator.scripts.append([admitted(), ended(), finished()])
+            with process_credentials(None):
+                async with serving(orchestrator.endpoint, tls=folder) as address, asyncio.timeout(30):
+
+                    async def models(name: str) -> None:
+                        token = ("Authorization", f"Bearer token-{name}")
+                        assert (await exchange(address, head("GET", "/v1/models", [token]))).status == 200
+
+                    token = ("Authorization", "Bearer token-ada")
+                    request = json_head("/v1/chat/completions", len(content), [token]) + content
+                    running = asyncio.create_task(exchange(address, request))
+                    await parsed.wait()
+                    for name in ("bob", "cat"):
+                        await models(name)
+                    evicted.set()
+                    assert ((await running).status, closed) == (200, ["bob"])
+                    await models("dan")
+                    assert closed == ["bob", "ada"]
 
 
 async def test_guessed_tokens_open_no_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

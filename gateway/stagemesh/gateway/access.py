@@ -1,5 +1,6 @@
 """Which requests are served at all: requests of known callers, or without tokens, requests for the own host."""
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from starlette.requests import HTTPConnection
@@ -38,20 +39,22 @@ class Access:
         self._allows_addresses = listen is not None and listen.name in _EVERYWHERE
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] != "lifespan":
-            connection = HTTPConnection(scope)
-            callers: Callers = connection.app.state.callers
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        connection = HTTPConnection(scope)
+        callers: Callers = connection.app.state.callers
+        with ExitStack() as used:
             try:
                 if not callers.forwards_tokens:
                     self._check_page(connection, own=self._check_host(connection))
                 elif scope["path"] not in _PUBLIC and not scope["path"].startswith(_PUBLIC_FOLDER):
-                    await (await callers.catalog(connection)).check_caller()
+                    catalog = used.enter_context((await callers.catalog(connection)).counted_request())
+                    await catalog.check_caller()
             except StagemeshError as exc:
                 await reject(exc, scope, receive, send)
                 return
             await self._limits.serve(self._app, scope, receive, send, caller=callers.name(connection))
-        else:
-            await self._app(scope, receive, send)
 
     def _check_host(self, connection: HTTPConnection) -> Host:
         """Returns the host that the request names. Raises PermissionDeniedError if it is not this gateway."""

@@ -4,8 +4,8 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -157,6 +157,8 @@ class Catalog:
     def __init__(self, clients: Sequence[AsyncClient], caller: str | None) -> None:
         self.caller = caller
         """The name of the caller. None if the gateway does not know its callers, which then share the catalog."""
+        self.requests = 0
+        """The number of running requests and open WebSockets of the caller."""
         self._servers = [_Server(client) for client in clients]
 
     async def find(self, model_id: str) -> Model:
@@ -180,10 +182,14 @@ class Catalog:
             metadata={"pipeline": name},
         )
 
-    @property
-    def is_used(self) -> bool:
-        """Whether a request, a session or the request for a description runs."""
-        return any(each.client.running or each.client.sessions or each.lock.locked() for each in self._servers)
+    @contextmanager
+    def counted_request(self) -> Generator["Catalog"]:
+        """Counts a request within the block, in which the connections are not closed for other callers."""
+        self.requests += 1
+        try:
+            yield self
+        finally:
+            self.requests -= 1
 
     async def models(self) -> list[Model]:
         """Returns the models whose orchestrators can be reached, without adapters."""
@@ -269,10 +275,10 @@ class Callers:
                 raise UnauthenticatedError("the token has characters that no token has", reason="INVALID_TOKEN")
             if token not in self._catalogs:
                 caller = await _first_answer([partial(each.find_caller, token) for each in self._checks])
+                await self._drop_idle()
+        # Nothing is awaited from here on, so that the caller of this method can count a request of the catalog.
         catalog = self._catalogs.pop(token, None) or self._connect(token, caller)
         self._catalogs[token] = catalog
-        if len(self._catalogs) > _MAX_CALLERS:
-            await self._drop_idle()
         return catalog
 
     def name(self, request: HTTPConnection) -> str:
@@ -294,15 +300,12 @@ class Callers:
         return Catalog([AsyncClient(*addresses, **options) for addresses in self._servers], caller)
 
     async def _drop_idle(self) -> None:
-        """Closes the connections of the caller whose last request is the oldest, among those without a request.
-
-        Never closes those of the newest caller.
-        """
-        for token, catalog in list(self._catalogs.items())[:-1]:
-            if not catalog.is_used:
-                del self._catalogs[token]
-                await catalog.close()
+        """Closes the connections of callers without a request until there is space for one more, the oldest first."""
+        while len(self._catalogs) >= _MAX_CALLERS:
+            idle = next((token for token, catalog in self._catalogs.items() if not catalog.requests), None)
+            if idle is None:
                 return
+            await self._catalogs.pop(idle).close()
 
 
 async def _first_answer(calls: Sequence[Callable[[], Awaitable[T]]]) -> T:
