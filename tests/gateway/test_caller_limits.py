@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from ssl import MemoryBIO, SSLWantReadError, create_default_context
@@ -37,23 +37,27 @@ async def _post(address: str, path: str, content: bytes, kind: str = "applicatio
         await http.post(f"http://{address}/v1/{path}", content=content, headers={"content-type": kind})
 
 
-async def _send(address: str, *events: dict[str, Any]) -> None:
-    """Sends events. Waits after each until it has failed, or its item was added."""
+_ENDS = frozenset({"error", "conversation.item.done", "response.done"})
+
+
+async def _send(address: str, *events: dict[str, Any], ends: Collection[str] = _ENDS) -> None:
+    """Sends events. Waits after each until it has failed, or its item was added. With `ends`, waits only at the end."""
     async with websockets.connect(f"ws://{address}/v1/realtime?model=p", max_size=None) as socket:
         await socket.recv()
         for event in events:
             await socket.send(json.dumps(event))
-            while json.loads(await socket.recv())["type"] not in {"error", "conversation.item.done", "response.done"}:
+            while (ends is _ENDS or event is CLEAR) and json.loads(await socket.recv())["type"] not in ends:
                 pass
 
 
 ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": LARGE}]}
 STREAM = json.dumps({"model": "p", "prompt": LARGE, "stream": True}).encode()
+FORM_TYPE = "multipart/form-data; boundary=b"
+FORM = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n' + b"," * 100_000 + b"\r\n--b--\r\n"
+CLEAR = {"type": "input_audio_buffer.clear"}
 REJECTED: dict[str, Callable[[str], Awaitable[None]]] = {
     "body": lambda address: _post(address, "completions", b" " * (14 << 20)),
-    "form": lambda address: _post(
-        address, "audio/transcriptions", b" " * (14 << 20), "multipart/form-data; boundary=b"
-    ),
+    "form": lambda address: _post(address, "audio/transcriptions", b" " * (14 << 20), FORM_TYPE),
     "values": lambda address: _post(address, "completions", b'{"stop": [%b1]}' % (b"1," * 100_000)),
     "event": lambda address: _send(address, {"type": "session.update", "session": {"x": LARGE}}),
     "stream": lambda address: _post(address, "completions", STREAM),
@@ -61,6 +65,10 @@ REJECTED: dict[str, Callable[[str], Awaitable[None]]] = {
     "response": lambda address: _send(
         address, {"type": "conversation.item.create", "item": ITEM}, {"type": "response.create"}
     ),
+    "response before another event": lambda address: _send(
+        address, {"type": "response.create", "response": {"input": [ITEM]}}, CLEAR, ends={"response.done"}
+    ),
+    "values of a form": lambda address: _post(address, "audio/transcriptions", FORM % b"x", FORM_TYPE),
 }
 
 
@@ -72,12 +80,19 @@ async def test_a_caller_whose_large_content_is_rejected_waits_and_others_do_not(
     async with served() as orchestrator, serving(orchestrator.endpoint) as address:
         describe(orchestrator, "text")
         orchestrator.scripts.append([admitted(), InvalidRequestError("no")])
-        for _ in range(3 if name == "values" else 2):
+        for _ in range(3 if "values" in name else 2):
             await REJECTED[name](address)
         small = json_head("/v1/completions", 2, [("X-Forwarded-For", "10.0.0.1")]) + b"{}"
         answer = await exchange(address, small)
         assert (answer.status, "call_limit" in answer.text) == (429, True)
         assert (await exchange(address, small, source=OTHER)).status == 400
+
+
+async def test_the_commas_of_a_file_are_not_values() -> None:
+    async with served() as orchestrator, serving(orchestrator.endpoint) as address:
+        for _ in range(3):
+            await _post(address, "audio/transcriptions", FORM % b'x"; filename="y', FORM_TYPE)
+        assert (await exchange(address, json_head("/v1/completions", 2) + b"{}")).status == 400
 
 
 def test_the_addresses_of_a_network_are_one_host() -> None:

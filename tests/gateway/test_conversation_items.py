@@ -71,11 +71,11 @@ def test_a_conversation_has_the_order_of_its_insertions(steps: list[tuple[str, i
             )
         assert [each.key for each in conversation.items] == order
         assert conversation.last_id == (order[-1] if order else None)
-    assert conversation._size_bytes == sum(map(items._size_bytes, conversation.items))
+    assert conversation._size_bytes == sum(map(items.memory_bytes, conversation.items))
 
 
 def test_an_insertion_does_not_visit_other_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    conversation, measured, measure = Conversation(), list[object](), items._size_bytes
+    conversation, measured, measure = Conversation(), list[object](), items.memory_bytes
     for _ in range(1000):
         conversation.insert(_message())
 
@@ -83,7 +83,7 @@ def test_an_insertion_does_not_visit_other_items(monkeypatch: pytest.MonkeyPatch
         measured.append(value)
         return measure(value)
 
-    monkeypatch.setattr(items, "_size_bytes", observed)
+    monkeypatch.setattr(items, "memory_bytes", observed)
     conversation.insert(_message())
     conversation.insert(_message(), previous_id="root")
     assert len(measured) < 50

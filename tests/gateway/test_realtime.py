@@ -3,11 +3,13 @@
 import base64
 import io
 import json
+import threading
 import wave
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import openai
@@ -17,6 +19,7 @@ from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
 from stagemesh.common.errors import InternalError
 from stagemesh.v1 import request_pb2
+from stagemesh.v1.signature_pb2 import Signature
 from tests.client import scripted_sessions
 from tests.client.scripted import (
     Pause,
@@ -30,6 +33,7 @@ from tests.client.scripted import (
     served,
     text,
 )
+from tests.gateway.attacks import post
 from tests.gateway.making import describe, rejection, serving
 
 RATE_HZ = 24_000
@@ -296,6 +300,42 @@ async def test_audio_becomes_a_message_when_it_is_committed() -> None:
         await talker.send("conversation.item.retrieve", item_id=committed["item_id"])
         item = (await talker.until("conversation.item.retrieved"))["item"]
         assert base64.b64decode(item["content"][0]["audio"]) == samples.tobytes()
+
+
+async def test_large_media_are_converted_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound, loop, sizes = pcm(np.arange(1 << 21, dtype=np.int16)), threading.current_thread(), [0]
+    speech = json.dumps({"model": "p", "input": "x", "ref_audio": f"data:audio/wav;base64,{sound}"}).encode()
+    image = [{"type": "input_image", "image_url": f"data:image/png;base64,{sound}"}]
+    half = [{"type": "input_image", "image_url": f"data:image/png;base64,{sound[: (1 << 18) - 4]}AA=={sound}"}]
+
+    def observe(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def observed(*arguments: Any, **options: Any) -> Any:
+            result = function(*arguments, **options)
+            sizes.append(len(result) if threading.current_thread() is loop else 0)
+            return result
+
+        monkeypatch.setattr(module, name, observed)
+
+    async with served() as orchestrator, serving(orchestrator.endpoint) as address:
+        describe(orchestrator, "text", "audio", signature=Signature(media=True))
+        orchestrator.scripts.append(spoken("Yes."))
+        async with connected(address) as talker:
+            for module, name in ((base64, "b64encode"), (base64, "b64decode"), (msgspec.json, "encode")):
+                observe(module, name)
+            await talker.send("input_audio_buffer.append", audio=sound)
+            await talker.send("input_audio_buffer.commit")
+            item = (await talker.until("conversation.item.done"))["item"]
+            await talker.send("conversation.item.retrieve", item_id=item["id"])
+            item = (await talker.until("conversation.item.retrieved"))["item"]
+            assert item["content"][0]["audio"] == sound
+            await talker.send("conversation.item.create", item={"type": "message", "role": "user", "content": image})
+            assert (await talker.until("conversation.item.done"))["item"]["content"] == image
+            await talker.send("conversation.item.create", item={"type": "message", "role": "user", "content": half})
+            assert "padding" in (await talker.error())["message"]
+            assert (await post(address, "audio/speech", speech)).status_code == 200
+    assert sum(sizes) < 1 << 18
 
 
 async def test_detected_speech_is_answered_and_interrupts() -> None:

@@ -277,6 +277,7 @@ async def read_form(
     form = await aside(
         lambda: _parse_form(body, options[b"boundary"], file=file, most_parts=most_parts), size_bytes=len(body)
     )
+    request.scope["sender"].add(0, values=sum(text.count(",") for text in form.fields.values()))
     if not min_files <= len(form.files) <= max_files:
         problem = f"the form has {len(form.files)} files; send at most {max_files}"
         raise ParameterError(file, problem if form.files else "it is missing; send it as a file")

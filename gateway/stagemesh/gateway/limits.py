@@ -70,7 +70,8 @@ class Limits:
         """Serves a request or a WebSocket of a caller with an application, unless it exceeds a limit."""
         sender = scope["sender"] = Sender(self, caller)
         websockets = int(scope["type"] == "websocket")
-        length = Headers(scope=scope).get("content-length", "")
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self.max_body_bytes:
             await reject(self._too_large(), scope, receive, send)
         elif not websockets and scope["method"] == "POST" and (pause_s := sender.pause_s()) > 0:
@@ -81,13 +82,15 @@ class Limits:
             await reject(OverloadedError(problem, reason="CALL_LIMIT", retry_after_s=5.0), scope, receive, send)
         else:
             try:
-                await app(scope, receive if websockets else self._limited(receive, sender), send)
+                await app(scope, receive if websockets else self._limited(receive, sender, headers), send)
             finally:
                 self.websockets.hold(caller, -websockets)
                 sender.hold(0)
 
-    def _limited(self, receive: "Receive", sender: "Sender") -> "Receive":
+    def _limited(self, receive: "Receive", sender: "Sender", headers: Headers) -> "Receive":
         """Returns a function that receives a body within its limits."""
+        # The commas of files are not values. `read_form` counts those of fields.
+        is_form = headers.get("content-type", "").lower().startswith("multipart/")
         until_s: float | None = asyncio.get_running_loop().time() + BODY_S
         received = 0
 
@@ -102,7 +105,7 @@ class Limits:
                 raise CancelledRequestError("the caller disconnected", reason="CALLER_DISCONNECTED")
             content = message.get("body", b"")
             received += len(content)
-            sender.add(len(content), values=content.count(b","))
+            sender.add(len(content), values=0 if is_form else content.count(b","))
             if received > self.max_body_bytes:
                 raise self._too_large()
             until_s = until_s + len(content) / BODY_BYTES_PER_S if until_s and message.get("more_body") else None
@@ -146,12 +149,16 @@ class Sender:
         """Begins an event, which is the content that may be rejected from now on."""
         self._size_bytes, self._values = len(event), event.count(b",")
 
-    def reject(self, error: StagemeshError, *, further_bytes: int = 0) -> None:
-        """Counts the content as rejected, once, if the error is due to it. Small content with few values is free."""
-        size_bytes = self._size_bytes + further_bytes + _VALUE_BYTES * min(self._values, MAX_FIELDS) - _FREE_BYTES
-        if (error.code in _FAULTS or error.reason == _FULL) and size_bytes > 0:
-            self._limits.rejected.add(self._caller, _WEIGHT * size_bytes)
-            self._size_bytes = self._values = 0
+    def reject(self, error: StagemeshError, *, size_bytes: int | None = None) -> None:
+        """Counts the content as rejected, once, if the error is due to it. Small content with few values is free.
+
+        `size_bytes` is the size of what was rejected if that is the prompt of a response, and not the newest content.
+        """
+        if error.code in _FAULTS or error.reason == _FULL:
+            if size_bytes is None:
+                size_bytes = self._size_bytes + _VALUE_BYTES * min(self._values, MAX_FIELDS)
+                self._size_bytes = self._values = 0
+            self._limits.rejected.add(self._caller, _WEIGHT * max(0, size_bytes - _FREE_BYTES))
 
     def pause_s(self) -> float:
         """Returns the time for which the caller must wait, because too much was rejected. 0 or less if it need not."""

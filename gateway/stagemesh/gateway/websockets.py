@@ -53,11 +53,15 @@ class JsonSocket:
         self._websocket = websocket
         self.sender: Sender = websocket.scope["sender"]
 
-    async def send(self, event_type: str, /, **fields: Any) -> None:
-        """Sends an event. Does nothing if the client has disconnected, which `events` reports by its end."""
+    async def send(self, event_type: str, /, *, size_bytes: int = 0, **fields: Any) -> None:
+        """Sends an event, which is encoded in a thread if its fields have many bytes.
+
+        Does nothing if the client has disconnected, which `serve` reports by its end.
+        """
         event = {"type": event_type, "event_id": f"event_{uuid4().hex}", **fields}
+        text = await aside(lambda: msgspec.json.encode(event).decode(), size_bytes=size_bytes)
         with suppress(*_DISCONNECTED):
-            await self._websocket.send_text(msgspec.json.encode(event).decode())
+            await self._websocket.send_text(text)
 
     async def send_bytes(self, data: bytes) -> None:
         """Sends a binary frame. Does nothing if the client has disconnected."""

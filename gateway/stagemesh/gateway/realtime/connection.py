@@ -25,6 +25,7 @@ from stagemesh.gateway.realtime.items import (
     ItemId,
     ItemReference,
     audio_item,
+    memory_bytes,
     to_messages,
 )
 from stagemesh.gateway.realtime.response import CancelReason, Response
@@ -178,7 +179,8 @@ class Connection:
                 await self._send("conversation.item.deleted", item_id=event.item_id)
             case RetrieveItem():
                 item = self._conversation.find(event.item_id)
-                await self._send("conversation.item.retrieved", item=item.to_json(with_audio=True))
+                data, size_bytes = item.to_json(with_audio=True), memory_bytes(item)
+                await self._send("conversation.item.retrieved", item=data, size_bytes=size_bytes)
             case CreateResponse():
                 await self._respond(event.response)
             case CancelResponse():
@@ -214,8 +216,9 @@ class Connection:
         await asyncio.to_thread(to_messages, None, [item])
         item.status = "completed"
         before = self._conversation.insert(item, previous_id=previous_id)
-        await self._send("conversation.item.added", previous_item_id=before, item=item.to_json())
-        await self._send("conversation.item.done", previous_item_id=before, item=item.to_json())
+        for step in ("added", "done"):
+            data, size_bytes = item.to_json(), memory_bytes(item)
+            await self._send(f"conversation.item.{step}", previous_item_id=before, item=data, size_bytes=size_bytes)
 
     async def _truncate(self, event: TruncateItem) -> None:
         item = self._conversation.find(event.item_id)
@@ -252,7 +255,8 @@ class Connection:
         await self._commit_audio(pcm, item_id=None)
 
     async def _commit_audio(self, pcm: bytes, *, item_id: str | None) -> None:
-        item = audio_item(pcm, item_id=item_id or f"item_{uuid4().hex}")
+        make_item = partial(audio_item, pcm, item_id=item_id or f"item_{uuid4().hex}")
+        item = await aside(make_item, size_bytes=len(pcm))
         await self._send("input_audio_buffer.committed", previous_item_id=self._conversation.last_id, item_id=item.key)
         await self._add_item(item)
 
@@ -310,7 +314,7 @@ class Connection:
             )
         if len(self._running) >= _MAX_RESPONSES:
             raise OverloadedError(
-                f"{_MAX_RESPONSES} responses are in progress, which is the limit; cancel one, or wait for response.done",
+                f"{_MAX_RESPONSES} responses are in progress, which is the limit; cancel one, or wait for its end",
                 reason="CALL_LIMIT",
             )
         settings = body.settings(self._settings)
@@ -328,7 +332,7 @@ class Connection:
             model,
             self._conversation if belongs else None,
             self._socket,
-            prompt_bytes=self._conversation.size_bytes,
+            prompt_bytes=self._conversation.size_bytes + memory_bytes(body),
             metadata=body.metadata,
         )
         self._responses = [*self._running, response]

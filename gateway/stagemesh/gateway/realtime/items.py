@@ -1,6 +1,5 @@
 """The items of a realtime conversation: messages, tool calls and their results."""
 
-import base64
 import io
 import sys
 import wave
@@ -15,7 +14,7 @@ from stagemesh.common.errors import OverloadedError
 from stagemesh.common.requests.turn_content import shorten
 from stagemesh.gateway.audio import PCM_RATE_HZ
 from stagemesh.gateway.body import MAX_ITEMS, Body, Items
-from stagemesh.gateway.content import Url, decode_base64, file_at
+from stagemesh.gateway.content import Url, decode_base64, encode_base64, file_at
 from stagemesh.gateway.errors import ParameterError, RealtimeError
 
 PCM_BYTES_PER_S = 2 * PCM_RATE_HZ
@@ -219,7 +218,7 @@ class Conversation:
                 code="item_create_duplicate_item_id",
                 param="item.id",
             )
-        if self._size_bytes + _size_bytes(item) > _MAX_BYTES or len(self._items) >= MAX_ITEMS:
+        if self._size_bytes + memory_bytes(item) > _MAX_BYTES or len(self._items) >= MAX_ITEMS:
             raise OverloadedError(
                 f"the conversation would exceed {_MAX_BYTES:,} bytes or {MAX_ITEMS:,} items; delete older items",
                 reason="SESSION_TOO_LARGE",
@@ -234,7 +233,7 @@ class Conversation:
     def measure(self, item: Item) -> None:
         """Counts the size of an item of the conversation again, after it was inserted or changed."""
         if item.key in self._items:
-            size_bytes = _size_bytes(item)
+            size_bytes = memory_bytes(item)
             self._size_bytes += size_bytes - self._sizes.get(item.key, 0)
             self._sizes[item.key] = size_bytes
 
@@ -294,16 +293,16 @@ def _messages(instructions: str | None, items: Sequence[Item]) -> Iterator[Messa
 
 
 def audio_item(pcm: bytes, *, item_id: str | None) -> UserMessage:
-    """Returns a message of the user that consists of audio."""
-    content = InputAudioContent(type="input_audio", audio=base64.b64encode(pcm).decode())
+    """Returns a message of the user that consists of audio. Blocks."""
+    content = InputAudioContent(type="input_audio", audio=encode_base64(pcm))
     return UserMessage(role="user", content=[content], id=item_id, status="completed")
 
 
-def _size_bytes(value: object) -> int:
+def memory_bytes(value: object) -> int:
     """Returns the memory of an item, or of a value in it, in bytes."""
     if isinstance(value, Body):
-        return _OBJECT_BYTES + sum(map(_size_bytes, vars(value).values()))
+        return _OBJECT_BYTES + sum(map(memory_bytes, vars(value).values()))
     if isinstance(value, list):
         values = cast("list[object]", value)
-        return sys.getsizeof(values) + sum(map(_size_bytes, values))
+        return sys.getsizeof(values) + sum(map(memory_bytes, values))
     return sys.getsizeof(value) if isinstance(value, str) else 0

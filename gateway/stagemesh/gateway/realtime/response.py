@@ -46,7 +46,7 @@ class Response:
     ) -> None:
         """`conversation` receives the items of the response. None if the response belongs to no conversation.
 
-        `prompt_bytes` is the size of the items of which the prompt may consist.
+        `prompt_bytes` is the size of the items and texts of which the prompt may consist.
         """
         self.id = f"resp_{uuid4().hex}"
         self._response_stream, self._settings, self._model, self._send = response_stream, settings, model, socket.send
@@ -110,7 +110,7 @@ class Response:
             await self._end("incomplete" if self._length_reached else "completed", details)
 
     async def _fail(self, error: StagemeshError) -> None:
-        self._sender.reject(error, further_bytes=self._prompt_bytes)
+        self._sender.reject(error, size_bytes=self._prompt_bytes)
         await self._end("failed", error_body(error))
 
     async def _handle(self, event: Event) -> None:
@@ -191,7 +191,7 @@ class Response:
 
     async def _end_item(self, item: Item, status: Literal["completed", "incomplete"]) -> None:
         item.status = status
-        fields = {"response_id": self.id, "output_index": self._output.index(item), "item": item.to_json()}
+        fields: Any = {"response_id": self.id, "output_index": self._output.index(item), "item": item.to_json()}
         await self._send("response.output_item.done", **fields)
         if self._conversation is not None:
             self._conversation.measure(item)

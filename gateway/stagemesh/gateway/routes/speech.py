@@ -29,7 +29,7 @@ from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, token_counts
 from stagemesh.gateway.audio import MEDIA_TYPES, PCM_RATE_HZ, AnswerEncoder, AudioFormat
-from stagemesh.gateway.body import Object, StageBody, option_values, read_json, validate
+from stagemesh.gateway.body import Object, StageBody, aside, option_values, read_json, validate
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import Url, file_at
 from stagemesh.gateway.errors import ParameterError
@@ -93,7 +93,7 @@ async def create_speech(request: Request) -> Response:
     """Speaks a text. A pipeline whose language model would answer it speaks it without the language model."""
     body = await read_json(request, SpeechBody)
     model = await find_model(request, body.model)
-    reference = body.reference()
+    reference = await aside(body.reference, size_bytes=len(body.ref_audio or ""))
     created = None if body.voice is None else await find_created_voice(request, body.voice, model)
     if created is not None:
         body = body.cloning(created.voice)
