@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 
+from stagemesh.gateway import catalog
 from stagemesh.gateway import voices as stored_voices
 from stagemesh.v1 import tensor_pb2
 from stagemesh.v1.orchestrator_pb2 import EdgeDescription
@@ -225,7 +227,39 @@ async def test_callers_do_not_see_the_voices_of_others(tmp_path: Path) -> None:
                     for refused in (create(eve), listed(eve), eve.audio.voices.delete("secret")):
                         with pytest.raises(openai.AuthenticationError):
                             await refused
+                    # A revoked token is refused at the next call.
+                    (tmp_path / "tokens.json").unlink()
+                    for refused in (listed(ada), speak(ada, "secret"), ada.audio.voices.delete("secret")):
+                        with pytest.raises(openai.AuthenticationError):
+                            await refused
     assert len(names_in(folder)) == 2
+
+
+async def test_slow_voices_take_a_limited_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, most, running = threading.Event(), 0, 0
+
+    def list_slowly(_store: object, _owner: str) -> list[Any]:
+        nonlocal most, running
+        running, most = running + 1, max(most, running + 1)
+        go.wait()
+        running -= 1
+        return []
+
+    owners, own = list[str](), catalog.Catalog.owner
+
+    async def own_noted(each: catalog.Catalog) -> str:
+        owners.append(await own(each))
+        return owners[-1]
+
+    monkeypatch.setattr(stored_voices.VoiceStore, "list_voices", list_slowly)
+    monkeypatch.setattr(catalog.Catalog, "owner", own_noted)
+    async with voicing(tmp_path) as (_, ai), asyncio.timeout(30):
+        lists = [asyncio.create_task(listed(ai)) for _ in range(40)]
+        while len(owners) < 40 or running < 16:
+            await asyncio.sleep(0.01)
+        go.set()
+        assert await asyncio.gather(*lists) == [{"alto": "built_in"}] * 40
+    assert most == 16
 
 
 async def test_without_a_folder_no_voice_can_be_created() -> None:

@@ -213,7 +213,8 @@ class Catalog:
         """
         if self.caller is None:
             return _EVERYONE
-        caller = (await self._servers[0].describe()).caller
+        # A revoked token is rejected at once, as no other call checks it.
+        caller = (await self._servers[0].client.describe()).caller
         if not caller:
             raise UnsupportedError("the orchestrator does not name its callers; upgrade it, or store nothing")
         return hashlib.sha256(caller.encode()).hexdigest()

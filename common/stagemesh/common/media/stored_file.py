@@ -10,7 +10,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,9 @@ async def call_store(
     is_read: bool = False,
     release: Callable[[_Result], None] | None = None,
     timeout_s: float | None = _CALL_S,
+    executor: Executor | None = None,
 ) -> _Result:
-    """Calls a blocking function in a new daemon thread and returns its result.
+    """Calls a blocking function in a new daemon thread, or in a thread of `executor`, and returns its result.
 
     - `what` names the file or the store in the errors.
     - `is_read` is True if the function reads a file whose absence is the request's fault.
@@ -62,7 +63,8 @@ async def call_store(
         except Exception as exc:  # noqa: BLE001 - the caller receives it
             answer.set_exception(exc)
 
-    _start(run, what)
+    start = partial(_start, what=what) if executor is None else executor.submit
+    start(run)
     try:
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(answer)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
@@ -30,6 +31,7 @@ _SILENCE = 1e-3
 _FILE = "audio_sample"
 _OBJECT = "audio.voice"
 _TEXT_LENGTH = 2000
+_THREADS = ThreadPoolExecutor(16, "voices")
 
 
 class CreateVoiceBody(Body):
@@ -159,7 +161,7 @@ async def _call(connection: HTTPConnection, method: Callable[[VoiceStore, str], 
     if store is None:
         return default
     owner = await (await catalog_of(connection)).owner()
-    return await call_store(lambda: method(store, owner), what="voices")
+    return await call_store(lambda: method(store, owner), what="voices", executor=_THREADS)
 
 
 async def _created(request: Request) -> list[Voice]:
