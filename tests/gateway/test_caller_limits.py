@@ -19,13 +19,14 @@ from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway import catalog, connections, limits, service
 from stagemesh.gateway.config import GatewayConfig
+from stagemesh.gateway.connections import HttpConnection
 from stagemesh.gateway.limits import Limits, name_of_host
 from stagemesh.gateway.routes import chat
 from stagemesh.rpc import call_limits
 from stagemesh.rpc.channels import open_async
 from tests.client.scripted import admitted, ended, finished, served
 from tests.credentials import issue, process_credentials
-from tests.gateway.attacks import connected, exchange, head, json_head
+from tests.gateway.attacks import answer_of, connected, exchange, head, json_head
 from tests.gateway.making import describe, known_callers, rejection, serving
 
 OTHER = "127.0.0.2"
@@ -233,6 +234,48 @@ def test_a_handshake_counts_and_ends_in_time(
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(check())
+
+
+@EVENT_LOOPS
+def test_data_in_place_of_a_handshake_does_not_keep_its_share(
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = Limits(GatewayConfig("127.0.0.1:0", [["127.0.0.1:1"]]))
+    monkeypatch.setattr(service, "Limits", lambda config: shared)
+    https, start_tls = issue(tmp_path, "client/gateway"), HttpConnection._start_tls
+
+    async def start_late(connection: HttpConnection, *arguments: Any) -> None:
+        while len(connection._early) <= 1 << 18:
+            await asyncio.sleep(0)
+        await start_tls(connection, *arguments)
+
+    async def check() -> None:
+        async with serving("127.0.0.1:1", https=str(https)) as address, asyncio.timeout(40):
+            monkeypatch.setattr(HttpConnection, "_start_tls", start_late)
+            await _until(lambda: not shared.connections._held)
+            async with connected(address) as (reader, writer):
+                writer.write(b"x" * (1 << 19))
+                with suppress(ConnectionError):
+                    await reader.read()
+            await _until(lambda: not shared.connections._held)
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(check())
+
+
+async def test_a_rejected_body_that_was_not_read_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, begin = list[HttpConnection](), HttpConnection._begin
+
+    def begin_noted(connection: HttpConnection, transport: asyncio.Transport) -> None:
+        begun.append(connection)
+        begin(connection, transport)
+
+    async with serving("127.0.0.1:1") as address:
+        monkeypatch.setattr(HttpConnection, "_begin", begin_noted)
+        async with connected(address) as (reader, writer):
+            writer.write(json_head("/v1/completions", 1 << 30) + b"x" * 1000)
+            assert (await answer_of(reader)).status == 413
+            assert [len(each.cycle.body) for each in begun] == [0]
 
 
 async def test_connections_of_a_running_request_are_not_closed_for_another_caller(

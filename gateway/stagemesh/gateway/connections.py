@@ -122,8 +122,10 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
         early, self._early = self._early, b""
         if early and not transport.is_closing():
             protocol = cast("asyncio.BufferedProtocol", transport.get_protocol())
-            memoryview(protocol.get_buffer(len(early)))[: len(early)] = early
-            protocol.buffer_updated(len(early))
+            for begin in range(0, len(early), _SLICE_BYTES):
+                part = early[begin : begin + _SLICE_BYTES]
+                memoryview(protocol.get_buffer(len(part)))[: len(part)] = part
+                protocol.buffer_updated(len(part))
         try:
             secured = await starting
         except (OSError, RuntimeError):
@@ -167,6 +169,8 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        # A rejected body, which was not read, does not count any longer.
+        self.cycle.body = bytearray()
         self._wait_for_head()
 
     def handle_websocket_upgrade(self) -> None:
