@@ -1,5 +1,7 @@
 """The pages of a list that changes while it is paged."""
 
+import base64
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,5 +47,7 @@ def test_items_with_the_same_key_share_a_page() -> None:
 
 def test_the_token_of_another_list_is_rejected() -> None:
     _, token = _page([("a",), ("b",)], size=1)
-    with raises(InvalidRequestError, reason="INVALID_PAGE_TOKEN"):
-        _page([(0,), (1,)], token=token)
+    nested = base64.urlsafe_b64encode(b"[" * 100_000 + b"]" * 100_000).decode()
+    for each in (token, nested):
+        with raises(InvalidRequestError, reason="INVALID_PAGE_TOKEN"):
+            _page([(0,), (1,)], token=each)

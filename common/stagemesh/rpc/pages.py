@@ -66,7 +66,7 @@ def _token_of(key: Key) -> str:
 def _key_of(token: str) -> Key:
     try:
         key: object = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))) if token else []
-    except ValueError:
+    except (ValueError, RecursionError):
         raise invalid_token(token, _ORIGIN) from None
     if not isinstance(key, list):
         raise invalid_token(token, _ORIGIN)
