@@ -85,6 +85,12 @@ def test_a_name_of_the_former_scheme_is_refused_with_the_remedy(name: str) -> No
         identity_of_certificate(_uris("client/alice", name))
 
 
+@pytest.mark.parametrize("name", ["stage/thinker/**", "stage/thinker/omni-*.*-0", "stage/thinker/" + "*a" * 20])
+def test_a_name_that_takes_long_to_compare_is_refused(name: str) -> None:
+    with raises(UnauthenticatedError, reason="UNKNOWN_IDENTITY", match="two \\* without a - between them"):
+        identity_of_certificate(_uris("client/alice", name))
+
+
 @pytest.mark.parametrize(
     "name", ["client/alice\nERROR forged", "client/alice\x1b[2J", "stage/thinker/a-0\n", "clients/a"]
 )

@@ -220,6 +220,21 @@ async def test_a_caller_whose_large_messages_are_rejected_waits_and_others_do_no
         assert [each async for each in call(other, GenerateRequest(request_id="good").SerializeToString())]
 
 
+async def test_rejected_messages_of_open_services_count_for_the_certificate(tmp_path: Path) -> None:
+    with process_credentials(issue(tmp_path, "orchestrator/main")):
+        serving = served()
+        endpoint = await serving.__aenter__()
+    reasons = list[str]()
+    for name in ["client/alice"] * 20 + ["client/bob"]:
+        with process_credentials(issue(tmp_path, name)):
+            channel = open_channel(endpoint)
+        async with channel:
+            check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+            reasons.append((await error_of(check(b"\xff" * (4 << 20), timeout=20))).reason)
+    await serving.__aexit__(None, None, None)
+    assert (reasons[0], reasons[-2], reasons[-1]) == ("MALFORMED_MESSAGE", "CALL_LIMIT", "MALFORMED_MESSAGE")
+
+
 async def test_rejected_events_of_a_stream_count_too() -> None:
     opening = orchestrator_pb2.SessionOpen(outputs=[""] * (MAX_FIELDS - 8))
     event = orchestrator_pb2.ConverseRequest(seq=1, open=opening).SerializeToString()

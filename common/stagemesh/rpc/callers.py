@@ -75,7 +75,7 @@ def identity_of_certificate(properties: Mapping[str, Iterable[bytes]]) -> Identi
     """Returns the identity in the certificate of a peer, or None if the certificate names no role.
 
     `properties` are the certificate's properties. `peer_uri` has its URIs. Raises UnauthenticatedError
-    (UNKNOWN_IDENTITY) if a name is of the former scheme.
+    (UNKNOWN_IDENTITY) if a name is not valid.
     """
     names = read_names(uri.decode(errors="replace") for uri in properties.get("peer_uri", ()))
     return Identity(names) if names else None
@@ -84,7 +84,8 @@ def identity_of_certificate(properties: Mapping[str, Iterable[bytes]]) -> Identi
 def read_names(uris: Iterable[str]) -> list[tuple[Role, str]]:
     """Returns the names in the URIs of a certificate, each with its role. Ignores URIs that are not such names.
 
-    Raises UnauthenticatedError (UNKNOWN_IDENTITY) if a name is of the former scheme, which did not name the stage.
+    Raises UnauthenticatedError (UNKNOWN_IDENTITY) if a name is of the former scheme, which did not name the stage, or
+    has two `*` without a `-` between them.
     """
     names = list[tuple[Role, str]]()
     for role, slash, name in (uri.removeprefix(SCHEME).partition("/") for uri in uris if uri.startswith(SCHEME)):
@@ -95,6 +96,12 @@ def read_names(uris: Iterable[str]) -> list[tuple[Role, str]]:
                 f"the certificate's name {SCHEME}{role}/{name} does not contain a stage, as names did before this "
                 "version; make a new certificate: `stagemesh certificate new FOLDER --authority AUTHORITY --name "
                 f"stage/STAGE/{name.strip('/')} --host HOST`",
+                reason="UNKNOWN_IDENTITY",
+            )
+        if ROLE_NAMES[role] == STAGE and any(part.count("*") > 1 for part in name.split("-")):
+            raise UnauthenticatedError(
+                f"the certificate's name {SCHEME}{role}/{name} has two * without a - between them, which takes long to "
+                "compare; make a certificate with another name",
                 reason="UNKNOWN_IDENTITY",
             )
         names.append((ROLE_NAMES[role], name))
@@ -125,12 +132,6 @@ def caller_of(*, claimed: str) -> str:
             metadata={"caller": claimed},
         )
     return names[0]
-
-
-def caller_key(*, default: str) -> str:
-    """Returns a key for what counts per caller: the first name of the current RPC's caller, or else `default`."""
-    identity = _CURRENT.get()
-    return default if identity is None else str(identity.names[0])
 
 
 def may_act_for(caller: str) -> bool:

@@ -19,7 +19,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.rpc.call_limits import Messages, RejectedBytes
-from stagemesh.rpc.callers import OPERATOR, Identity, Role, caller_key, roles_of, set_identity
+from stagemesh.rpc.callers import OPERATOR, Identity, Role, roles_of, set_identity
 from stagemesh.rpc.channels import MAX_HEADER_BYTES
 from stagemesh.rpc.error_mapping import to_status
 from stagemesh.v1 import roles_pb2
@@ -134,14 +134,16 @@ class Gate(grpc.aio.ServerInterceptor):
     ) -> AsyncGenerator[Any]:
         """Ends an RPC if its caller may not call it, or has too many. Otherwise yields the argument of `handler`."""
         async with self._counted(context):
+            caller = str(next(iter(context.auth_context().get("peer_uri", ())), context.peer()))
             if self._authenticate is not None and not details.method.startswith(_OPEN):
                 try:
                     identity = await self._authenticate(context, details.invocation_metadata)
                     set_identity(identity)
+                    caller = str(identity.names[0])
                     self._check_roles(identity.roles, details.method)
                 except StagemeshError as exc:
                     await self._reject(exc, requests, context)
-            async with self._received(handler, requests, context) as given:
+            async with self._received(handler, requests, context, caller) as given:
                 yield given
 
     def _check_roles(self, roles: frozenset[Role], method: str) -> None:
@@ -169,14 +171,16 @@ class Gate(grpc.aio.ServerInterceptor):
         await _abort(context, error)
 
     @asynccontextmanager
-    async def _received(self, handler: Any, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[Any]:
-        """Yields the argument of `handler`. Counts the messages that are rejected within the block."""
+    async def _received(
+        self, handler: Any, requests: AsyncIterator[bytes], context: Any, caller: str
+    ) -> AsyncGenerator[Any]:
+        """Yields the argument of `handler`. Counts the messages that are rejected within the block for `caller`."""
         parse = handler.request_deserializer
         if parse is None and handler.request_streaming:
             yield requests
             return
         kind = None if parse is None else parse.__self__
-        messages = Messages(requests, kind, self._rejected, caller_key(default=context.peer()))
+        messages = Messages(requests, kind, self._rejected, caller)
         try:
             given = messages if handler.request_streaming else await anext(messages, None)
             if given is None:
