@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.gateway.tool_calls import ForcedCall, FoundCall, ToolCallSplitter
+from stagemesh.gateway.tool_calls import FoundCall, ToolCallSplitter
 from tests.client.scripted import admitted, ended, finished, served, text
 from tests.gateway.making import ask, asking
 
@@ -95,7 +95,7 @@ async def test_a_forced_call_is_the_whole_answer(choice: object, names: list[str
 
 @pytest.mark.parametrize("text", ["", '{"name": "find", "argu', "[1]"])
 def test_an_incomplete_forced_call_is_text(text: str) -> None:
-    call = ForcedCall()
+    call = ToolCallSplitter("required")
     assert list(call.push(text)) == []
     assert list(call.finish()) == ([text] if text else [])
 

@@ -6,7 +6,7 @@ The calls have the form of Hermes, which the chat templates of Qwen and of many 
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _WHITESPACE: Mapping[str, Any] = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
@@ -24,15 +24,21 @@ Piece: TypeAlias = str | FoundCall
 
 
 class ToolCallSplitter:
-    """Separates tool calls from the other text. A call that is not valid remains text."""
+    """Separates tool calls from the other text. A call that is not valid remains text.
 
-    def __init__(self) -> None:
-        self._held = ""
+    If calls are "required", the whole text is a call, because its schema is that of `call_schema`. If they are "none",
+    it is text.
+    """
+
+    def __init__(self, calls: Literal["none", "auto", "required"] = "auto") -> None:
+        self._calls, self._held = calls, ""
 
     def push(self, text: str) -> Iterator[Piece]:
         """Yields the texts and calls that are complete after `text`. Retains text that may belong to a call."""
         self._held += text
-        while (begin := self._held.find(_BEGIN)) >= 0:
+        if self._calls == "required":
+            return
+        while self._calls == "auto" and (begin := self._held.find(_BEGIN)) >= 0:
             end = self._held.find(_END, begin)
             if begin:
                 yield self._held[:begin]
@@ -42,7 +48,7 @@ class ToolCallSplitter:
             end = end - begin + len(_END)
             call, self._held = self._held[:end], self._held[end:]
             yield _parse(call)
-        kept = _kept_length(self._held)
+        kept = _kept_length(self._held) if self._calls == "auto" else 0
         if shown := self._held[: len(self._held) - kept]:
             yield shown
         self._held = self._held[len(self._held) - kept :]
@@ -50,25 +56,8 @@ class ToolCallSplitter:
     def finish(self) -> Iterator[Piece]:
         """Yields the retained text, or its call: a call without an end tag is complete if its JSON is."""
         if self._held:
-            yield _parse(self._held)
+            yield (_find_call(self._held) or self._held) if self._calls == "required" else _parse(self._held)
         self._held = ""
-
-
-class ForcedCall:
-    """Reads a text that is nothing but a tool call, because its schema is that of `call_schema`."""
-
-    def __init__(self) -> None:
-        self._text = ""
-
-    def push(self, text: str) -> Iterator[Piece]:
-        """Retains the text, and yields nothing."""
-        self._text += text
-        return iter(())
-
-    def finish(self) -> Iterator[Piece]:
-        """Yields the call, or the text if it is incomplete."""
-        if self._text:
-            yield _find_call(self._text) or self._text
 
 
 def call_schema(parameters: Mapping[str, Mapping[str, Any] | None]) -> Mapping[str, Any]:

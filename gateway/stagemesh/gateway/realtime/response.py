@@ -23,7 +23,7 @@ from stagemesh.gateway.realtime.items import (
     OutputText,
 )
 from stagemesh.gateway.realtime.settings import Settings
-from stagemesh.gateway.tool_calls import ForcedCall, FoundCall, ToolCallSplitter
+from stagemesh.gateway.tool_calls import FoundCall, ToolCallSplitter
 from stagemesh.gateway.websockets import JsonSocket
 
 CancelReason: TypeAlias = Literal["turn_detected", "client_cancelled"]
@@ -58,11 +58,8 @@ class Response:
         self._message: AssistantMessage | None = None
         self._early_audio: list[bytes] = []
         """The audio that arrived before the first text. It is dropped if the model only calls tools."""
-        self._splitter: ToolCallSplitter | ForcedCall | None = None
-        if settings.forced_tools:
-            self._splitter = ForcedCall()
-        elif settings.callable_tools:
-            self._splitter = ToolCallSplitter()
+        may_call = bool(settings.callable_tools)
+        self._splitter = ToolCallSplitter("required" if settings.forced_tools else "auto" if may_call else "none")
         self._encoder = AnswerEncoder("pcm16") if settings.speaks else None
         self._length_reached = False
         self._usage: dict[str, Any] | None = None
@@ -118,13 +115,12 @@ class Response:
             case Admitted():
                 self.replicas = event.replicas
             case Text():
-                await self._add_pieces((event.delta,) if self._splitter is None else self._splitter.push(event.delta))
+                await self._add_pieces(self._splitter.push(event.delta))
             case AudioChunk() if self._encoder is not None:
                 await self._add_audio(self._encoder.push(event))
             case OutputFinished() if event.output == self._model.require_output("text"):
                 self._length_reached = event.reason in {"length", "limit"}
-                if self._splitter is not None:
-                    await self._add_pieces(self._splitter.finish())
+                await self._add_pieces(self._splitter.finish())
             case OutputFinished() if self._encoder is not None:
                 await self._add_audio(self._encoder.finish())
             case Finished():
@@ -137,7 +133,7 @@ class Response:
             case _:
                 pass
 
-    async def _add_pieces(self, pieces: "Iterator[str | FoundCall] | tuple[str]") -> None:
+    async def _add_pieces(self, pieces: Iterator[str | FoundCall]) -> None:
         for piece in pieces:
             if isinstance(piece, FoundCall):
                 await self._add_call(piece)

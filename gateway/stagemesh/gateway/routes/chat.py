@@ -27,7 +27,7 @@ from stagemesh.gateway.body import Body, Function, Items, Object, SamplingBody, 
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import MessageBody
 from stagemesh.gateway.errors import ParameterError
-from stagemesh.gateway.tool_calls import ForcedCall, FoundCall, ToolCallSplitter, call_schema
+from stagemesh.gateway.tool_calls import FoundCall, ToolCallSplitter, call_schema
 
 router = APIRouter()
 
@@ -85,11 +85,11 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """The structure of the text, as vLLM has it. Exactly one of them."""
+    """The structure of the text, as vLLM has it, by the names of the client's arguments. Exactly one of them."""
 
-    json_: Annotated[Object | None, Field(alias="json")] = None
+    json_schema: Annotated[Object | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: Items[str] | None = None
+    allowed_texts: Annotated[Items[str] | None, Field(alias="choice")] = None
     grammar: str | None = None
 
 
@@ -181,13 +181,7 @@ class ChatBody(SamplingBody):
             return {"json_schema": wanted.json_schema.schema_}
         if given is None:
             return {}
-        values = {
-            "json_schema": given.json_,
-            "regex": given.regex,
-            "allowed_texts": given.choice,
-            "grammar": given.grammar,
-        }
-        return cast("GenerateArguments", {name: value for name, value in values.items() if value is not None})
+        return cast("GenerateArguments", {name: value for name, value in given if value is not None})
 
 
 @router.post("/v1/chat/completions")
@@ -209,11 +203,8 @@ class _Choice:
     """One of the choices of an answer: converts its events to pieces of a message."""
 
     def __init__(self, body: ChatBody, model: Model) -> None:
-        self._splitter: ToolCallSplitter | ForcedCall | None = None
-        if body.forces_call:
-            self._splitter = ForcedCall()
-        elif body.tools and body.tool_choice != "none":
-            self._splitter = ToolCallSplitter()
+        may_call = body.tools and body.tool_choice != "none"
+        self._splitter = ToolCallSplitter("required" if body.forces_call else "auto" if may_call else "none")
         self._encoder = AnswerEncoder(body.audio.format) if body.audio is not None else None
         self._text = model.require_output("text")
         self._running = 2 if body.speaks else 1
@@ -248,7 +239,7 @@ class _Choice:
         match event:
             case Text():
                 self._logprobs += event.logprobs
-                yield from (event.delta,) if self._splitter is None else self._counted(self._splitter.push(event.delta))
+                yield from self._counted(self._splitter.push(event.delta))
             case AudioChunk():
                 assert self._encoder is not None, "audio was requested"
                 yield self._encoder.push(event)
@@ -256,8 +247,7 @@ class _Choice:
                 self._running -= 1
                 if event.output == self._text:
                     self._reason = FINISH_REASONS.get(event.reason, event.reason)
-                    if self._splitter is not None:
-                        yield from self._counted(self._splitter.finish())
+                    yield from self._counted(self._splitter.finish())
                 elif self._encoder is not None:
                     yield self._encoder.finish()
 
