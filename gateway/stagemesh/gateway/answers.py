@@ -20,7 +20,8 @@ from stagemesh.gateway.errors import error_body
 
 DONE = b"data: [DONE]\n\n"
 
-_LEAST_LOGPROB = -9999.0
+LEAST_LOGPROB = -9999.0
+"""The least log-probability of an answer: JSON cannot contain minus infinity."""
 EVENT_STREAM = "text/event-stream"
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -118,11 +119,6 @@ def sse(body: Mapping[str, Any], *, event: str = "") -> bytes:
 def now_s() -> int:
     """Returns the time in whole seconds since 1970."""
     return int(time.time())
-
-
-def limit_logprob(logprob: float) -> float:
-    """Returns a log-probability, which is at least -9999: JSON cannot contain minus infinity."""
-    return max(logprob, _LEAST_LOGPROB)
 
 
 def usage_of(finished: Finished, model: Model) -> dict[str, Any]:

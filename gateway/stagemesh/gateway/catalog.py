@@ -72,14 +72,14 @@ class Model:
     @property
     def voices(self) -> Sequence[str]:
         """The voices that the option of the voice allows. Empty if it allows any text, or does not exist."""
-        name = self._option("voice")
+        name = self.option("voice")
         allowed = (option.allowed_texts for option in self._options if option.name == name)
         return list(dict.fromkeys(chain.from_iterable(allowed)))
 
     @property
     def clones_voices(self) -> bool:
         """Whether a stage reads the audio of a voice, with its text."""
-        return self.reads_media and self.has_option("ref_text")
+        return self.reads_media and self.option("ref_text") is not None
 
     @property
     def reads_media(self) -> bool:
@@ -103,13 +103,9 @@ class Model:
             raise ParameterError(param, f"the model {self.id!r} has no {kind} output; use another model")
         return output.name
 
-    def has_option(self, name: str) -> bool:
-        """Returns whether a stage has the option of a parameter."""
-        return self._option(name) is not None
-
     def find_option(self, name: str, *, param: str) -> str:
         """Returns the name of the option of a parameter. Raises InvalidRequestError if no stage has it."""
-        found = self._option(name)
+        found = self.option(name)
         if found is None:
             names = " or ".join((name, *_SYNONYMS.get(name, ())))
             raise ParameterError(param, f"no stage of the model {self.id!r} has the option {names}; omit the parameter")
@@ -119,7 +115,8 @@ class Model:
     def _options(self) -> Iterator[signature_pb2.OptionSpec]:
         return (option for stage in self.description.stages for option in stage.signature.options)
 
-    def _option(self, name: str) -> str | None:
+    def option(self, name: str) -> str | None:
+        """Returns the name of the option of a parameter, or None if no stage has it."""
         return next((each for each in (name, *_SYNONYMS.get(name, ())) if each in self.options), None)
 
 

@@ -149,24 +149,18 @@ def file_at(url: Url, param: str, *, kind: Literal["image", "audio", "video"]) -
     return ImageFile(data, media_type) if kind == "image" else AudioFile(data, media_type)
 
 
-_CODED_BYTES = 3 << 16
+CODED_BYTES = 3 << 16
 """The bytes that are encoded or decoded at once, because base64 lets no other thread run."""
-
-
-def encode_base64(data: bytes) -> str:
-    """Returns base64. Blocks."""
-    parts = (data[begin : begin + _CODED_BYTES] for begin in range(0, len(data), _CODED_BYTES))
-    return "".join(base64.b64encode(part).decode() for part in parts)
 
 
 def decode_base64(text: str, *, param: str) -> bytes:
     """Returns the bytes that are encoded in base64. Blocks. Raises InvalidRequestError if there are none."""
-    size = _CODED_BYTES * 4 // 3
+    size = CODED_BYTES * 4 // 3
     try:
         parts = [base64.b64decode(text[begin : begin + size], validate=True) for begin in range(0, len(text), size)]
     except ValueError as exc:
         raise ParameterError(param, f"it is not base64: {exc}", reason="INVALID_MEDIA") from exc
-    if any(len(part) < _CODED_BYTES for part in parts[:-1]):
+    if any(len(part) < CODED_BYTES for part in parts[:-1]):
         raise ParameterError(param, "it is not base64: it has data after its padding", reason="INVALID_MEDIA")
     data = b"".join(parts)
     if not data:

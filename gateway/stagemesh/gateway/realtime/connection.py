@@ -47,16 +47,10 @@ class AppendAudio(websockets.ClientEvent):
     audio: str
 
 
-class CommitAudio(websockets.ClientEvent):
-    """Makes a message of the audio in the input buffer."""
+class EndAudio(websockets.ClientEvent):
+    """Makes a message of the audio in the input buffer, or drops it."""
 
-    type: Literal["input_audio_buffer.commit"]
-
-
-class ClearAudio(websockets.ClientEvent):
-    """Drops the audio in the input buffer."""
-
-    type: Literal["input_audio_buffer.clear"]
+    type: Literal["input_audio_buffer.commit", "input_audio_buffer.clear"]
 
 
 class CreateItem(websockets.ClientEvent):
@@ -67,17 +61,10 @@ class CreateItem(websockets.ClientEvent):
     previous_item_id: ItemId | None = None
 
 
-class DeleteItem(websockets.ClientEvent):
-    """Removes an item from the conversation."""
+class NamedItem(websockets.ClientEvent):
+    """Removes an item from the conversation, or asks for it with the audio of the user."""
 
-    type: Literal["conversation.item.delete"]
-    item_id: ItemId
-
-
-class RetrieveItem(websockets.ClientEvent):
-    """Asks for an item, with the audio of the user."""
-
-    type: Literal["conversation.item.retrieve"]
+    type: Literal["conversation.item.delete", "conversation.item.retrieve"]
     item_id: ItemId
 
 
@@ -105,16 +92,7 @@ class CancelResponse(websockets.ClientEvent):
 
 
 ClientEvent: TypeAlias = (
-    UpdateSession
-    | AppendAudio
-    | CommitAudio
-    | ClearAudio
-    | CreateItem
-    | DeleteItem
-    | RetrieveItem
-    | TruncateItem
-    | CreateResponse
-    | CancelResponse
+    UpdateSession | AppendAudio | EndAudio | CreateItem | NamedItem | TruncateItem | CreateResponse | CancelResponse
 )
 _LARGE_EVENTS = ("input_audio_buffer.append", "conversation.item.create", "response.create")
 """The types of the events that may contain audio and images."""
@@ -149,12 +127,9 @@ class Connection:
             await self._send("session.created", session=self._session())
             await self._socket.serve(CLIENT_EVENT, self._receive, large=_LARGE_EVENTS)
         finally:
-            await self._stop()
-
-    async def _stop(self) -> None:
-        await self._stop_listening()
-        for response in self._responses:
-            await response.stop()
+            await self._stop_listening()
+            for response in self._responses:
+                await response.stop()
 
     async def _receive(self, event: ClientEvent) -> None:
         async with self._lock:
@@ -166,18 +141,18 @@ class Connection:
                 await self._update(event.session)
             case AppendAudio():
                 await self._append(event.audio)
-            case CommitAudio():
+            case EndAudio(type="input_audio_buffer.commit"):
                 await self._commit()
-            case ClearAudio():
+            case EndAudio():
                 await self._stop_listening()
                 self._buffer.take()
                 await self._send("input_audio_buffer.cleared")
             case CreateItem():
                 await self._add_item(event.item, previous_id=event.previous_item_id)
-            case DeleteItem():
+            case NamedItem(type="conversation.item.delete"):
                 self._conversation.delete(event.item_id)
                 await self._send("conversation.item.deleted", item_id=event.item_id)
-            case RetrieveItem():
+            case NamedItem():
                 item = self._conversation.find(event.item_id)
                 data, size_bytes = item.to_json(with_audio=True), memory_bytes(item)
                 await self._send("conversation.item.retrieved", item=data, size_bytes=size_bytes)

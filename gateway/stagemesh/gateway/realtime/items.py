@@ -1,5 +1,6 @@
 """The items of a realtime conversation: messages, tool calls and their results."""
 
+import base64
 import io
 import sys
 import wave
@@ -14,7 +15,7 @@ from stagemesh.common.errors import OverloadedError
 from stagemesh.common.requests.turn_content import shorten
 from stagemesh.gateway.audio import PCM_RATE_HZ
 from stagemesh.gateway.body import MAX_ITEMS, Body, Items
-from stagemesh.gateway.content import Url, decode_base64, encode_base64, file_at
+from stagemesh.gateway.content import CODED_BYTES, Url, decode_base64, file_at
 from stagemesh.gateway.errors import ParameterError, RealtimeError
 
 PCM_BYTES_PER_S = 2 * PCM_RATE_HZ
@@ -294,7 +295,8 @@ def _messages(instructions: str | None, items: Sequence[Item]) -> Iterator[Messa
 
 def audio_item(pcm: bytes, *, item_id: str | None) -> UserMessage:
     """Returns a message of the user that consists of audio. Blocks."""
-    content = InputAudioContent(type="input_audio", audio=encode_base64(pcm))
+    parts = (base64.b64encode(pcm[begin : begin + CODED_BYTES]) for begin in range(0, len(pcm), CODED_BYTES))
+    content = InputAudioContent(type="input_audio", audio=b"".join(parts).decode())
     return UserMessage(role="user", content=[content], id=item_id, status="completed")
 
 

@@ -21,7 +21,7 @@ from stagemesh.client import (
     TokenLogprob,
     TokenLogprobs,
 )
-from stagemesh.gateway.answers import DONE, limit_logprob, now_s, respond, sse, usage_of
+from stagemesh.gateway.answers import DONE, LEAST_LOGPROB, now_s, respond, sse, usage_of
 from stagemesh.gateway.audio import AnswerEncoder, AudioFormat
 from stagemesh.gateway.body import Body, Function, Items, Object, SamplingBody, aside, option_values, read_json
 from stagemesh.gateway.catalog import Model, find_model
@@ -340,4 +340,4 @@ def _logprob(token: TokenLogprobs) -> dict[str, Any]:
 
 
 def _token(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.text, "logprob": limit_logprob(token.logprob), "bytes": list(token.text.encode())}
+    return {"token": token.text, "logprob": max(token.logprob, LEAST_LOGPROB), "bytes": list(token.text.encode())}

@@ -16,7 +16,7 @@ from stagemesh.client import (
     Text,
     TokenLogprobs,
 )
-from stagemesh.gateway.answers import DONE, limit_logprob, now_s, respond, sse, usage_of
+from stagemesh.gateway.answers import DONE, LEAST_LOGPROB, now_s, respond, sse, usage_of
 from stagemesh.gateway.body import Items, SamplingBody, TokenIds, read_json
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
@@ -93,8 +93,8 @@ async def _whole(events: AsyncResponseStream, model: Model, fields: dict[str, An
 def _choice(index: int, text: str, tokens: Sequence[TokenLogprobs], reason: str | None = None) -> dict[str, Any]:
     logprobs = {
         "tokens": [each.sampled.text for each in tokens],
-        "token_logprobs": [limit_logprob(each.sampled.logprob) for each in tokens],
-        "top_logprobs": [{top.text: limit_logprob(top.logprob) for top in each.top} for each in tokens],
+        "token_logprobs": [max(each.sampled.logprob, LEAST_LOGPROB) for each in tokens],
+        "top_logprobs": [{top.text: max(top.logprob, LEAST_LOGPROB) for top in each.top} for each in tokens],
         "text_offset": [each.position for each in tokens],
     }
     known = reason and FINISH_REASONS.get(reason, reason)

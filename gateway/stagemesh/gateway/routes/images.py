@@ -45,13 +45,12 @@ class ImageBody(StageBody):
         """Returns the arguments of the client for this request, without the prompt."""
         if self.partial_images and not self.stream:
             raise ParameterError("partial_images", "it needs stream: true")
-        arguments = self.stage_arguments(model)
-        arguments |= {
+        return self.stage_arguments(model) | {
             "outputs": [model.require_output("image")],
             "negative_prompt": self.negative_prompt,
             "choices": self.n or 1,
+            "options": {**self.options, **size_options(self.size, model)},
         }
-        return arguments | {"options": {**self.options, **size_options(self.size, model)}}
 
     def check_format(self, image: Image) -> None:
         """Raises InvalidRequestError if the pipeline makes images of another format."""

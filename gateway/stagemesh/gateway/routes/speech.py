@@ -166,18 +166,12 @@ class AppendText(ClientEvent):
 
 
 class EndText(ClientEvent):
-    """Ends the utterance, so that its last words are spoken."""
+    """Ends the utterance, so that its last words are spoken, or drops it and stops its speech."""
 
-    type: Literal["input.done"]
-
-
-class ClearText(ClientEvent):
-    """Drops the utterance, and stops its speech."""
-
-    type: Literal["input.clear"]
+    type: Literal["input.done", "input.clear"]
 
 
-_Input: TypeAlias = AppendText | EndText | ClearText
+_Input: TypeAlias = AppendText | EndText
 _INPUT: TypeAdapter[_Input] = TypeAdapter(Annotated[_Input, Field(discriminator="type")])
 
 
@@ -210,9 +204,9 @@ async def _handle(session: AsyncSession, event: _Input) -> None:
     match event:
         case AppendText():
             await session.append(event.text)
-        case EndText():
+        case EndText(type="input.done"):
             await session.commit()
-        case ClearText():
+        case EndText():
             await session.clear()
             # There is nothing to stop if no utterance is being spoken.
             with suppress(NotReadyError):

@@ -99,7 +99,7 @@ async def find_created_voice(connection: HTTPConnection, name: str, model: Model
     stored = await _call(connection, lambda store, owner: store.read(owner, name), None)
     if stored is None:
         # A stage whose option allows any text checks it itself.
-        if not model.voices and model.has_option("voice"):
+        if not model.voices and model.option("voice") is not None:
             return None
         raise ParameterError(
             "voice",
