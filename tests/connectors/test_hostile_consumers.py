@@ -1,13 +1,14 @@
 """Answers of a broken or hostile consumer: they fail its own flow at most, and no other flow (D7)."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
 import pytest
 
-from stagemesh.common.errors import NotReadyError, StagemeshError
+from stagemesh.common.errors import InvalidChunkError, NotReadyError, StagemeshError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM, ConnectorName
 from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.common.wire.versions import OFFERS, own_protocol
@@ -16,6 +17,7 @@ from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import ConsumerAddress
+from stagemesh.connectors.stream.connection import ProducerSession
 from stagemesh.connectors.wire import key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.connectors.handmade_producers import KEY, dialled, hello
@@ -193,6 +195,19 @@ async def test_meaningless_replies_are_ignored(talk: list[Reply]) -> None:
         assert (await it.send()).usage.chunks == 3
         assert it.consumer.connections == 1
         await it.until_released()
+
+
+async def test_consumer_with_too_many_replies_is_disconnected_at_once() -> None:
+    session = ProducerSession("b-0", lambda _: stage_pb2.PutItem())
+    unread = stage_pb2.PutChunkResponse(replies=[Reply(accept=stage_pb2.AcceptTickets())] * 5000)
+    began_s = time.thread_time()
+    for data, problem in (
+        (b"\x12\0" * (4 << 20), "more than 131,072 values"),
+        (unread.SerializeToString(), "read 4096"),
+    ):
+        with pytest.raises(InvalidChunkError, match=problem):
+            session.received(data)
+    assert time.thread_time() - began_s < 2
 
 
 @pytest.mark.parametrize("limit_bytes", [HUGE, 1 << 40])

@@ -265,7 +265,7 @@ async def test_ticket_of_a_former_incarnation_is_refused() -> None:
     assert it.offers.released == ["kv"]
 
 
-async def test_producer_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_producer_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, apart: None) -> None:
     monkeypatch.setattr(peer_timeouts, "TICKET_ANSWER_S", 0.1)
     async with handed_over_through_proxy() as (it, proxy):
         proxy.targets[:] = ["127.0.0.1:9"]

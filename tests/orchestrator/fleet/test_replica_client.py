@@ -1,5 +1,6 @@
 """Calls to a replica whose answers cannot be read."""
 
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -13,27 +14,31 @@ from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.v1 import control_pb2, stage_pb2
 
 MALFORMED = b"\xff\xff"
+MANY = b"\x0a\0" * (4 << 20)
+"""The first field, four million times."""
+BUSY_S = 2.0
 
 
 class _HostileReplica(grpc.GenericRpcHandler):
     """Answers every RPC with bytes that cannot be parsed, or with an error whose details cannot be parsed."""
 
-    def __init__(self, *, fails: bool) -> None:
-        self._fails = fails
+    def __init__(self, answer: bytes, *, fails: bool) -> None:
+        self._answer, self._fails = answer, fails
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         async def answer(_requests: Any, context: Any) -> AsyncGenerator[bytes]:
             if self._fails:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no", (("grpc-status-details-bin", MALFORMED),))
-            yield MALFORMED
+            yield self._answer
 
         make: Any = grpc.stream_stream_rpc_method_handler
         return make(answer)
 
 
 @asynccontextmanager
-async def _client(*, fails: bool) -> AsyncGenerator[ReplicaClient]:
-    server = grpc.aio.server(handlers=[_HostileReplica(fails=fails)])
+async def _client(answer: bytes = MALFORMED, *, fails: bool = False) -> AsyncGenerator[ReplicaClient]:
+    size: Any = [("grpc.max_send_message_length", -1)]
+    server = grpc.aio.server(handlers=[_HostileReplica(answer, fails=fails)], options=size)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     client = ReplicaClient(stage="a", replica="a-0", endpoint=f"127.0.0.1:{port}")
@@ -68,9 +73,12 @@ CALLS: dict[str, Callable[[ReplicaClient], Awaitable[object]]] = {
 
 @pytest.mark.parametrize("call", sorted(CALLS.keys() - {"rebind"}))
 async def test_an_answer_that_cannot_be_read_is_an_error(call: str) -> None:
-    async with _client(fails=False) as client:
-        with pytest.raises(StagemeshError, match=r"stage 'a' \(replica a-0"):
-            await CALLS[call](client)
+    for answer in (MALFORMED, MANY)[: 1 if call == "health" else 2]:
+        async with _client(answer) as client:
+            began_s = time.thread_time()
+            with pytest.raises(StagemeshError, match=r"stage 'a' \(replica a-0"):
+                await CALLS[call](client)
+            assert time.thread_time() - began_s < BUSY_S
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -10,20 +10,20 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from stagemesh.common.errors import InvalidChunkError, StagemeshError, UnavailableError
+from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import GRPC, ConnectorName
 from stagemesh.common.tasks import end_tasks
+from stagemesh.common.wire.encoding import parse_message
 from stagemesh.common.wire.versions import OFFERS
 from stagemesh.connectors.flow.flow_control import ReadyQueue
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
 from stagemesh.connectors.stream import local_socket
 from stagemesh.connectors.stream.connector_agreement import ConnectorAgreement, Peer
-from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.channels import MAX_ANSWER_FIELDS, open_channel
 from stagemesh.rpc.message_streams import ClientStream, LocalStream, MessageStream
 from stagemesh.v1 import stage_pb2
 
@@ -32,8 +32,12 @@ _CLOSING_S = 1.0
 _MESSAGE_BYTES = 256 << 10
 _QUANTUM_BYTES = 64 << 10
 _CHECK_S = 0.5
+_MAX_UNSENT = 4096
+"""The maximum number of items that wait in a session when it answers a consumer, which may not read."""
 _MAX_LOCAL_FAILURES = 3
 """The number of consecutive failed handshakes over the local socket after which the link no longer uses the socket."""
+
+TakeReply: TypeAlias = Callable[[stage_pb2.PutReply], stage_pb2.PutItem | None]
 
 _log = logging.getLogger(__name__)
 
@@ -41,10 +45,12 @@ _log = logging.getLogger(__name__)
 class ProducerSession:
     """The producer side of one stream. Sends messages to a consumer and passes the consumer's replies to `take_reply`.
 
+    The item that `take_reply` returns, if any, answers the reply over the same stream.
+
     A message combines the items of all outlets that became ready in the same iteration of the event loop.
     """
 
-    def __init__(self, consumer: str, take_reply: Callable[[stage_pb2.PutReply], None]) -> None:
+    def __init__(self, consumer: str, take_reply: TakeReply) -> None:
         self._consumer = consumer
         self._take_reply = take_reply
         loop = asyncio.get_running_loop()
@@ -91,16 +97,20 @@ class ProducerSession:
     def received(self, data: bytes) -> None:
         """Passes the replies in a serialized message to `take_reply`. Completes `connect` when Welcome arrives.
 
-        Raises InvalidChunkError if the message cannot be parsed.
+        Raises InvalidChunkError if the message cannot be parsed, or if the consumer does not read the answers.
         """
         try:
-            response = stage_pb2.PutChunkResponse.FromString(data)
-        except DecodeError as exc:
-            raise InvalidChunkError("the consumer sent a message that is not a PutChunkResponse") from exc
+            response = parse_message(stage_pb2.PutChunkResponse, data, max_fields=MAX_ANSWER_FIELDS)
+        except InvalidRequestError as exc:
+            raise InvalidChunkError(f"the consumer sent an answer that cannot be read: {exc.message}") from exc
         if response.HasField("welcome") and not self._welcome.done():
             self._welcome.set_result(response.welcome)
         for reply in response.replies:
-            self._take_reply(reply)
+            answer = self._take_reply(reply)
+            if answer is not None:
+                if len(self._items) >= _MAX_UNSENT:
+                    raise InvalidChunkError(f"the consumer does not read {_MAX_UNSENT} answers to its replies")
+                self.send(answer)
 
     def writable(self) -> None:
         """Sends the waiting messages. Called when the stream can accept data again, and when there is a message."""
@@ -156,9 +166,7 @@ class Connection:
     `on_negotiated` when a connector or stream has become usable, or when a connector has been rejected.
     """
 
-    def __init__(
-        self, peer: Peer, *, take_reply: Callable[[stage_pb2.PutReply], None], on_negotiated: Callable[[], None]
-    ) -> None:
+    def __init__(self, peer: Peer, *, take_reply: TakeReply, on_negotiated: Callable[[], None]) -> None:
         self._peer = peer
         self._take_reply, self._on_negotiated = take_reply, on_negotiated
         self._stack = contextlib.AsyncExitStack()
@@ -237,10 +245,6 @@ class Connection:
         if not self._bulk_wanted.done():
             self._bulk_wanted.set_result(None)
         return self._bulk
-
-    def send(self, item: stage_pb2.PutItem) -> None:
-        """Sends an item that belongs to no flow over the main stream."""
-        self._main.send(item)
 
     async def serve(self, check: Callable[[], None]) -> StagemeshError:
         """Calls `check` about every _CHECK_S seconds until a stream ends. Returns the error that ended the stream.

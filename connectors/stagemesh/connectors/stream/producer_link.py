@@ -63,8 +63,6 @@ class ProducerLink:
         """A notifier that fires when the result of a probe may have changed, and when the link has failed."""
         self.leases = Leases()
         """The leases that this link has granted to the consumer."""
-        self._answers: list[stage_pb2.PutItem] = []
-        """The answers that have not been sent, to the consumer's acceptances of tickets."""
         self._incarnation = ""
         self._connection: Connection | None = None
         self._watch: local_socket.DeathWatch | None = None
@@ -167,7 +165,6 @@ class ProducerLink:
                 self._watch = watch
             self._connection = connection
             self._to_open = dict.fromkeys(self._flows.values())
-            self._send_answers()
             self._negotiated()
             return await connection.serve(self._check_silence)
 
@@ -227,7 +224,8 @@ class ProducerLink:
 
     # -- replies
 
-    def _take_reply(self, reply: stage_pb2.PutReply) -> None:
+    def _take_reply(self, reply: stage_pb2.PutReply) -> stage_pb2.PutItem | None:
+        """Processes a reply of the consumer. Returns the answer to it, or None if it has none."""
         kind = reply.WhichOneof("reply")
         if kind == "release":
             self._release(reply.release.lease_ids)
@@ -235,7 +233,7 @@ class ProducerLink:
             if self._connection is not None:
                 self._connection.agreement.answer(reply.offer_answer)
         elif kind == "accept":
-            self._answer_acceptance(reply.accept)
+            return self._answer_acceptance(reply.accept)
         elif kind is None:
             self._refuse_unknown(reply)
         else:
@@ -245,6 +243,7 @@ class ProducerLink:
                     self._apply(flow, reply, kind)
                 except StagemeshError as exc:
                     flow.fail(exc)
+        return None
 
     def _release(self, lease_ids: Iterable[int]) -> None:
         for lease_id in lease_ids:
@@ -252,21 +251,13 @@ class ProducerLink:
                 for link in self._siblings():
                     link.leases.end(lease_id)
 
-    def _answer_acceptance(self, accept: stage_pb2.AcceptTickets) -> None:
+    def _answer_acceptance(self, accept: stage_pb2.AcceptTickets) -> stage_pb2.PutItem:
         lease_id = accept.lease_id
         is_kept = self.leases.accept(lease_id) or any(link.leases.accept(lease_id) for link in self._siblings())
         answer = stage_pb2.TicketsAnswer(
             acceptance=accept.acceptance, error=None if is_kept else error_to_wire(expired_error())
         )
-        self._answers.append(stage_pb2.PutItem(tickets=answer))
-        self._send_answers()
-
-    def _send_answers(self) -> None:
-        """Sends the waiting answers to acceptances of tickets. Does nothing while the link is not connected."""
-        if self._connection is not None:
-            for answer in self._answers:
-                self._connection.send(answer)
-            self._answers.clear()
+        return stage_pb2.PutItem(tickets=answer)
 
     def _apply(self, flow: OutletAttempt, reply: stage_pb2.PutReply, kind: str) -> None:
         match kind:

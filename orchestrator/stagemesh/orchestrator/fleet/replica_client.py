@@ -1,7 +1,9 @@
 """Calls from the orchestrator to one replica of a stage."""
 
-from collections.abc import AsyncGenerator, Awaitable
-from typing import TypeAlias, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeAlias, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -9,12 +11,13 @@ from grpc_health.v1 import health_pb2
 
 from stagemesh.common.errors import UnavailableError, UnsupportedError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, ConnectorName, number_of
+from stagemesh.common.wire.encoding import parse_message
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe, probe_from_wire
 from stagemesh.orchestrator.fleet.replica_loss import STEP_PING_S, STEP_PING_TIMEOUT_S, ReplicaErrors
 from stagemesh.orchestrator.fleet.step_stream import StepStream, TakeEvent
-from stagemesh.rpc.channels import is_listening, open_channel
+from stagemesh.rpc.channels import MAX_ANSWER_FIELDS, is_listening, open_channel
 from stagemesh.rpc.credentials import PROCESS
 from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc
 
@@ -49,7 +52,7 @@ class ReplicaClient:
     def _open(self) -> None:
         self._certificates = PROCESS.credentials.version
         self._channel = open_channel(self._endpoint, server_name=self._server_name)
-        self._stub = stage_pb2_grpc.StageServiceStub(self._channel)
+        self._stub = stage_pb2_grpc.StageServiceStub(_with_limited_answers(self._channel))
         self._step_channel = open_channel(
             self._endpoint,
             server_name=self._server_name,
@@ -57,7 +60,7 @@ class ReplicaClient:
             ping_timeout_s=STEP_PING_TIMEOUT_S,
             pings_without_calls=False,
         )
-        self._step_stub = stage_pb2_grpc.StageServiceStub(self._step_channel)
+        self._step_stub = stage_pb2_grpc.StageServiceStub(_with_limited_answers(self._step_channel))
         self._watch_health = self._channel.unary_stream(
             "/grpc.health.v1.Health/Watch",
             health_pb2.HealthCheckRequest.SerializeToString,
@@ -180,9 +183,10 @@ class ReplicaClient:
 
     async def control(self, request: Message, response: type[_Response], *, timeout_s: float) -> _Response:
         """Calls the method of StageControlService whose request is `request`, and returns its response."""
-        method = request.DESCRIPTOR.name.removesuffix("Request")
+        path = f"/{CONTROL_NAME}/{request.DESCRIPTOR.name.removesuffix('Request')}"
         with self._errors.mapped():
-            return response.FromString(await self.forward(method, request.SerializeToString(), timeout_s=timeout_s))
+            call = _with_limited_answers(self._channel).unary_unary(path, response_deserializer=response.FromString)
+            return _readable(await call(request.SerializeToString(), timeout=timeout_s))
 
     async def forward(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
         """Calls the method `method` of StageControlService. The request and the response are serialized messages."""
@@ -196,6 +200,19 @@ class ReplicaClient:
             await self._steps.close()
         await self._step_channel.close()
         await self._channel.close()
+
+
+def _with_limited_answers(channel: grpc.aio.Channel) -> grpc.aio.Channel:
+    """Returns a channel for stubs, which cannot read an answer with more than `MAX_ANSWER_FIELDS` fields."""
+
+    def limited(open_call: Callable[..., Any], path: str, *, response_deserializer: Any, **options: Any) -> Any:
+        parse = partial(parse_message, response_deserializer.__self__, max_fields=MAX_ANSWER_FIELDS)
+        return open_call(path, response_deserializer=parse, **options)
+
+    kinds = ("unary_unary", "unary_stream", "stream_stream")
+    return cast(
+        "grpc.aio.Channel", SimpleNamespace(**{kind: partial(limited, getattr(channel, kind)) for kind in kinds})
+    )
 
 
 def _readable(answer: _Response | None) -> _Response:

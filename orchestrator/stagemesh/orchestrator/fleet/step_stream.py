@@ -8,12 +8,12 @@ from contextvars import Context, copy_context
 from typing import TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from stagemesh.common.errors import Code, InternalError, StagemeshError, UnavailableError
+from stagemesh.common.errors import Code, InternalError, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.common.wire.encoding import parse_message
 from stagemesh.common.wire.versions import unknown_kind
 from stagemesh.orchestrator.fleet.replica_loss import ReplicaErrors
-from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.rpc.channels import MAX_ANSWER_FIELDS, MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import error_from_wire
 from stagemesh.rpc.message_streams import ClientStream
 from stagemesh.v1 import stage_pb2
@@ -138,9 +138,9 @@ class StepStream:
 
     def received(self, data: bytes) -> None:
         try:
-            response = stage_pb2.ExecuteStepsResponse.FromString(data)
-        except DecodeError as exc:
-            raise InternalError(f"{self._errors.peer} sent a message that is not an ExecuteStepsResponse") from exc
+            response = parse_message(stage_pb2.ExecuteStepsResponse, data, max_fields=MAX_ANSWER_FIELDS)
+        except InvalidRequestError as exc:
+            raise InternalError(f"{self._errors.peer} sent an answer that cannot be read: {exc.message}") from exc
         self._is_answered = True
         for message in response.messages:
             call = self._calls.get(message.call)
