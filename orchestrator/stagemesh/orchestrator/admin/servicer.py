@@ -225,13 +225,14 @@ class _ControlForwarder(grpc.GenericRpcHandler):
         self._directory = directory
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        service, _, method = handler_call_details.method.removeprefix("/").partition("/")
-        if service != CONTROL_NAME:
+        path = handler_call_details.method
+        if not path.startswith(f"/{CONTROL_NAME}/"):
             return None
-        forward: Callable[..., Any] = partial(self._forward, method)
+        forward: Callable[..., Any] = partial(self._forward, path)
         return cast("Any", grpc.unary_unary_rpc_method_handler(forward))
 
-    async def _forward(self, method: str, request: bytes, context: Any) -> bytes:
+    async def _forward(self, path: str, request: bytes, context: Any) -> bytes:
+        method = path.rpartition("/")[2]
         metadata: Sequence[tuple[str, str | bytes]] = context.invocation_metadata() or ()
         name = next((str(value) for key, value in metadata if key == REPLICA_KEY), "")
         async with answering(context, **({"replica": name} if name else {})):
@@ -244,7 +245,7 @@ class _ControlForwarder(grpc.GenericRpcHandler):
                 raise UnsupportedError(f"{method} is not forwarded; call AdminService.{_REPLACED_BY[method]}")
             replica = self._directory.replica(name)
             left_s = time_left_s(context)
-            return await replica.client.forward(method, request, timeout_s=_MAX_CALL_S if left_s is None else left_s)
+            return await replica.client.forward(path, request, timeout_s=_MAX_CALL_S if left_s is None else left_s)
         raise AssertionError("answering ends every call that fails")
 
 

@@ -1,25 +1,23 @@
 """Calls from the orchestrator to one replica of a stage."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from functools import partial
-from types import SimpleNamespace
-from typing import Any, TypeAlias, TypeVar, cast
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from stagemesh.common.errors import UnavailableError, UnsupportedError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, ConnectorName, number_of
-from stagemesh.common.wire.encoding import parse_message
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe, probe_from_wire
 from stagemesh.orchestrator.fleet.replica_loss import STEP_PING_S, STEP_PING_TIMEOUT_S, ReplicaErrors
 from stagemesh.orchestrator.fleet.step_stream import StepStream, TakeEvent
-from stagemesh.rpc.channels import MAX_ANSWER_FIELDS, is_listening, open_channel
+from stagemesh.rpc.channels import is_listening, open_channel
 from stagemesh.rpc.credentials import PROCESS
-from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc
+from stagemesh.v1 import control_pb2, stage_pb2
 
 CONTROL_NAME = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].full_name
 _LOAD_INTERVAL_S = 0.5
@@ -29,6 +27,7 @@ Verdict: TypeAlias = "stage_pb2.RolloutVerdict.ValueType"
 """Whether a rolling update may count a replica as ready."""
 _Response = TypeVar("_Response", bound=Message)
 _UnaryBytes: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]"
+_StreamBytes: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[bytes, bytes]"
 
 
 class ReplicaClient:
@@ -52,19 +51,12 @@ class ReplicaClient:
     def _open(self) -> None:
         self._certificates = PROCESS.credentials.version
         self._channel = open_channel(self._endpoint, server_name=self._server_name)
-        self._stub = stage_pb2_grpc.StageServiceStub(_with_limited_answers(self._channel))
         self._step_channel = open_channel(
             self._endpoint,
             server_name=self._server_name,
             keepalive_s=STEP_PING_S,
             ping_timeout_s=STEP_PING_TIMEOUT_S,
             pings_without_calls=False,
-        )
-        self._step_stub = stage_pb2_grpc.StageServiceStub(_with_limited_answers(self._step_channel))
-        self._watch_health = self._channel.unary_stream(
-            "/grpc.health.v1.Health/Watch",
-            health_pb2.HealthCheckRequest.SerializeToString,
-            health_pb2.HealthCheckResponse.FromString,
         )
 
     def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> Awaitable[None]:
@@ -84,18 +76,20 @@ class ReplicaClient:
 
     async def _execute_alone(self, request: stage_pb2.ExecuteStepRequest, timeout_s: float, take: TakeEvent) -> None:
         """Executes a step by ExecuteStep. The arguments and the errors are those of `execute`."""
+        open_call: _StreamBytes = self._step_channel.unary_stream("/stagemesh.v1.StageService/ExecuteStep", None, None)
         with self._errors.mapped():
-            call = self._step_stub.ExecuteStep(request, timeout=timeout_s)
+            call = open_call(request.SerializeToString(), timeout=timeout_s)
             try:
                 async for event in call:
-                    take(event)
+                    take(self._errors.read(stage_pb2.ExecuteStepResponse, event))
             finally:
                 call.cancel()
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> stage_pb2.CancelStepResponse:
         """Cancels a request's steps on the replica. Returns after the engine has released the steps."""
-        with self._errors.mapped():
-            return _readable(await self._step_stub.CancelStep(request, timeout=timeout_s))
+        return await self.control(
+            request, stage_pb2.CancelStepResponse, timeout_s=timeout_s, channel=self._step_channel
+        )
 
     async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
         """Replaces the upstream or downstream replicas on some edges of a running step.
@@ -103,8 +97,7 @@ class ReplicaClient:
         Raises NotFoundError (UNKNOWN_STEP) if the step is not running on the replica. Raises NotReadyError (CHUNK_GONE)
         if the replica no longer retains the first chunks of an outgoing edge.
         """
-        with self._errors.mapped():
-            await self._step_stub.RebindStep(request, timeout=timeout_s)
+        await self.control(request, stage_pb2.RebindStepResponse, timeout_s=timeout_s, channel=self._step_channel)
 
     async def probe_edge(
         self, edge: str, consumer: ConsumerAddress, connector: ConnectorName, *, timeout_s: float
@@ -119,8 +112,7 @@ class ReplicaClient:
             edge=edge, consumer=name, endpoint=endpoint, server_name=server_name, connector=number_of(connector)
         )
         try:
-            with self._errors.mapped():
-                return probe_from_wire(await self._stub.ProbeEdge(request, timeout=timeout_s))
+            return probe_from_wire(await self.control(request, stage_pb2.ProbeEdgeResponse, timeout_s=timeout_s))
         except UnsupportedError:
             if connector not in (AUTO, GRPC):
                 raise
@@ -132,9 +124,8 @@ class ReplicaClient:
         If the replica cannot be reached, the next call uses the certificates of this process that have been renewed.
         """
         try:
-            with self._errors.mapped():
-                request = stage_pb2.DescribeRequest(protocol=own_protocol())
-                return _readable(await self._stub.Describe(request, timeout=timeout_s))
+            request = stage_pb2.DescribeRequest(protocol=own_protocol())
+            return await self.control(request, stage_pb2.DescribeResponse, timeout_s=timeout_s)
         except UnavailableError:
             # A channel never reads its certificates again. The calls that still run end.
             if PROCESS.credentials.version != self._certificates:
@@ -150,11 +141,12 @@ class ReplicaClient:
         request = stage_pb2.WatchLoadRequest(
             interval_s=_LOAD_INTERVAL_S, idle_interval_s=_IDLE_INTERVAL_S, verdict=verdict
         )
+        open_call: _StreamBytes = self._channel.unary_stream("/stagemesh.v1.StageService/WatchLoad", None, None)
         with self._errors.mapped():
-            call = self._stub.WatchLoad(request)
+            call = open_call(request.SerializeToString())
             try:
                 async for report in call:
-                    yield _readable(report)
+                    yield self._errors.read(stage_pb2.WatchLoadResponse, report)
             finally:
                 call.cancel()
 
@@ -163,8 +155,9 @@ class ReplicaClient:
 
         Raises a StagemeshError if the replica becomes unreachable.
         """
+        stub: Any = HealthStub
         with self._errors.mapped():
-            call = self._health_watch = self._watch_health(health_pb2.HealthCheckRequest())
+            call = self._health_watch = stub(self._channel).Watch(health_pb2.HealthCheckRequest())
             try:
                 async for answer in call:
                     if answer.status != health_pb2.HealthCheckResponse.SERVING:
@@ -181,17 +174,21 @@ class ReplicaClient:
         """Returns whether it is certain that no process listens at the address."""
         return await is_listening(self._endpoint) is False
 
-    async def control(self, request: Message, response: type[_Response], *, timeout_s: float) -> _Response:
-        """Calls the method of StageControlService whose request is `request`, and returns its response."""
-        path = f"/{CONTROL_NAME}/{request.DESCRIPTOR.name.removesuffix('Request')}"
-        with self._errors.mapped():
-            call = _with_limited_answers(self._channel).unary_unary(path, response_deserializer=response.FromString)
-            return _readable(await call(request.SerializeToString(), timeout=timeout_s))
+    async def control(
+        self, request: Message, response: type[_Response], *, timeout_s: float, channel: grpc.aio.Channel | None = None
+    ) -> _Response:
+        """Calls the method of StageControlService or StageService whose request is `request`. Returns its response."""
+        (service,) = request.DESCRIPTOR.file.services_by_name.values()
+        path = f"/{service.full_name}/{request.DESCRIPTOR.name.removesuffix('Request')}"
+        data = await self.forward(path, request.SerializeToString(), timeout_s=timeout_s, channel=channel)
+        return self._errors.read(response, data)
 
-    async def forward(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
-        """Calls the method `method` of StageControlService. The request and the response are serialized messages."""
-        call: _UnaryBytes = self._channel.unary_unary(f"/{CONTROL_NAME}/{method}", None, None)
+    async def forward(
+        self, path: str, request: bytes, *, timeout_s: float, channel: grpc.aio.Channel | None = None
+    ) -> bytes:
+        """Calls the unary method with this path. The request and the response are serialized messages."""
         with self._errors.mapped():
+            call: _UnaryBytes = (channel or self._channel).unary_unary(path, None, None)
             return await call(request, timeout=timeout_s)
 
     async def close(self) -> None:
@@ -200,23 +197,3 @@ class ReplicaClient:
             await self._steps.close()
         await self._step_channel.close()
         await self._channel.close()
-
-
-def _with_limited_answers(channel: grpc.aio.Channel) -> grpc.aio.Channel:
-    """Returns a channel for stubs, which cannot read an answer with more than `MAX_ANSWER_FIELDS` fields."""
-
-    def limited(open_call: Callable[..., Any], path: str, *, response_deserializer: Any, **options: Any) -> Any:
-        parse = partial(parse_message, response_deserializer.__self__, max_fields=MAX_ANSWER_FIELDS)
-        return open_call(path, response_deserializer=parse, **options)
-
-    kinds = ("unary_unary", "unary_stream", "stream_stream")
-    return cast(
-        "grpc.aio.Channel", SimpleNamespace(**{kind: partial(limited, getattr(channel, kind)) for kind in kinds})
-    )
-
-
-def _readable(answer: _Response | None) -> _Response:
-    """Returns an answer. Raises DecodeError if gRPC could not parse it, for which gRPC returns None."""
-    if answer is None:
-        raise DecodeError("the answer is malformed")
-    return answer

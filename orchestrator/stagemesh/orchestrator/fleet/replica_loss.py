@@ -4,11 +4,14 @@ import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
 from copy import copy
+from typing import TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from stagemesh.common.errors import InternalError, InvalidRequestError, StagemeshError, UnavailableError
-from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.common.wire.encoding import parse_message
+from stagemesh.rpc.channels import MAX_ANSWER_FIELDS, MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import BROKEN, from_rpc_error, is_broken
 
 REPLICA_LOST = "REPLICA_LOST"
@@ -26,6 +29,8 @@ REATTACH_S = 0.6
 After this time, the replica's steps are run on other replicas. A replica retains the steps of a broken connection for
 longer than this time.
 """
+
+_Message = TypeVar("_Message", bound=Message)
 
 
 class ReplicaErrors:
@@ -56,8 +61,14 @@ class ReplicaErrors:
                 raise
             raise self.after_stream(None, running=False) from exc
         except Exception as exc:
-            problem = f"{self.peer} sent an answer that cannot be read ({type(exc).__name__}); see its log"
-            raise InternalError(problem, metadata=self.location) from exc
+            raise self._unreadable(type(exc).__name__) from exc
+
+    def read(self, kind: type[_Message], data: bytes) -> _Message:
+        """Parses an answer. Raises InternalError if it is malformed or has more than `MAX_ANSWER_FIELDS` fields."""
+        try:
+            return parse_message(kind, data, max_fields=MAX_ANSWER_FIELDS)
+        except InvalidRequestError as exc:
+            raise self._unreadable(exc.message) from exc
 
     def after_stream(self, error: StagemeshError | None, *, running: bool) -> StagemeshError:
         """Returns the error of a step whose stream has ended with `error`.
@@ -87,6 +98,9 @@ class ReplicaErrors:
         if is_broken(exc, error, peer=self.peer):
             return self._lost(f"cannot be reached ({exc.details()})")
         return error
+
+    def _unreadable(self, problem: str) -> InternalError:
+        return InternalError(f"{self.peer} sent an answer that cannot be read: {problem}", metadata=self.location)
 
     def _lost(self, event: str) -> UnavailableError:
         return UnavailableError(

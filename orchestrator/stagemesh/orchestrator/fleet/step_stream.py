@@ -9,16 +9,15 @@ from typing import TypeAlias
 
 import grpc
 
-from stagemesh.common.errors import Code, InternalError, InvalidRequestError, StagemeshError, UnavailableError
-from stagemesh.common.wire.encoding import parse_message
+from stagemesh.common.errors import Code, StagemeshError, UnavailableError
 from stagemesh.common.wire.versions import unknown_kind
 from stagemesh.orchestrator.fleet.replica_loss import ReplicaErrors
-from stagemesh.rpc.channels import MAX_ANSWER_FIELDS, MAX_MESSAGE_BYTES
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import error_from_wire
 from stagemesh.rpc.message_streams import ClientStream
 from stagemesh.v1 import stage_pb2
 
-_EXECUTE_STEPS = f"/{stage_pb2.DESCRIPTOR.services_by_name['StageService'].full_name}/ExecuteSteps"
+_EXECUTE_STEPS = "/stagemesh.v1.StageService/ExecuteSteps"
 _STATUS_S = 1.0
 """The time limit for the status of a stream without messages, in seconds."""
 _IDLE_S = 5.0
@@ -137,10 +136,7 @@ class StepStream:
     # -- StreamHandler
 
     def received(self, data: bytes) -> None:
-        try:
-            response = parse_message(stage_pb2.ExecuteStepsResponse, data, max_fields=MAX_ANSWER_FIELDS)
-        except InvalidRequestError as exc:
-            raise InternalError(f"{self._errors.peer} sent an answer that cannot be read: {exc.message}") from exc
+        response = self._errors.read(stage_pb2.ExecuteStepsResponse, data)
         self._is_answered = True
         for message in response.messages:
             call = self._calls.get(message.call)
