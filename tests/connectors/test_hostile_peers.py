@@ -10,12 +10,12 @@ import grpc
 import numpy as np
 import pytest
 
-from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.errors import OverloadedError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import NIXL, ConnectorName
 from stagemesh.common.wire.encoding import varint
-from stagemesh.conformance import packet
+from stagemesh.conformance import packet, until
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer
-from stagemesh.connectors.fragments import decode_fragment
+from stagemesh.connectors.fragments import decode_fragment, first_key
 from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.connectors.wire import FlowDigest, PacketShape, fill_inline, fill_metadata, key_to_wire
 from stagemesh.rpc.error_mapping import from_rpc_error
@@ -34,6 +34,10 @@ OTHER, NOBODYS = (KEY._replace(request_id=name) for name in ("other", "?"))
 def _tensor(**fields: object) -> ChunkData:
     tensor = tensor_pb2.Tensor(**{"name": "x", "dtype": tensor_pb2.DATA_TYPE_UINT8, "shape": [4], **fields})  # type: ignore[arg-type]
     return ChunkData(tensors=[tensor], size_bytes=4)
+
+
+def _put(*items: stage_pb2.PutItem) -> stage_pb2.PutChunkRequest:
+    return stage_pb2.PutChunkRequest(items=items)
 
 
 def _fragment(**fields: Any) -> stage_pb2.PutItem:
@@ -181,6 +185,63 @@ def test_the_fields_around_a_payload_are_not_walked(place: str) -> None:
     assert time.thread_time() - began_s < BUSY_S
 
 
+@pytest.mark.parametrize("data", [b"", b"\x12", b"\x12\0", b"\x12\1\x0f", b"\x12" + b"\xff" * 11])
+def test_a_truncated_message_has_no_first_key(data: bytes) -> None:
+    assert first_key(data) is None
+
+
+class _Unread:
+    """A message stream whose producer does not read."""
+
+    is_writable = False
+
+    def write(self, data: bytes) -> None:
+        """Drops Welcome."""
+
+    def close(self, error: StagemeshError | None = None) -> None:
+        """Does nothing, because the test calls `closed`."""
+
+
+@pytest.mark.parametrize("wait", ["replies", "leases"])
+async def test_producer_that_does_not_read_is_disconnected(wait: str) -> None:
+    async with started_host("b-0") as host:
+        inlet, session = host.plane.open_inlet(KEY, producer="a-0"), host.plane._open_session()
+        session.begin(_Unread())
+        for message in (hello(), _put(opening(), GOOD)):
+            session.received(message.SerializeToString())
+        with pytest.raises(OverloadedError, match="replica a-0 does not read its replies"):
+            for number in range(1, 40_000, 1000):
+                leases = range(number, number + 1000)
+                flood = [_chunk(KEY, lease) for lease in leases] if wait == "leases" else [chunk(NOBODYS)] * 1000
+                session.received(_put(*flood).SerializeToString())
+        assert number < 20_000
+        session.closed(None)
+        await inlet.aclose()
+
+
+async def test_state_of_a_producer_is_removed_unless_it_has_a_stream_a_lease_or_a_flow() -> None:
+    async with started_host("b-0") as host:
+        inlet, leased = host.plane.open_inlet(KEY, producer="a-0"), host.plane._open_session()
+        for number in range(5):
+            session = leased if number == 1 else host.plane._open_session()
+            session.begin(_Unread())
+            for message in (hello(replica=f"a-{number}"), _put(*[opening()] * (number == 0))):
+                session.received(message.SerializeToString())
+            if number == 1:
+                session._producer.held_lease_ids.add(1)
+            session.closed(None)
+        assert {replica for replica, _ in host.plane.consumer._producers} == {"a-0", "a-1", "a-4"}
+        await inlet.aclose()
+        assert not host.plane.consumer._newest
+
+
+@pytest.mark.parametrize("field", ["replica", "incarnation"])
+async def test_producer_with_an_endless_name_is_rejected(field: str) -> None:
+    async with peer(hello(**{field: "a" * 257})) as one:
+        with pytest.raises(grpc.aio.AioRpcError, match="at most 256 characters"):
+            await one.call.read()
+
+
 async def test_reader_of_a_rejected_flow_receives_the_cause() -> None:
     async with open_peer() as one:
         await one.put(BAD)
@@ -280,7 +341,7 @@ async def _agreed() -> AsyncIterator[tuple[Peer, _FailingReader]]:
         connector = _Failing()
         one.host.plane._connectors._connectors[NIXL] = connector
         inlets = [one.host.plane.open_inlet(key, producer="a-0") for key in (KEY, OTHER)]
-        await one.put(stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_NIXL)))
+        await one.put(OFFER)
         assert not (await one.answer("offer_answer")).offer_answer.HasField("error")
         for key in (KEY, OTHER):
             await one.put(opening(key, chunk_pb2.CONNECTOR_NIXL))
@@ -308,17 +369,35 @@ async def test_flow_that_shares_a_failed_reader_is_opened_again(item: stage_pb2.
         assert (await one.answer("opened")).opened.key == key
 
 
-async def test_repeated_offer_leaves_one_reader_open() -> None:
+OFFER = stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_NIXL))
+
+
+async def test_repeated_offers_on_two_streams_leave_one_reader_open() -> None:
+    async with peer() as one, dialled(one.host, hello()) as other, asyncio.timeout(10):
+        one.host.plane._connectors._connectors[NIXL] = connector = _Failing()
+        connector.together = asyncio.Barrier(3)
+        for each in (one, other):
+            await each.put(*[OFFER] * 100)
+        await until(lambda: connector.together.n_waiting == 2, timeout_s=5)
+        for reader in connector.readers:
+            reader.may_close.set()
+        await connector.together.wait()
+        for each in (one, other):
+            await each.answer("offer_answer")
+        assert sorted(reader.closing.is_set() for reader in connector.readers) == [False, True]
+
+
+async def test_reader_that_connects_after_its_producer_was_lost_is_closed() -> None:
     async with peer() as one, asyncio.timeout(10):
         one.host.plane._connectors._connectors[NIXL] = connector = _Failing()
         connector.together = asyncio.Barrier(2)
-        for _ in range(2):
-            await one.put(stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_NIXL)))
-        await one.answer("offer_answer")
-        for reader in connector.readers:
-            reader.may_close.set()
-        await one.answer("offer_answer")
-        assert sorted(reader.closing.is_set() for reader in connector.readers) == [False, True]
+        await one.put(OFFER)
+        await until(lambda: bool(connector.readers), timeout_s=5)
+        (producer,) = one.host.plane.consumer._producers.values()
+        one.host.plane.consumer.lose(producer)
+        await connector.together.wait()
+        await connector.readers[0].closing.wait()
+        connector.readers[0].may_close.set()
 
 
 @pytest.mark.parametrize("begun", [b"\0", b"\0\x10"], ids=["a byte", "a part of a message"])

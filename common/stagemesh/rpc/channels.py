@@ -14,6 +14,7 @@ ChannelOptions: TypeAlias = Sequence[tuple[str, int | str]]
 MAX_MESSAGE_BYTES = 8 << 20  # the limit for each message of every RPC and local stream
 MAX_FIELDS = 8192  # the limit for the fields of a message (`wire.encoding.count_fields`), except between services
 MAX_ANSWER_FIELDS = 1 << 17  # the same for an answer of a stage, which has the events of many steps
+MAX_NAME = 256  # the limit for the characters of a name or an address that a stage reports
 MAX_HEADER_BYTES = 16 << 10  # the limit for the headers of a call
 MAX_CALLS_PER_CONNECTION = 128  # gRPC's clients open further connections for more calls
 MAX_CONNECTIONS = 16_384  # of one port

@@ -19,8 +19,6 @@ from stagemesh.rpc.error_mapping import from_rpc_error
 
 PUT_CHUNK = "/stagemesh.v1.StageService/PutChunk"
 _LENGTH_BYTES = 4
-_AHEAD = 1
-"""The maximum number of messages in a gRPC stream's outgoing queue. The message that is being sent does not count."""
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
@@ -131,7 +129,8 @@ class _GrpcStream:
 
     @property
     def is_writable(self) -> bool:
-        return len(self._outgoing) < _AHEAD
+        # In addition to the message that is being sent, one message may wait.
+        return not self._outgoing
 
     def write(self, data: bytes) -> None:
         self._outgoing.append(data)

@@ -133,10 +133,13 @@ def first_key(data: bytes) -> chunk_pb2.EdgeKey | None:
     Returns None if it begins otherwise. Raises InvalidRequestError (MALFORMED_MESSAGE) if the key is malformed.
     """
     start, end = 0, len(data)
-    for expected in (_ITEMS, _CHUNK, _KEY):
-        tag, start, end = read_field(memoryview(data), start)
-        if tag != expected[0]:
-            return None
+    try:
+        for expected in (_ITEMS, _CHUNK, _KEY):
+            tag, start, end = read_field(memoryview(data), start)
+            if tag != expected[0]:
+                return None
+    except (IndexError, KeyError, DecodeError):
+        return None
     return parse_message(chunk_pb2.EdgeKey, data[start:end], max_fields=_MAX_KEY_FIELDS)
 
 

@@ -100,11 +100,6 @@ class InletAttempt:
         return self.phase is Phase.CLOSED
 
     @property
-    def is_resyncing(self) -> bool:
-        """Whether the attempt ignores messages until the producer reopens the attempt."""
-        return self.phase is Phase.RESYNCING
-
-    @property
     def credit_bytes(self) -> int:
         """The producer's remaining credit in payload bytes."""
         return self._credit.available_bytes

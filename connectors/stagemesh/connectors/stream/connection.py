@@ -43,9 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class ProducerSession:
-    """The producer side of one stream. Sends messages to a consumer and passes the consumer's replies to `take_reply`.
-
-    The item that `take_reply` returns, if any, answers the reply over the same stream.
+    """The producer side of one stream. Sends messages to a consumer, and the answers of `take_reply` to its replies.
 
     A message combines the items of all outlets that became ready in the same iteration of the event loop.
     """

@@ -118,6 +118,8 @@ class Consumer:
         self._welcome, self._run_in_background = welcome, run_in_background
         self._error: StagemeshError | None = None
         self._flows: dict[EdgeKey, InletAttempt] = {}
+        self._newest: dict[tuple[str, str], int] = {}
+        """The highest attempt of `_flows`, by request and edge."""
         self._committed: OrderedDict[EdgeKey, None] = OrderedDict()
         self._producers: dict[tuple[str, str], ProducerState] = {}
 
@@ -138,6 +140,7 @@ class Consumer:
         credit = Credit(self._window_bytes, max_chunk_bytes=self._max_chunk_bytes())
         flow = InletAttempt(key, packets, producer=producer, credit=credit, on_closed=self._forget)
         self._flows[key] = flow
+        self._newest[key[:2]] = max(key.attempt, self._newest.get(key[:2], 0))
         # The same request may be sent again a long time after it has ended.
         self._committed.pop(key, None)
         return flow
@@ -155,7 +158,7 @@ class Consumer:
         """
         flow = self._flows.get(key)
         if flow is None or flow.producer != producer.replica:
-            if any(key.attempt < other.attempt for other in self._flows if other[:2] == key[:2]):
+            if key.attempt < self._newest.get(key[:2], 0):
                 raise StaleAttemptError(f"attempt {key.attempt} of edge {key.edge} has been replaced")
             raise NotFoundError(
                 f"request {key.request_id} expects nothing from {producer.replica} on edge {key.edge}",
@@ -180,19 +183,22 @@ class Consumer:
     def admit(self, hello: stage_pb2.Hello) -> ProducerState:
         """Returns the state of the producer that has sent `hello`.
 
-        Fails the flows of the producer's earlier incarnations. Raises NotReadyError if the producer has no wire version
-        in common with this replica, or belongs to another pipeline or generation. If `fail_all` was called before,
-        raises the error that was passed to `fail_all`.
+        Fails the flows of the producer's earlier incarnations, and removes other producers that use nothing. Raises
+        NotReadyError if the producer has no wire version in common with this replica, or belongs to another pipeline or
+        generation. If `fail_all` was called before, raises the error that was passed to `fail_all`.
         """
         if self._error is not None:
             raise copy(self._error)
         check_version(hello.protocol, peer=f"producer {hello.replica}", own_name=f"consumer {self._identity.replica}")
         _check_same("pipeline", hello.pipeline, self._identity.pipeline, reason="WRONG_PIPELINE")
         _check_same("generation", hello.generation, self._identity.generation, reason="WRONG_GENERATION")
-        for producer in list(self._producers.values()):
-            if producer.replica == hello.replica and producer.incarnation != hello.incarnation:
-                self.lose(producer)
         key = hello.replica, hello.incarnation
+        reading = {(flow.producer, flow.incarnation) for flow in self._flows.values()}
+        for other, producer in list(self._producers.items()):
+            is_former = producer.replica == hello.replica and producer.incarnation != hello.incarnation
+            is_used = other == key or other in reading or producer.streams or producer.held_lease_ids
+            if is_former or not is_used:
+                self.lose(producer)
         if key not in self._producers:
             self._producers[key] = ProducerState(*key, self._connectors)
         return self._producers[key]
@@ -240,6 +246,8 @@ class Consumer:
 
     def _forget(self, flow: InletAttempt) -> None:
         del self._flows[flow.key]
+        if self._newest.get(flow.key[:2]) == flow.key.attempt:
+            del self._newest[flow.key[:2]]
         if flow.is_read:
             self._committed[flow.key] = None
             if len(self._committed) > REMEMBERED_FLOWS:

@@ -8,25 +8,26 @@ from collections.abc import Callable
 from stagemesh.common.errors import (
     InvalidChunkError,
     InvalidRequestError,
+    OverloadedError,
     StagemeshError,
     UnavailableError,
     UnsupportedError,
 )
 from stagemesh.common.plugins.connectors import AUTO, GRPC, name_of
-from stagemesh.common.tasks import end_tasks, kept_in
+from stagemesh.common.tasks import end_tasks
 from stagemesh.common.wire.encoding import parse_message
 from stagemesh.common.wire.versions import refuse_unknown, unknown_kind
 from stagemesh.connectors import fragments, wire
 from stagemesh.connectors.base import FetchingReader, InPlaceReader, unavailable
 from stagemesh.connectors.flow.flow_control import ReadyQueue
-from stagemesh.connectors.flow.inlet_attempt import InletAttempt
+from stagemesh.connectors.flow.inlet_attempt import InletAttempt, Phase
 from stagemesh.connectors.fragments import FragmentAssembler
 from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.connectors.stream.consumer import Consumer
 from stagemesh.connectors.stream.local_socket import LocalProducer
 from stagemesh.connectors.stream.producer_state import ProducerState
 from stagemesh.rpc.callers import check_replica
-from stagemesh.rpc.channels import HANDSHAKE_MS
+from stagemesh.rpc.channels import HANDSHAKE_MS, MAX_NAME
 from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.rpc.message_streams import MessageStream
 from stagemesh.v1 import chunk_pb2, stage_pb2
@@ -38,6 +39,8 @@ _HELLO_S = HANDSHAKE_MS / 1000
 """The time limit for the first message of a stream, in seconds. It has Hello, which identifies the producer."""
 _MAX_FIELDS = 1 << 16
 """The limit for the fields of a message (`wire.encoding.count_fields`), which has the items of many flows."""
+_MAX_REPLIES = 16_384
+"""The maximum number of replies that wait when a message arrives. Beyond it, the producer does not read them."""
 _LOST_MESSAGE = frozenset({"NOT_OPENED", "SEQUENCE_GAP", "FRAGMENT_GAP"})
 """The error reasons that indicate that a message of a flow was lost."""
 
@@ -63,7 +66,8 @@ class ConsumerSession:
         self._moved: set[EdgeKey] = set()
         """The keys of flows that have moved to another stream of the same producer."""
         self._transfers = FragmentAssembler(consumer.landing.request)
-        self._negotiations: set[asyncio.Task[None]] = set()
+        self._negotiations: dict[int, asyncio.Task[None]] = {}
+        """The negotiations that have not ended, by the number of their connector."""
         self._replies: list[stage_pb2.PutReply] = []
         self._ready = ReadyQueue[InletAttempt](self.writable)
         self._over: asyncio.Future[None] = self._loop.create_future()
@@ -78,15 +82,19 @@ class ConsumerSession:
         if self._stream is not None:
             self._stream.close()
             await asyncio.wait((self._over,), timeout=_CLOSING_S)
-        await end_tasks(self._negotiations)
+        await end_tasks(self._negotiations.values())
 
     # -- StreamHandler
 
     def received(self, data: bytes) -> None:
         """Processes a serialized PutChunkRequest.
 
-        Raises a StagemeshError if the message cannot be parsed or the producer is rejected. The stream then ends.
+        Raises a StagemeshError if the message cannot be parsed, the producer is rejected, or the producer does not read
+        its replies. The stream then ends.
         """
+        released = self._producer_state.released_ids if self._producer_state is not None else ()
+        if len(self._replies) + len(released) > _MAX_REPLIES:
+            raise OverloadedError(f"{self._name} does not read its replies, of which more than {_MAX_REPLIES} wait")
         message = fragments.decode_fragment(data)
         items = data if message is None else bytes(message.rest)
         try:
@@ -179,8 +187,9 @@ class ConsumerSession:
     def _admit(self, request: stage_pb2.PutChunkRequest) -> None:
         if not request.HasField("hello"):
             raise InvalidRequestError("the first message of PutChunk must have Hello", reason="NO_HELLO")
-        if not request.hello.replica or not request.hello.incarnation:
-            raise InvalidRequestError("Hello must name the producer and its incarnation", reason="NO_HELLO")
+        if not all(0 < len(name) <= MAX_NAME for name in (request.hello.replica, request.hello.incarnation)):
+            problem = f"Hello must name the producer and its incarnation by at most {MAX_NAME} characters each"
+            raise InvalidRequestError(problem, reason="NO_HELLO")
         if self._local is None:
             check_replica(request.hello.replica)
         else:
@@ -266,7 +275,7 @@ class ConsumerSession:
         key = wire.key_from_wire(message)
         flow = self._flows.get(key)
         if flow is not None and self._check_carried(flow):
-            return None if flow.is_resyncing else flow
+            return None if flow.phase is Phase.RESYNCING else flow
         if key in self._moved or self._is_committed(key, message):
             return None
         # The flow's OpenEdge was lost.
@@ -319,8 +328,11 @@ class ConsumerSession:
             flow.demand(demand.size_bytes)
 
     def _negotiate(self, offer: stage_pb2.Offer) -> None:
-        answering = self._loop.create_task(self._answer(offer), name=f"connector negotiation with {self._name}")
-        kept_in(self._negotiations, answering)
+        # A producer repeats an offer until it has an answer.
+        if offer.connector not in self._negotiations:
+            answering = self._loop.create_task(self._answer(offer), name=f"connector negotiation with {self._name}")
+            self._negotiations[offer.connector] = answering
+            answering.add_done_callback(lambda _: self._negotiations.pop(offer.connector))
 
     async def _answer(self, offer: stage_pb2.Offer) -> None:
         answer = stage_pb2.OfferAnswer(connector=offer.connector)

@@ -18,7 +18,7 @@ from stagemesh.connectors.packets import EdgeKey, expired_error
 from stagemesh.connectors.stream import local_socket
 from stagemesh.connectors.stream.connection import Connection
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe, Peer
-from stagemesh.rpc.channels import is_listening
+from stagemesh.rpc.channels import MAX_NAME, is_listening
 from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
@@ -175,7 +175,7 @@ class ProducerLink:
 
     def _accept(self, welcome: stage_pb2.Welcome) -> None:
         check_version(welcome.protocol, peer=str(self._peer), own_name=f"producer {self._peer.hello.replica}")
-        if not welcome.incarnation:
+        if not 0 < len(welcome.incarnation) <= MAX_NAME:
             raise InvalidChunkError(f"replica {self._peer.consumer} did not report its incarnation")
         if self._incarnation and self._incarnation != welcome.incarnation:
             restarted = UnavailableError(f"replica {self._peer.consumer} was restarted", reason="PEER_LOST")

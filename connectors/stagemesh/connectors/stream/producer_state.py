@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
@@ -22,14 +21,8 @@ from stagemesh.connectors.stream.local_socket import DeathWatch, watch_peer
 from stagemesh.connectors.wire import MakeTicket
 from stagemesh.v1 import stage_pb2, tensor_pb2
 
-_REPEAT_S = 2.0
+_REPEAT_S = 0.5
 """The time in seconds without an answer after which an acceptance is sent again, because a message may be lost."""
-
-
-@dataclass(frozen=True)
-class _Acceptance:
-    message: stage_pb2.AcceptTickets
-    answer: asyncio.Future[None]
 
 
 class TicketAcceptances:
@@ -41,10 +34,11 @@ class TicketAcceptances:
     def __init__(self, replica: str, wake: Callable[[], None]) -> None:
         """`replica` is the producer's name. `wake` is called when `take_unsent` has messages to return."""
         self._replica, self._wake = replica, wake
-        self._waiting: dict[int, _Acceptance] = {}
+        self._waiting: dict[int, asyncio.Future[None]] = {}
         self._unsent: dict[int, stage_pb2.AcceptTickets] = {}
         self._numbers = itertools.count(1)
-        self._is_lost = False
+        self.is_lost = False
+        """Whether the producer has terminated, or its state was closed."""
 
     async def accept(self, lease_id: int) -> None:
         """Asks the producer to keep the state of a lease. Returns when the producer has confirmed it.
@@ -52,18 +46,16 @@ class TicketAcceptances:
         The caller must limit the time. Raises UnavailableError: TICKET_EXPIRED if the state has been released,
         TICKET_LOST if the producer has terminated.
         """
-        if self._is_lost:
+        if self.is_lost:
             raise self._lost_error()
         number = next(self._numbers)
-        message = stage_pb2.AcceptTickets(lease_id=lease_id, acceptance=number)
-        acceptance = _Acceptance(message, asyncio.get_running_loop().create_future())
-        self._waiting[number] = acceptance
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            while not acceptance.answer.done():
-                self._unsent[number] = message
+            while not answer.done():
+                self._unsent[number] = stage_pb2.AcceptTickets(lease_id=lease_id, acceptance=number)
                 self._wake()
-                await asyncio.wait((acceptance.answer,), timeout=_REPEAT_S)
-            if (error := acceptance.answer.exception()) is not None:
+                await asyncio.wait((answer,), timeout=_REPEAT_S)
+            if (error := answer.exception()) is not None:
                 # Raises a copy, because a raised error refers to frames, which refer to the future, and to the ticket.
                 raise copy(error)
         finally:
@@ -75,17 +67,13 @@ class TicketAcceptances:
 
         Ignores a repeated answer, and an answer that is not expected any more.
         """
-        acceptance = self._waiting.get(number)
-        if acceptance is None or acceptance.answer.done():
+        answer = self._waiting.get(number)
+        if answer is None or answer.done():
             return
         if error is None:
-            acceptance.answer.set_result(None)
+            answer.set_result(None)
         else:
-            acceptance.answer.set_exception(error)
-
-    def send_again(self) -> None:
-        """Makes all acceptances without an answer unsent again, because their answers may have been lost."""
-        self._unsent = {number: each.message for number, each in self._waiting.items()}
+            answer.set_exception(error)
 
     def take_unsent(self) -> list[stage_pb2.AcceptTickets]:
         """Removes and returns the messages that have not been sent."""
@@ -94,7 +82,7 @@ class TicketAcceptances:
 
     def lose(self) -> None:
         """Fails all acceptances with TICKET_LOST, because the producer has terminated. Idempotent."""
-        self._is_lost = True
+        self.is_lost = True
         for number in list(self._waiting):
             self.answered(number, self._lost_error())
 
@@ -122,9 +110,9 @@ class ProducerState:
         self._readers: dict[ConnectorName, Reader | None] = {}
         """The reader of each connector that was negotiated. The value is None if the reader has failed."""
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._released_ids: list[int] = []
+        self.released_ids: list[int] = []
         """The ids of ended leases that have not been sent to the producer yet."""
-        self._streams: list[ReadyQueue[InletAttempt]] = []
+        self.streams: list[ReadyQueue[InletAttempt]] = []
         """The ready queue of each stream of the producer. A lease can be released over any of these streams."""
         self.acceptances = TicketAcceptances(replica, self._wake)
         """The acceptances of the producer's tickets, which can be sent over any of these streams, too."""
@@ -151,10 +139,10 @@ class ProducerState:
         if self._readers.get(name) is None:
             producer = Producer(self.replica, self.incarnation, arena_fd)
             reader = await self._connectors.get(name).connect(offer, producer)
-            if self._readers.get(name) is None:
+            if self._readers.get(name) is None and not self.acceptances.is_lost:
                 self._readers[name] = reader
             else:
-                # The producer repeats an offer until it has an answer, and another one was accepted meanwhile.
+                # An offer on another stream was accepted meanwhile, or this state was closed.
                 await reader.close()
 
     async def drop_reader(self, name: ConnectorName, reader: Reader) -> None:
@@ -182,15 +170,13 @@ class ProducerState:
 
         `stream` is the ready queue of the stream.
         """
-        self._streams.append(stream)
-        self.acceptances.send_again()
+        self.streams.append(stream)
         self._wake()
 
     def detach(self, stream: ReadyQueue[InletAttempt]) -> None:
         """Removes a stream that has ended. The ids of ended leases are then sent over the newest remaining stream."""
-        if stream in self._streams:
-            self._streams.remove(stream)
-        self.acceptances.send_again()
+        if stream in self.streams:
+            self.streams.remove(stream)
         self._wake()
 
     def hold(self, lease_id: int, views: list[Bytes]) -> None:
@@ -220,7 +206,7 @@ class ProducerState:
     def release(self, lease_id: int) -> None:
         """Ends a lease and sends the lease's id to the producer over the newest stream."""
         self.held_lease_ids.discard(lease_id)
-        self._released_ids.append(lease_id)
+        self.released_ids.append(lease_id)
         self._wake()
 
     def release_unless_held(self, lease_id: int) -> None:
@@ -234,9 +220,9 @@ class ProducerState:
 
     def report(self, response: stage_pb2.PutChunkResponse) -> None:
         """Adds the ids of ended leases and the acceptances that have not been sent yet to `response`."""
-        if self._released_ids:
-            response.replies.add().release.lease_ids.extend(self._released_ids)
-            self._released_ids = []
+        if self.released_ids:
+            response.replies.add().release.lease_ids.extend(self.released_ids)
+            self.released_ids = []
         for accept in self.acceptances.take_unsent():
             response.replies.add().accept.CopyFrom(accept)
 
@@ -254,8 +240,8 @@ class ProducerState:
 
     def _wake(self) -> None:
         """Lets the newest stream send the ids of ended leases and the acceptances."""
-        if self._streams:
-            self._streams[-1].wake()
+        if self.streams:
+            self.streams[-1].wake()
 
     def _release_on_loop(self, lease_id: int) -> None:
         """Ends a lease on the thread of the event loop.
