@@ -1,5 +1,6 @@
 """Messages of many elements: none of them is parsed, and callers whose messages are rejected again and again wait."""
 
+import math
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -18,11 +19,12 @@ from stagemesh.common.wire.encoding import MAX_TOKENS, parse_message, varint
 from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
 from stagemesh.rpc.call_limits import Messages
 from stagemesh.rpc.channels import MAX_FIELDS, MAX_MESSAGE_BYTES, open_channel
-from stagemesh.rpc.error_mapping import error_to_wire
+from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire, to_status
 from stagemesh.rpc.handlers import answered, streaming
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import (
     admin_pb2,
+    chunk_pb2,
     control_pb2,
     jobs_pb2,
     media_pb2,
@@ -259,3 +261,14 @@ async def test_an_error_never_contains_a_long_input() -> None:
     wire = error_to_wire(InvalidRequestError("é" * 5000, metadata={"option": "x" * 5000}))
     assert len(wire.message.encode()) <= 4096
     assert len(wire.metadata["option"].encode()) == 255
+
+
+@pytest.mark.parametrize("retry_after_s", [math.inf, -math.inf, math.nan, 1e300, -1.0])
+def test_an_error_of_a_peer_is_limited_and_has_a_status(retry_after_s: float) -> None:
+    metadata = {f"{number}" + "x" * 5000: "x" * 5000 for number in range(1000)}
+    wire = chunk_pb2.Error(code=14, message="x" * 5000, metadata=metadata, retry_after_s=retry_after_s)
+    error = error_from_wire(wire)
+    assert to_status(error).code is grpc.StatusCode.UNAVAILABLE
+    assert 0 <= (error.retry_after_s or 0) <= 86_400
+    assert (len(error.message), len(error.metadata)) == (4096, 64)
+    assert max(map(len, (*error.metadata, *error.metadata.values()))) == 256

@@ -31,7 +31,7 @@ class StagemeshError(Exception):
 
     `reason` is a name of the enum ErrorReason in `errors.proto`, without the prefix `ERROR_REASON_`. `metadata` has
     details by name, for example `stage`, `replica`, `edge`, `seq` or `request_id`. `retry_after_s` is the number of
-    seconds after which a retry may succeed, or None if that time is unknown.
+    seconds after which a retry may succeed, at most a day, or None if that time is unknown.
     """
 
     code: ClassVar[Code] = Code.UNKNOWN
@@ -54,7 +54,7 @@ class StagemeshError(Exception):
         self.message = message
         self.reason = reason or self.default_reason or self.code.name
         self.metadata = dict(metadata or {})
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = None if retry_after_s is None else min(max(0.0, retry_after_s), 86_400.0)
 
     def located(self, **where: str) -> "StagemeshError":
         """Adds the entries of `where` to `metadata`. Existing entries are not replaced. Returns this error."""

@@ -5,6 +5,7 @@ A status contains the error's code and message, one ErrorInfo, and a RetryInfo i
 
 import re
 from contextlib import suppress
+from itertools import islice
 
 import grpc
 from google.protobuf.any import pack
@@ -24,7 +25,7 @@ _FAILED_HANDSHAKE = re.compile("failed to connect.*(Socket closed|SSL|handshake)
 _TLS_HINT = "; if only one of both uses TLS, or a certificate is refused, correct `tls` (the option --tls)"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 # HTTP/2 trailers contain a status's message twice, and gRPC may reject trailers of 8 KiB or more.
-_MAX_STATUS_BYTES, _MAX_MESSAGE_BYTES, _MAX_VALUE_BYTES = 1024, 4096, 256
+_MAX_STATUS_BYTES, _MAX_MESSAGE_BYTES, _MAX_VALUE_BYTES, _MAX_VALUES = 1024, 4096, 256, 64
 
 
 def to_status(error: StagemeshError) -> grpc.Status:
@@ -94,10 +95,11 @@ def _shortened(text: str, most_bytes: int) -> str:
 
 
 def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:
-    """Converts a protobuf message to the error that a peer reported."""
+    """Converts a protobuf message to the error that a peer reported, with texts of at most the same lengths."""
+    entries = islice(message.metadata.items(), _MAX_VALUES)
     return error_class(message.code, message.reason)(
-        message.message,
-        reason=message.reason,
-        metadata=message.metadata,
+        message.message[:_MAX_MESSAGE_BYTES],
+        reason=message.reason[:_MAX_VALUE_BYTES],
+        metadata={name[:_MAX_VALUE_BYTES]: text[:_MAX_VALUE_BYTES] for name, text in entries},
         retry_after_s=message.retry_after_s if message.HasField("retry_after_s") else None,
     )

@@ -162,7 +162,7 @@ async def test_a_member_of_two_sources_leaves_with_the_last(world: _World) -> No
     world.fleet.leave(member, "one")
     await asyncio.sleep(0.1)
     assert world.fleet.ready
-    world.fleet.leave(member, "two")
+    world.fleet.leave(Member("b", member.endpoint), "two")
     await asyncio.sleep(0.1)
     assert not world.fleet.ready
 
@@ -253,9 +253,27 @@ async def test_an_engine_that_failed_ends_its_replica(world: _World) -> None:
 
 @pytest.mark.parametrize("known_as", ["", "b-6"], ids=["by its address", "where another one was"])
 @_played
-async def test_a_replica_takes_the_name_that_it_reports(world: _World, known_as: str) -> None:
+async def test_a_replica_takes_the_name_that_it_reports_if_it_is_a_member_as_this(world: _World, known_as: str) -> None:
     await world.start("10.0.0.1:7", known_as, replica="b-7")
-    assert [replica.name for replica in world.fleet.replicas["b"]] == ["b-0", "b-7"]
+    if known_as:
+        refused = world.fleet.replicas["b"][1]
+        assert (refused.name, refused.state) == ("b-6", ReplicaState.FAILED)
+        assert "it is named b-7, not b-6" in refused.detail
+        world.fleet.join(Member("b", "10.0.0.1:7", "b-7"))
+        await asyncio.sleep(1)
+    last = world.fleet.replicas["b"][1]
+    assert (last.name, last.state) == ("b-7", ReplicaState.READY)
+
+
+@pytest.mark.parametrize("field", ["replica", "incarnation", "host", "zone", "generation"])
+@_played
+async def test_a_replica_with_an_endless_name_is_not_used(world: _World, field: str) -> None:
+    await world.start("10.0.0.1:7", detail="x" * 5000, **{field: "x" * 257})
+    replica = world.fleet.replicas["b"][1]
+    assert (replica.state, replica.is_described) == (ReplicaState.UNREACHABLE, False)
+    assert replica.detail == f"a replica reports a {field} of more than 256 characters; shorten it"
+    replica.observe(ReplicaState.LOADING, "x" * 5000)
+    assert len(replica.detail) == 4096
 
 
 @_played

@@ -271,8 +271,13 @@ async def test_another_generation_may_be_accepted(pipeline: Pipeline) -> None:
         assert listener.endpoints == ["h:1"]
 
 
-@pytest.mark.parametrize("fields", [{"replica": ""}, {"incarnation": ""}, {"endpoint": ""}, {"endpoint": "h"}])
-async def test_an_incomplete_identity_is_rejected(pipeline: Pipeline, fields: dict[str, str]) -> None:
+_LONG = "x" * 257
+_INVALID = [{"replica": ""}, {"incarnation": ""}, {"endpoint": ""}, {"endpoint": "h"}, {"endpoint": "h:" + "1" * 5000}]
+_INVALID += [{"endpoint": "h:\u0661"}, {"replica": _LONG}, {"incarnation": _LONG}, {"server_name": _LONG}]
+
+
+@pytest.mark.parametrize("fields", _INVALID)
+async def test_an_incomplete_or_endless_identity_is_rejected(pipeline: Pipeline, fields: dict[str, str]) -> None:
     async with _registering(pipeline) as (source, _):
-        with pytest.raises(InvalidRequestError):
+        with raises(InvalidRequestError, reason="INVALID_REPLICA"):
             source.register(_identity(pipeline, **fields))

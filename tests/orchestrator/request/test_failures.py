@@ -282,6 +282,11 @@ async def test_a_request_that_was_taken_over_is_not_taken_back(tmp_path: Path) -
     assert error.reason == "STALE_ATTEMPT"
 
 
+@pytest.mark.parametrize("attempt", ["", "1" * 5000, "1" * 10, "\u0661", "-1"])
+def test_an_impossible_number_of_an_attempt_is_ignored(attempt: str) -> None:
+    assert lifecycle._latest_attempt(errors.StaleAttemptError("it is over", metadata={"attempt": attempt})) is None
+
+
 async def _accept_attempt_42(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
     if request.attempt <= 41:
         raise errors.StaleAttemptError("it is over", metadata={"attempt": "41"})

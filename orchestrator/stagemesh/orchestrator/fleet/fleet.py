@@ -6,7 +6,7 @@ A `ReplicaWatcher` watches one address: which replica process serves there, whet
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 
@@ -16,8 +16,8 @@ from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.common.tasks import kept_in
 from stagemesh.common.wire.versions import NO_COMMON_VERSION
 from stagemesh.orchestrator.fleet.edge_connectors import EdgeConnectors
-from stagemesh.orchestrator.fleet.membership import Member, MemberSource
-from stagemesh.orchestrator.fleet.replica import Replica, StepCost
+from stagemesh.orchestrator.fleet.membership import Member, MemberSource, check_names
+from stagemesh.orchestrator.fleet.replica import MAX_DETAIL, Replica, StepCost
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient, Verdict
 from stagemesh.orchestrator.fleet.replica_loss import GIVE_UP_S
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
@@ -93,6 +93,7 @@ class ReplicaWatcher:
 
     async def _describe(self) -> None:
         description = await self._client.describe(timeout_s=_DESCRIBE_TIMEOUT_S)
+        check_names(description)
         self._lost_at_s = None
         self._retries.reset()
         failed = description.state == stage_pb2.REPLICA_STATE_FAILED
@@ -103,7 +104,7 @@ class ReplicaWatcher:
             self._replace()
         self._fleet.admit(self.replica, description)
         if failed:
-            self.replica.end(self.replica.loss(f"failed ({description.detail})"))
+            self.replica.end(self.replica.loss(f"failed ({description.detail[:MAX_DETAIL]})"))
         elif self._load_reports is None and self._fleet.is_own_stage(self.replica, description):
             self._receive_load_reports()
 
@@ -135,6 +136,7 @@ class ReplicaWatcher:
             with suppress(StagemeshError):
                 async with aclosing(self._client.watch_load(verdict)) as reports:
                     async for report in reports:
+                        check_names(report)
                         if not replica.is_refused:
                             replica.record_load(report)
             await asyncio.sleep(_LOAD_RETRY_S)
@@ -191,8 +193,8 @@ class Fleet:
         self._pipeline, self._sources, self._generations = pipeline, sources, frozenset(generations)
         self._connect, self._clock = connect, clock
         self._watchers: dict[tuple[str, str], ReplicaWatcher] = {}
-        self._reports = Counter[tuple[str, str]]()
-        """The number of sources that currently report a member, by the member's stage and endpoint."""
+        self._reports = defaultdict[tuple[str, str], list[Member]](list)
+        """A member for each source that currently reports it, by the member's stage and endpoint."""
         self._costs: dict[str, StepCost] = defaultdict(StepCost)
         self._by_name: dict[str, Replica] = {}
         self._serving: frozenset[str] = frozenset()
@@ -260,8 +262,8 @@ class Fleet:
 
     def join(self, member: Member) -> None:
         key = (member.stage, member.endpoint)
-        self._reports[key] += 1
-        if self._reports[key] > 1 or self._group is None:
+        self._reports[key].append(member)
+        if len(self._reports[key]) > 1 or self._group is None:
             return
         watcher = self._watchers[key] = ReplicaWatcher(self, member, self._connect(member))
         _log.info("replica %s of stage %s joins", watcher.replica.name, member.stage)
@@ -270,8 +272,8 @@ class Fleet:
 
     def leave(self, member: Member, why: str) -> None:
         key = (member.stage, member.endpoint)
-        self._reports[key] -= 1
-        if self._reports[key] > 0:
+        self._reports[key].remove(member)
+        if self._reports[key]:
             return
         del self._reports[key]
         watcher = self._watchers.pop(key, None)
@@ -290,14 +292,18 @@ class Fleet:
     def admit(self, replica: Replica, description: stage_pb2.DescribeResponse) -> None:
         """Sets the state of a replica from the replica's description.
 
-        The state becomes FAILED if another ready replica has the same name, or if the replica does not belong to its
-        stage.
+        The state becomes FAILED if the replica is a member under another name, if another ready replica has the same
+        name, or if the replica does not belong to its stage.
         """
-        # Other replicas use the name in the replica's own config, whichever process had the address before.
-        replica.name = description.replica or replica.name
+        names = {member.name for member in self._reports.get((replica.stage, replica.endpoint), ())}
+        # Two processes may have had the address, and other replicas use the name in the replica's own config.
+        if "" in names or description.replica in names:
+            replica.name = description.replica or replica.name
         former_detail = replica.detail
         holder = self._by_name.setdefault(replica.name, replica)
-        if holder is not replica and holder.endpoint != replica.endpoint and holder.state is ReplicaState.READY:
+        if description.replica not in ("", replica.name):
+            replica.refuse(f"it is named {description.replica}, not {replica.name}; correct its config or the member")
+        elif holder is not replica and holder.endpoint != replica.endpoint and holder.state is ReplicaState.READY:
             replica.refuse(f"the replica at {holder.endpoint} is also named {replica.name}; rename one of them")
         else:
             self._by_name[replica.name] = replica

@@ -19,6 +19,7 @@ from stagemesh.common.wire.versions import check_version, own_protocol
 from stagemesh.orchestrator.config import DnsName, ReplicaAddress
 from stagemesh.pipeline import Pipeline
 from stagemesh.rpc.callers import check_replica
+from stagemesh.rpc.channels import MAX_NAME
 from stagemesh.rpc.handlers import answering, streaming
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc, stage_pb2
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _RESOLVE_TIMEOUT_S = 5.0
+_FREE_TEXTS = frozenset({"detail", "model"})
 Resolve: TypeAlias = Callable[[str], Awaitable[Collection[str]]]
 """An async function that returns the IP addresses of a host name. Raises OSError if the resolver does not answer."""
 SERVICE_NAME = membership_pb2.DESCRIPTOR.services_by_name["MembershipService"].full_name
@@ -310,11 +312,20 @@ def _check_complete(identity: membership_pb2.ReplicaIdentity) -> None:
     missing = [name for name in ("replica", "incarnation", "endpoint") if not getattr(identity, name)]
     if missing:
         raise _invalid(f"a replica registers without its {' and '.join(missing)}; the first message must contain it")
+    check_names(identity)
     _, colon, port = identity.endpoint.rpartition(":")
-    if not (colon and port.isdecimal() and 0 < int(port) < 1 << 16):
+    if not (colon and len(port) < 6 and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise _invalid(
             f"replica {identity.replica} registers with endpoint {identity.endpoint!r}; it must be host:port"
         )
+
+
+def check_names(message: Belonging | stage_pb2.WatchLoadResponse) -> None:
+    """Raises InvalidRequestError (INVALID_REPLICA) if a replica reports a name or an address that is too long."""
+    for field, value in message.ListFields():
+        texts = [value] if isinstance(value, str) else value if field.type == field.TYPE_STRING else ()
+        if field.name not in _FREE_TEXTS and any(len(text) > MAX_NAME for text in texts):
+            raise _invalid(f"a replica reports a {field.name} of more than {MAX_NAME} characters; shorten it")
 
 
 def _invalid(message: str) -> InvalidRequestError:

@@ -17,6 +17,7 @@ from stagemesh.orchestrator.fleet.replica_loss import REPLICA_LOST
 from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import protocol_pb2, stage_pb2
 
+MAX_DETAIL = 4096
 _SMOOTHING = 0.2
 _FIRST_GUESS_S = 1.0
 _REPORTING_LOAD = frozenset({ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.ASLEEP, ReplicaState.LOADING})
@@ -318,10 +319,10 @@ class Replica:
     def observe(self, state: ReplicaState, detail: str) -> None:
         """Sets the replica's state, which the replica has reported or the orchestrator has determined.
 
-        `detail` is a human-readable explanation of the state.
+        `detail` is a human-readable explanation of the state, of which the first `MAX_DETAIL` characters are kept.
         """
         changed = state is not self._state
-        self._state, self._detail = state, detail
+        self._state, self._detail = state, detail[:MAX_DETAIL]
         if changed:
             self._on_change()
 

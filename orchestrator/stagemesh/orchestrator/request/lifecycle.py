@@ -402,4 +402,4 @@ def _latest_attempt(error: StagemeshError | None) -> int | None:
     if error is None or error.reason not in _RUN_AGAIN_REASONS:
         return None
     attempt = error.metadata.get("attempt", "")
-    return int(attempt) if attempt.isdecimal() else None
+    return int(attempt) if len(attempt) < 10 and attempt.isascii() and attempt.isdecimal() else None
