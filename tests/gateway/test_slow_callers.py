@@ -122,7 +122,7 @@ UNREAD: Mapping[str, tuple[bytes, bytes | None]] = {
     "a WebSocket that the peer shuts down": (_EVENT, None),
     "a stream that is broken off": (json_head("/v1/audio/speech", len(_SPEECH)) + _SPEECH, b""),
 }
-"""What a peer that does not read sends first, and when the server waits for it. None for the end."""
+"""The first bytes of a peer that does not read, and its bytes when the server waits for it. None for the end."""
 
 
 @pytest.mark.parametrize("name", UNREAD)

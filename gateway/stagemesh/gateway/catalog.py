@@ -274,7 +274,7 @@ class Callers:
             if token not in self._catalogs:
                 caller = await _first_answer([partial(each.find_caller, token) for each in self._checks])
                 await self._drop_idle()
-        # Nothing is awaited from here on, so that the caller of this method can count a request of the catalog.
+        # Nothing is awaited from here on: the caller of this method counts its request before the next eviction.
         catalog = self._catalogs.pop(token, None) or self._connect(token, caller)
         self._catalogs[token] = catalog
         return catalog

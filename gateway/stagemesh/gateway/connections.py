@@ -201,7 +201,7 @@ class WebSocketConnection(_LimitedConnection, WebSocketsSansIOProtocol):
     """The time from which the rest of a message is waited for."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        # Before its protocol is this one, the end of the transport would be that of the protocol of HTTP.
+        # `_Transport` ends the connection of its protocol, which would still be the one for HTTP.
         transport.set_protocol(self)
         super().connection_made(transport)
         self._began_s = asyncio.get_running_loop().time()

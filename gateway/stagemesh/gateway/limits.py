@@ -89,7 +89,7 @@ class Limits:
 
     def _limited(self, receive: "Receive", sender: "Sender", headers: Headers) -> "Receive":
         """Returns a function that receives a body within its limits."""
-        # The commas of files are not values. `read_form` counts those of fields.
+        # The commas of files are not values. `read_form` counts the commas of fields.
         is_form = headers.get("content-type", "").lower().startswith("multipart/")
         until_s: float | None = asyncio.get_running_loop().time() + BODY_S
         received = 0

@@ -26,8 +26,8 @@ Piece: TypeAlias = str | FoundCall
 class ToolCallSplitter:
     """Separates tool calls from the other text. A call that is not valid remains text.
 
-    If calls are "required", the whole text is a call, because its schema is that of `call_schema`. If they are "none",
-    it is text.
+    If calls are "required", the whole text is a call, because `call_schema` is its schema. If they are "none", it is
+    text.
     """
 
     def __init__(self, calls: Literal["none", "auto", "required"] = "auto") -> None:

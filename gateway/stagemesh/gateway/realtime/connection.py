@@ -62,7 +62,7 @@ class CreateItem(websockets.ClientEvent):
 
 
 class NamedItem(websockets.ClientEvent):
-    """Removes an item from the conversation, or asks for it with the audio of the user."""
+    """Removes an item from the conversation, or asks for it with the user's audio."""
 
     type: Literal["conversation.item.delete", "conversation.item.retrieve"]
     item_id: ItemId

@@ -294,7 +294,7 @@ def _messages(instructions: str | None, items: Sequence[Item]) -> Iterator[Messa
 
 
 def audio_item(pcm: bytes, *, item_id: str | None) -> UserMessage:
-    """Returns a message of the user that consists of audio. Blocks."""
+    """Returns a user message that consists of audio. Blocks."""
     parts = (base64.b64encode(pcm[begin : begin + CODED_BYTES]) for begin in range(0, len(pcm), CODED_BYTES))
     content = InputAudioContent(type="input_audio", audio=b"".join(parts).decode())
     return UserMessage(role="user", content=[content], id=item_id, status="completed")

@@ -164,7 +164,7 @@ class Response:
     async def _add_call(self, call: FoundCall) -> None:
         item = FunctionCallItem(name=call.name, arguments=call.arguments, call_id=f"call_{uuid4().hex}")
         await self._add_item(item)
-        position = {"call_id": item.call_id, **self._position(item)}
+        position: Any = {"call_id": item.call_id, **self._position(item)}
         await self._send("response.function_call_arguments.delta", delta=call.arguments, **position)
         await self._send("response.function_call_arguments.done", name=call.name, arguments=call.arguments, **position)
         await self._end_item(item, "completed")

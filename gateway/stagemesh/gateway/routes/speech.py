@@ -166,7 +166,7 @@ class AppendText(ClientEvent):
 
 
 class EndText(ClientEvent):
-    """Ends the utterance, so that its last words are spoken, or drops it and stops its speech."""
+    """Ends the utterance and has its last words spoken, or drops it and stops its speech."""
 
     type: Literal["input.done", "input.clear"]
 
