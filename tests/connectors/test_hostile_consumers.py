@@ -1,14 +1,16 @@
 """Answers of a broken or hostile consumer: they fail its own flow at most, and no other flow (D7)."""
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
+import grpc
 import pytest
 
-from stagemesh.common.errors import InvalidChunkError, NotReadyError, StagemeshError
+from stagemesh.common.errors import InvalidChunkError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM, ConnectorName
 from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.common.wire.versions import OFFERS, own_protocol
@@ -24,6 +26,7 @@ from tests.connectors.handmade_producers import KEY, dialled, hello
 from tests.connectors.hosts import serving, started_host
 from tests.connectors.minimum_profile import put_chunk_handler, stage_service
 from tests.connectors.relays import relayed
+from tests.rpc.call_errors import raises
 
 HUGE = (1 << 64) - 1
 CREDIT_BYTES = 64 << 20
@@ -84,13 +87,17 @@ class Consumer:
         self.accepts_offers: list[bool] = []
         """Whether each offer is accepted, in order. All later offers are accepted."""
         self.connections = 0
+        self.breaks: Iterator[grpc.StatusCode] = iter(())
+        """The statuses, without ErrorInfo, with which the next streams end when the first item arrives."""
 
     async def put_chunk(
-        self, requests: AsyncIterator[stage_pb2.PutChunkRequest], _: object
+        self, requests: AsyncIterator[stage_pb2.PutChunkRequest], context: Any
     ) -> AsyncIterator[stage_pb2.PutChunkResponse]:
         self.connections += 1
         yield self.welcome
         async for request in requests:
+            if request.items and (code := next(self.breaks, None)) is not None:
+                await context.abort(code, "the proxy has no time")
             for item in request.items:
                 yield stage_pb2.PutChunkResponse(replies=self._replies(item))
 
@@ -240,6 +247,25 @@ async def test_connector_that_worked_is_offered_again_after_a_rejection() -> Non
             _resync(item, failed=chunk_pb2.CONNECTOR_SHM) if next(failures, False) else _acked(item)
         )
         assert (await it.send(connector=SHM)).attempt.connector == SHM
+
+
+_CODES = [code for code in grpc.StatusCode if code not in (grpc.StatusCode.OK, grpc.StatusCode.UNIMPLEMENTED)]
+
+
+@pytest.mark.parametrize("code", _CODES)
+async def test_a_stream_that_ends_without_a_reason_is_a_broken_connection(code: grpc.StatusCode) -> None:
+    async with scene() as it:
+        it.consumer.breaks = iter([code, code])
+        assert (await it.send()).usage.chunks == 3
+        assert it.consumer.connections == 3
+
+
+async def test_a_consumer_whose_streams_always_break_counts_as_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagemesh.connectors.peer_timeouts.LOST_CONSUMER_S", 0.5)
+    async with scene() as it:
+        it.consumer.breaks = itertools.repeat(grpc.StatusCode.INVALID_ARGUMENT)
+        with raises(UnavailableError, reason="CONNECTION_LOST", match="the proxy has no time"):
+            await it.send()
 
 
 async def test_welcome_without_incarnation_is_rejected() -> None:

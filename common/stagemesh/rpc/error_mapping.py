@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
-from stagemesh.common.errors import Code, DeadlineError, StagemeshError, UnavailableError, error_class
+from stagemesh.common.errors import Code, DeadlineError, StagemeshError, UnavailableError, UnsupportedError, error_class
 from stagemesh.common.wire.encoding import to_message
 from stagemesh.v1 import chunk_pb2
 
@@ -67,6 +67,18 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> StagemeshError:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"no answer from {peer} before the deadline", metadata={"peer": peer})
     return error_class(code.value[0])(f"{peer}: {message}", metadata={"peer": peer})
+
+
+def from_ended_stream(error: grpc.RpcError, *, peer: str) -> StagemeshError:
+    """Returns the error with which a stream to `peer` has ended.
+
+    If the status was not created by Stagemesh, the connection broke, whatever the code: a proxy, gRPC or an exception
+    in the peer has ended the stream. Only UNIMPLEMENTED is an answer: gRPC itself rejects an unknown method with it.
+    """
+    found = from_rpc_error(error, peer=peer)
+    if found.metadata.get("peer") != peer or isinstance(found, UnavailableError | UnsupportedError):
+        return found
+    return UnavailableError(found.message, reason="CONNECTION_LOST", metadata=found.metadata)
 
 
 def _from_status(status: status_pb2.Status) -> StagemeshError:

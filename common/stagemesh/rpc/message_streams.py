@@ -15,7 +15,7 @@ import grpc
 from stagemesh.common.errors import InvalidChunkError, StagemeshError, UnavailableError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
-from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.rpc.error_mapping import from_ended_stream
 
 PUT_CHUNK = "/stagemesh.v1.StageService/PutChunk"
 _LENGTH_BYTES = 4
@@ -176,7 +176,7 @@ class ClientStream(_GrpcStream):
             # A failed write sets its own status on the call, so the writer's error is raised first.
             await next(task for task in tasks if task.done())
         except grpc.aio.AioRpcError as exc:
-            error = from_rpc_error(exc, peer=self._peer)
+            error = from_ended_stream(exc, peer=self._peer)
         except StagemeshError as exc:
             error = exc
         finally:

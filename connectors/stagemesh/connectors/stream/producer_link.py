@@ -65,6 +65,8 @@ class ProducerLink:
         """The leases that this link has granted to the consumer."""
         self._incarnation = ""
         self._connection: Connection | None = None
+        self._is_answered = False
+        """Whether a reply has arrived on the connection. A consumer that only accepts connections is unreachable."""
         self._watch: local_socket.DeathWatch | None = None
         self._loop = asyncio.get_running_loop()
         self._seen_s = self._loop.time()
@@ -163,7 +165,7 @@ class ProducerLink:
             if watch is not None:
                 self._stop_watching()
                 self._watch = watch
-            self._connection = connection
+            self._connection, self._is_answered = connection, False
             self._to_open = dict.fromkeys(self._flows.values())
             self._negotiated()
             return await connection.serve(self._check_silence)
@@ -226,6 +228,7 @@ class ProducerLink:
 
     def _take_reply(self, reply: stage_pb2.PutReply) -> stage_pb2.PutItem | None:
         """Processes a reply of the consumer. Returns the answer to it, or None if it has none."""
+        self._is_answered = True
         kind = reply.WhichOneof("reply")
         if kind == "release":
             self._release(reply.release.lease_ids)
@@ -305,7 +308,8 @@ class ProducerLink:
         if self._connection is not None:
             peer = self._peer.address
             _log.warning("lost the connection to %s at %s: %s", peer.replica, peer.endpoint, cause.message)
-            self._seen_s = self._loop.time()
+            if self._is_answered:
+                self._seen_s = self._loop.time()
         self._connection = None
         for flow in self._flows.values():
             flow.disconnect()
