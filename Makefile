@@ -138,7 +138,7 @@ soak: models ## Run the long forms of the fault tests in SOAKS="tests" (all), ab
 fuzz: venv ## Send FUZZ_MESSAGES=100000 random messages to each surface, then fuzz each reader for FUZZ_SECONDS=600 by coverage
 	$(call PIP,-r requirements/fuzz.txt)
 	STAGEMESH_FUZZ_MESSAGES=$(FUZZ_MESSAGES) pytest tests/fuzz $(PROCESSES)
-	set -e; for target in chunks fragment media state; do python -m tests.fuzz.guided $$target $(FUZZ_SECONDS); done
+	set -e; for target in chunks fragment replies answers media state; do python -m tests.fuzz.guided $$target $(FUZZ_SECONDS); done
 
 cluster: models kubernetes ## Run the chart in a Kubernetes cluster on this machine, and disturb it under load for MINUTES=30
 	python -m k8s.cluster up

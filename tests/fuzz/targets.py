@@ -22,7 +22,7 @@ from stagemesh.common.errors import StagemeshError
 from stagemesh.common.media.decoding import DecodedBytes
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.fragments import decode_fragment, encode_fragment, split_into_fragments
-from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.packets import Packet
 from stagemesh.connectors.wire import FlowDigest, key_to_wire
 from stagemesh.orchestrator.request.validation import validate
 from stagemesh.orchestrator.session.settings import read_settings
@@ -34,11 +34,20 @@ from stagemesh.services.engines.prompts import MediaFile, MediaKind
 from stagemesh.services.stage.step.spec import checkpoint_to_wire, rebinding_from_wire, spec_from_wire
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, request_pb2, stage_pb2, tensor_pb2
 from tests.connectors.handmade_producers import hello
+from tests.fuzz.hostile_peers import (
+    KEY,
+    SilentStream,
+    answer_seeds,
+    join,
+    read_answers,
+    read_replies,
+    reply_seeds,
+    split,
+)
 from tests.fuzz.messages import MessageFuzzer
 from tests.system.pipelines import pipeline_file
 
 _LIMIT_BYTES = 16 << 20
-_KEY = EdgeKey("r", "a->b", 1)
 _PIPELINE = """\
 pipeline: fuzzed
 stages:
@@ -51,18 +60,6 @@ limits: {max_in_flight: 3, per_caller: {max_sessions: 2}}
 
 
 # -- chunks
-
-
-class _Stream:
-    """A message stream whose other end reads nothing."""
-
-    is_writable = True
-
-    def write(self, data: bytes) -> None:
-        """Drops a reply."""
-
-    def close(self, error: StagemeshError | None = None) -> None:
-        """Does nothing, because the session is closed by the target."""
 
 
 @cache
@@ -86,13 +83,13 @@ def read_chunks(data: bytes) -> bool:
 
 
 async def _receive(plane: Any, data: bytes) -> bool:
-    inlet = plane.open_inlet(_KEY, producer="a-0")
+    inlet = plane.open_inlet(KEY, producer="a-0")
     session = plane._open_session()
-    session.begin(_Stream())
+    session.begin(SilentStream())
     arrived = 0
     try:
         with contextlib.suppress(StagemeshError):
-            for message in (_HELLO, *_split(data)):
+            for message in (_HELLO, *split(data)):
                 session.received(message)
                 arrived = max(arrived, inlet.attempt.next_seq)
                 await asyncio.sleep(0)
@@ -105,19 +102,6 @@ async def _receive(plane: Any, data: bytes) -> bool:
 _HELLO = hello().SerializeToString()
 
 
-def _split(data: bytes) -> list[bytes]:
-    parts: list[bytes] = []
-    while data:
-        length = int.from_bytes(data[:2], "little")
-        parts.append(data[2 : 2 + length])
-        data = data[2 + length :]
-    return parts
-
-
-def _join(messages: Sequence[bytes]) -> bytes:
-    return b"".join(len(each).to_bytes(2, "little") + each for each in messages)
-
-
 def read_fragment(data: bytes) -> bool:
     """The message format of fragments, which is decoded without protobuf."""
     return _accepts(lambda: decode_fragment(data))
@@ -128,7 +112,7 @@ def _put(*items: stage_pb2.PutItem) -> bytes:
 
 
 def _chunk_seeds() -> list[bytes]:
-    key, opening = key_to_wire(_KEY), stage_pb2.OpenEdge(opening=1, connector=chunk_pb2.CONNECTOR_GRPC)
+    key, opening = key_to_wire(KEY), stage_pb2.OpenEdge(opening=1, connector=chunk_pb2.CONNECTOR_GRPC)
     opening.key.CopyFrom(key)
     tensor = tensor_pb2.Tensor(name="x", dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[4], inline=b"1234")
     data = chunk_pb2.ChunkData(tensors=[tensor], size_bytes=4, metadata={"m": tensor_pb2.TypedValue(integer=3)})
@@ -139,16 +123,16 @@ def _chunk_seeds() -> list[bytes]:
     abort = _put(stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=key, seq=1, abort=chunk_pb2.ChunkAbort())))
     demand = _put(stage_pb2.PutItem(demand=stage_pb2.CreditDemand(key=key, size_bytes=9)))
     return [
-        _join([opened, chunk, end]),
-        _join([opened, chunk, chunk, abort]),
-        _join([opened, *_fragment_seeds(), demand]),
-        _join([opened, demand, opened, chunk]),
+        join([opened, chunk, end]),
+        join([opened, chunk, chunk, abort]),
+        join([opened, *_fragment_seeds(), demand]),
+        join([opened, demand, opened, chunk]),
     ]
 
 
 def _fragment_seeds() -> list[bytes]:
     tensors = {"x": np.arange(6000, dtype=np.uint8)}
-    made = split_into_fragments(key_to_wire(_KEY), tensors, total_bytes=6000, transfer_id=1)
+    made = split_into_fragments(key_to_wire(KEY), tensors, total_bytes=6000, transfer_id=1)
     return [encode_fragment(each) for each in made]
 
 
@@ -299,6 +283,8 @@ def _resumed_step() -> stage_pb2.ExecuteStepRequest:
 TARGETS: Mapping[str, Callable[[bytes], bool]] = {
     "chunks": read_chunks,
     "fragment": read_fragment,
+    "replies": read_replies,
+    "answers": lambda data: read_answers(data, _pipeline()),
     "media": read_media,
     "state": read_state,
     "checkpoint": read_checkpoint,
@@ -314,6 +300,8 @@ def seeds(target: str) -> tuple[bytes, ...]:
     makers: Mapping[str, Callable[[], list[bytes]]] = {
         "chunks": _chunk_seeds,
         "fragment": _fragment_seeds,
+        "replies": reply_seeds,
+        "answers": lambda: answer_seeds(_pipeline()),
         "media": _media_seeds,
         "state": _state_seeds,
         "checkpoint": lambda: _message_seeds(_resumed_step()),
