@@ -63,7 +63,7 @@ class _Voices:
         """Adds a ready replica that reports a load."""
         stage = name.partition("-")[0]
         replica = ready_replica(
-            name, self.orchestrator.pipeline, registry=self.fleet.registry, cost=self.fleet.step_cost(stage)
+            name, self.orchestrator.pipeline, registry=self.fleet.registry, cost=self.fleet.step_costs[stage]
         )
         replica.record_load(stage_pb2.WatchLoadResponse(**load))  # type: ignore[arg-type]
         return replica

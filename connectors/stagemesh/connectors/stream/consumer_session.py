@@ -67,7 +67,7 @@ class ConsumerSession:
         """The keys of flows that have moved to another stream of the same producer."""
         self._transfers = FragmentAssembler(consumer.landing.request)
         self._negotiations: dict[int, asyncio.Task[None]] = {}
-        """The negotiations that have not ended, by the number of their connector."""
+        """The negotiations that have not ended, by connector. A producer repeats an offer until it has an answer."""
         self._replies: list[stage_pb2.PutReply] = []
         self._ready = ReadyQueue[InletAttempt](self.writable)
         self._over: asyncio.Future[None] = self._loop.create_future()
@@ -328,7 +328,6 @@ class ConsumerSession:
             flow.demand(demand.size_bytes)
 
     def _negotiate(self, offer: stage_pb2.Offer) -> None:
-        # A producer repeats an offer until it has an answer.
         if offer.connector not in self._negotiations:
             answering = self._loop.create_task(self._answer(offer), name=f"connector negotiation with {self._name}")
             self._negotiations[offer.connector] = answering

@@ -195,7 +195,8 @@ class Fleet:
         self._watchers: dict[tuple[str, str], ReplicaWatcher] = {}
         self._reports = defaultdict[tuple[str, str], list[Member]](list)
         """A member for each source that currently reports it, by the member's stage and endpoint."""
-        self._costs: dict[str, StepCost] = defaultdict(StepCost)
+        self.step_costs = defaultdict[str, StepCost](StepCost)
+        """The estimates of the time that a step takes, by stage."""
         self._by_name: dict[str, Replica] = {}
         self._serving: frozenset[str] = frozenset()
         """The last `serving_generations` that were not empty. Empty until every stage has had a ready replica."""
@@ -207,10 +208,6 @@ class Fleet:
     def replicas(self) -> Mapping[str, tuple[Replica, ...]]:
         """All replicas by stage, including replicas that are unreachable or leaving."""
         return {stage: self.registry.of(stage) for stage in self._pipeline.stages}
-
-    def step_cost(self, stage: str) -> StepCost:
-        """Returns the estimate of the time that a step of a stage takes."""
-        return self._costs[stage]
 
     @property
     def ready(self) -> bool:
@@ -285,7 +282,7 @@ class Fleet:
 
     def create_replica(self, member: Member, client: ReplicaClient) -> Replica:
         """Creates the Replica for a new process at the member's address, without registering it."""
-        cost = self._costs[member.stage]
+        cost = self.step_costs[member.stage]
         replica = Replica(member, client, on_change=lambda: self._update(replica), cost=cost, clock=self._clock)
         return replica
 

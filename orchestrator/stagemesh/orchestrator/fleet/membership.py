@@ -145,7 +145,8 @@ class DnsSource:
             await asyncio.sleep(self._name.poll_s)
 
     def _update(self, addresses: Collection[str], listener: MembershipListener) -> None:
-        found = {_endpoint(address, self._name.port) for address in addresses}
+        port = self._name.port
+        found = {f"[{address}]:{port}" if ":" in address else f"{address}:{port}" for address in addresses}
         for endpoint in self._members.keys() - found:
             listener.leave(self._members.pop(endpoint), f"{self._name.host} no longer has its address")
         for endpoint in sorted(found - self._members.keys()):
@@ -162,10 +163,6 @@ class DnsSource:
                 len(self._members),
             )
         self._failed = True
-
-
-def _endpoint(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 @dataclass(eq=False)

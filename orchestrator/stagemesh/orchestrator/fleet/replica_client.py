@@ -1,7 +1,7 @@
 """Calls from the orchestrator to one replica of a stage."""
 
 from collections.abc import AsyncGenerator, Awaitable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -155,9 +155,8 @@ class ReplicaClient:
 
         Raises a StagemeshError if the replica becomes unreachable.
         """
-        stub: Any = HealthStub
         with self._errors.mapped():
-            call = self._health_watch = stub(self._channel).Watch(health_pb2.HealthCheckRequest())
+            call = self._health_watch = cast("Any", HealthStub)(self._channel).Watch(health_pb2.HealthCheckRequest())
             try:
                 async for answer in call:
                     if answer.status != health_pb2.HealthCheckResponse.SERVING:

@@ -82,7 +82,7 @@ def signals_by_stage(orchestrator: Orchestrator) -> Mapping[str, StageSignals]:
         signals[stage] = StageSignals(
             queued_at_replicas_s=sum(replica.load.queued_s for replica, _ in loads),
             own_queued_at_replicas_s=sum(_own_queued_s(replica, load) for replica, load in loads),
-            unplanned_s=unplanned[stage] * fleet.step_cost(stage).seconds,
+            unplanned_s=unplanned[stage] * fleet.step_costs[stage].seconds,
             playout_at_risk=at_risk[stage],
             own_in_flight=sum(replica.running for replica in replicas),
         )
