@@ -41,6 +41,7 @@ TARGETS = {
     "deployments-check": (
         "tests/jobs/test_kills.py",
         "tests/k8s",
+        "tests/system/test_joint_deaths.py",
         "tests/system/test_rolling.py",
         "tests/system/test_upgrades.py",
     ),

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -46,10 +47,18 @@ def _kill(up: Deployment, names: Iterable[str]) -> None:
         up.kill(name)
 
 
-@pytest.mark.parametrize("after", [1, 8])
-@pytest.mark.parametrize(
-    "killed", [pair for n in (2, 3) for pair in itertools.combinations(_PROCESSES, n)], ids="+".join
-)
+_SAMPLE = {"orchestrator+last-0+8", "orchestrator+middle-0+1", "orchestrator+middle-0+last-0+8"}
+"""The cases that do not run only in the soak, by their ids."""
+
+
+def _cases() -> Iterator[Any]:
+    for size, after in itertools.product((2, 3), (1, 8)):
+        for names in itertools.combinations(_PROCESSES, size):
+            case = "+".join((*names, str(after)))
+            yield pytest.param(names, after, id=case, marks=() if case in _SAMPLE else pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("killed", "after"), list(_cases()))
 def test_processes_that_die_together_change_nothing(
     up: Deployment, undisturbed: Result, killed: tuple[str, ...], after: int
 ) -> None:
