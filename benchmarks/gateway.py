@@ -90,8 +90,9 @@ class Stream:
 
     def ask(self) -> None:
         """Sends the request."""
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nContent-Length: {len(_BODY)}\r\nConnection: close\r\n"
-        self._writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + _BODY)
+        fields = {"Host": "localhost", "Content-Length": len(_BODY), "Connection": "close"}
+        lines = ["POST /v1/chat/completions HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+        self._writer.write("\r\n".join((*lines, "Content-Type: application/json", "", "")).encode() + _BODY)
 
     def close(self) -> None:
         """Closes the connection."""
