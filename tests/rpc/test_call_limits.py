@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.flood_attacks import http2
 from stagemesh.conformance.fault_suite import proxied
@@ -73,6 +74,18 @@ async def test_a_caller_has_limited_calls_until_one_ends() -> None:
             assert await call.read() is grpc.aio.EOF
         description = await stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest(pipeline="p"))
         assert description.pipeline == "p"
+
+
+async def test_health_checks_have_a_limit_at_every_port_and_count_apart() -> None:
+    async with served(None) as (endpoint, _), open_channel(endpoint) as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(256)]
+        assert all([isinstance(await each.read(), health_pb2.HealthCheckResponse) for each in watches])
+        assert (await error_of(health.Check(health_pb2.HealthCheckRequest()))).reason == "CALL_LIMIT"
+        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+        assert await stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest())
+        for each in watches:
+            each.cancel()
 
 
 async def test_a_call_counts_before_its_request_and_for_its_caller_alone() -> None:

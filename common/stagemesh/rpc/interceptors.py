@@ -41,6 +41,8 @@ Returns the context manager in which the RPC is served. It yields the argument f
 
 _OPEN = ("/grpc.health.", "/grpc.reflection.")
 """The services that any caller may use."""
+_MOST_OPEN = 256
+"""The number of calls of these services that one caller may have running."""
 _RETRY_AFTER_S = 1.0
 _RECEIVE_S = 0.2
 """The time for which the messages of a rejected call are received, in seconds."""
@@ -104,15 +106,18 @@ class Gate(grpc.aio.ServerInterceptor):
             )
 
     @asynccontextmanager
-    async def _counted(self, context: Any) -> AsyncGenerator[None]:
-        """Counts an RPC of its caller within the block. Ends the RPC if its caller has too many."""
-        caller = _caller(context)
+    async def _counted(self, context: Any, *, is_open: bool = False) -> AsyncGenerator[None]:
+        """Counts an RPC of its caller within the block. Ends the RPC if its caller has too many.
+
+        Health checks and reflection (`is_open`) count apart from the others, and have a limit at every port.
+        """
+        caller, most = (f"{_caller(context)} open", _MOST_OPEN) if is_open else (_caller(context), self._most)
         self._running[caller] += 1
         try:
-            if self._most is not None and self._running[caller] > self._most:
+            if most is not None and self._running[caller] > most:
                 error = OverloadedError(
-                    f"the caller has {self._most} running calls, which is the most that this service accepts; end "
-                    "some, and retry",
+                    f"the caller has {most} running calls, which is the most that this service accepts; end some, and "
+                    "retry",
                     reason="CALL_LIMIT",
                     retry_after_s=_RETRY_AFTER_S,
                 )
@@ -133,9 +138,10 @@ class Gate(grpc.aio.ServerInterceptor):
         self, handler: Any, details: grpc.HandlerCallDetails, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncGenerator[Any]:
         """Ends an RPC if its caller may not call it, or has too many. Otherwise yields the argument of `handler`."""
-        async with self._counted(context):
+        is_open = details.method.startswith(_OPEN)
+        async with self._counted(context, is_open=is_open):
             caller = str(next(iter(context.auth_context().get("peer_uri", ())), context.peer()))
-            if self._authenticate is not None and not details.method.startswith(_OPEN):
+            if self._authenticate is not None and not is_open:
                 try:
                     identity = await self._authenticate(context, details.invocation_metadata)
                     set_identity(identity)
