@@ -93,7 +93,10 @@ async def test_a_forced_call_is_the_whole_answer(choice: object, names: list[str
         assert [each["properties"]["name"]["enum"] for each in calls] == [[name] for name in names]
 
 
-@pytest.mark.parametrize("text", ["", '{"name": "find", "argu', "[1]"])
+DEEP = '{"name": "find", "arguments": ' + "[" * 100_000
+
+
+@pytest.mark.parametrize("text", ["", '{"name": "find", "argu', "[1]", DEEP], ids=["empty", "half", "list", "deep"])
 def test_an_incomplete_forced_call_is_text(text: str) -> None:
     call = ToolCallSplitter("required")
     assert list(call.push(text)) == []

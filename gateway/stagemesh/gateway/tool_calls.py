@@ -92,7 +92,7 @@ def _find_call(text: str) -> FoundCall | None:
     """Returns the tool call that a JSON text is, or None if it is none."""
     try:
         call: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict):
         return None
