@@ -266,9 +266,9 @@ def test_data_in_place_of_a_handshake_does_not_keep_its_share(
 async def test_a_rejected_body_that_was_not_read_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, begin = list[HttpConnection](), HttpConnection._begin
 
-    def begin_noted(connection: HttpConnection, transport: asyncio.Transport) -> None:
+    def begin_noted(connection: HttpConnection, *transports: asyncio.Transport) -> None:
         begun.append(connection)
-        begin(connection, transport)
+        begin(connection, *transports)
 
     async with serving("127.0.0.1:1") as address:
         monkeypatch.setattr(HttpConnection, "_begin", begin_noted)

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from ssl import create_default_context
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from stagemesh.gateway import connections, limits, service
 from stagemesh.gateway.config import GatewayConfig
 from stagemesh.gateway.limits import Limits
 from tests.client.scripted import Pause, admitted, audio, ended, finished, text
+from tests.credentials import issue
 from tests.gateway.attacks import answer_of, attacked, connected, exchange, head, json_head, longest_block_s, upgrade
 from tests.gateway.making import describe
 
@@ -111,6 +113,35 @@ async def test_a_caller_that_does_not_read_loses_its_connection(streams: bool, m
             port = int(address.rpartition(":")[2])
             await _until(lambda: port in _ports(established=True))
             await _until(lambda: port not in _ports(established=True))
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_caller_that_reads_slowly_receives_its_whole_answer(
+    tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, end_after = asyncio.Semaphore(0), connections._LimitedConnection.end_after
+
+    def noted(connection: Any, seconds: float | None) -> None:
+        if seconds and connection.transport.get_write_buffer_size():
+            waits.release()
+        end_after(connection, seconds)
+
+    monkeypatch.setattr(connections, "_STALLED_S", 0.4)
+    monkeypatch.setattr(connections, "_HEAD_S", 0.4)
+    monkeypatch.setattr(connections._LimitedConnection, "end_after", noted)
+    https = issue(tmp_path, "client/gateway") if tls else None
+    context = None if https is None else create_default_context(cafile=https / "ca.crt")
+    content = json.dumps({"model": "p", "prompt": "x"}).encode()
+    async with attacked(https=https and str(https)) as (orchestrator, address), asyncio.timeout(30):
+        orchestrator.scripts.append([admitted(), *[text("x" * (4 << 20))] * 8, ended(), finished()])
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]), ssl=context)
+        writer.write(json_head("/v1/completions", len(content)) + content)
+        # The peer reads a part of the answer each time that the gateway begins to wait for it.
+        for _ in range(4):
+            await waits.acquire()
+            await reader.readexactly(4 << 20)
+        await reader.readexactly(16 << 20)
+        writer.close()
 
 
 _EVENT = json.dumps({"type": "response.create", "response": {"instructions": "x"}}).encode()

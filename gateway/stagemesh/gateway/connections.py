@@ -33,11 +33,15 @@ _MAX_UNREAD_BYTES = 32 << 20
 class _Transport:
     """The transport of a `_LimitedConnection`, which has a time to end after it was closed."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: asyncio.Transport, tcp: asyncio.Transport) -> None:
+        self._transport, self._tcp = transport, tcp
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+    def get_write_buffer_size(self) -> int:
+        # The transport of TLS does not count what it has encrypted.
+        return sum(each.get_write_buffer_size() for each in {self._transport, self._tcp})
 
     def close(self) -> None:
         if not self._transport.is_closing():
@@ -58,10 +62,22 @@ class _LimitedConnection(asyncio.Protocol):
     """Whether the connection waits for the next request."""
 
     def end_after(self, seconds: float | None) -> None:
-        """Ends the connection after a time, even if its peer does not read. Replaces the last time. None for never."""
+        """Ends the connection after a time, even if its peer does not read. Replaces the last time. None for never.
+
+        If the peer reads a part of an answer within the time, and neither side closes the connection, it begins again.
+        """
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.transport.abort)
+            self._timer = None
+        if seconds is not None:
+            unread_bytes = self.transport.get_write_buffer_size()
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._end, seconds, unread_bytes)
+
+    def _end(self, seconds: float, unread_bytes: int) -> None:
+        if self.transport.get_write_buffer_size() < unread_bytes and not self.transport.is_closing():
+            self.end_after(seconds)
+        else:
+            self.transport.abort()
 
     def eof_received(self) -> None:
         # The transport would close itself.
@@ -100,15 +116,15 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
             return
         self.host = host
         if tls is None:
-            self._begin(transport)
+            self._begin(transport, transport)
         else:
             # The server of asyncio would report a connection only after its handshake.
             task = self.loop.create_task(self._start_tls(transport, tls))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
-    def _begin(self, transport: asyncio.Transport) -> None:
-        super().connection_made(cast("asyncio.Transport", _Transport(transport)))
+    def _begin(self, transport: asyncio.Transport, tcp: asyncio.Transport) -> None:
+        super().connection_made(cast("asyncio.Transport", _Transport(transport, tcp)))
         self._wait_for_head()
 
     async def _start_tls(self, transport: asyncio.Transport, tls: SSLContext) -> None:
@@ -133,7 +149,7 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
         if secured is None or secured.is_closing():
             self.connection_lost(None)
         else:
-            self._begin(secured)
+            self._begin(secured, transport)
             early, self._early = self._early, b""
             self.data_received(early)
 
