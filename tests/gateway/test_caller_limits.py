@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -18,16 +19,18 @@ import websockets
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway import catalog, connections, limits, service
+from stagemesh.gateway.audio import Measured
 from stagemesh.gateway.config import GatewayConfig
 from stagemesh.gateway.connections import HttpConnection
 from stagemesh.gateway.limits import Limits, name_of_host
-from stagemesh.gateway.routes import chat
+from stagemesh.gateway.routes import chat, voices
 from stagemesh.rpc import call_limits
 from stagemesh.rpc.channels import open_async
 from tests.client.scripted import admitted, ended, finished, served
 from tests.credentials import issue, process_credentials
 from tests.gateway.attacks import answer_of, connected, exchange, head, json_head
 from tests.gateway.making import describe, known_callers, rejection, serving
+from tests.gateway.sounds import audio_file
 
 OTHER = "127.0.0.2"
 LARGE = "x" * (7 << 20)
@@ -51,10 +54,22 @@ async def _send(address: str, *events: dict[str, Any], ends: Collection[str] = _
                 pass
 
 
+def _form(*parts: bytes) -> bytes:
+    """Returns a form with these names and contents in turn."""
+    return b"".join(map(PART.__mod__, zip(parts[::2], parts[1::2], strict=True))) + b"--b--\r\n"
+
+
+def _voice(audio: bytes) -> bytes:
+    """Returns a form that creates a voice."""
+    return _form(b"name", b"ada", b'audio_sample"; filename="a', audio)
+
+
 ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": LARGE}]}
 STREAM = json.dumps({"model": "p", "prompt": LARGE, "stream": True}).encode()
 FORM_TYPE = "multipart/form-data; boundary=b"
-FORM = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n' + b"," * 100_000 + b"\r\n--b--\r\n"
+PART = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+COMMAS = b"," * 100_000
+LONG = audio_file("flac", "flac", seconds=30, rate_hz=96_000, layout="stereo")
 CLEAR = {"type": "input_audio_buffer.clear"}
 REJECTED: dict[str, Callable[[str], Awaitable[None]]] = {
     "body": lambda address: _post(address, "completions", b" " * (14 << 20)),
@@ -69,16 +84,17 @@ REJECTED: dict[str, Callable[[str], Awaitable[None]]] = {
     "response before another event": lambda address: _send(
         address, {"type": "response.create", "response": {"input": [ITEM]}}, CLEAR, ends={"response.done"}
     ),
-    "values of a form": lambda address: _post(address, "audio/transcriptions", FORM % b"x", FORM_TYPE),
+    "values of a voice": lambda address: _post(address, "audio/voices", _voice(LONG), FORM_TYPE),
+    "values of a form": lambda address: _post(address, "audio/transcriptions", _form(b"x", COMMAS), FORM_TYPE),
 }
 
 
 @pytest.mark.parametrize("name", REJECTED)
 async def test_a_caller_whose_large_content_is_rejected_waits_and_others_do_not(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_limits, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    async with served() as orchestrator, serving(orchestrator.endpoint) as address:
+    async with served() as orchestrator, serving(orchestrator.endpoint, voices=str(tmp_path)) as address:
         describe(orchestrator, "text")
         orchestrator.scripts.append([admitted(), InvalidRequestError("no")])
         for _ in range(3 if "values" in name else 2):
@@ -89,10 +105,40 @@ async def test_a_caller_whose_large_content_is_rejected_waits_and_others_do_not(
         assert (await exchange(address, small, source=OTHER)).status == 400
 
 
+async def test_audio_of_a_caller_leaves_threads_to_others_and_ends_with_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, go = Limits(GatewayConfig("127.0.0.1:0", [["127.0.0.1:1"]])), threading.Event()
+    decoded = list[bytes]()
+
+    def measure(data: bytes, **_: Any) -> Measured:
+        decoded.append(data)
+        if data == b"slow":
+            go.wait(30)
+        return Measured("audio/wav", 2.0, 1.0)
+
+    monkeypatch.setattr(service, "Limits", lambda config: shared)
+    monkeypatch.setattr(voices, "measure", measure)
+    slow, fast = (
+        head("POST", "/v1/audio/voices", [("Content-Type", FORM_TYPE), ("Content-Length", str(len(form)))]) + form
+        for form in (_voice(b"slow"), _voice(b"fast"))
+    )
+    async with served() as orchestrator, serving(orchestrator.endpoint, voices=str(tmp_path)) as address:
+        describe(orchestrator, "audio")
+        async with asyncio.timeout(20):
+            waiting = [asyncio.create_task(exchange(address, slow)) for _ in range(20)]
+            await _until(lambda: len(decoded) == 2)
+            assert (await exchange(address, fast, source=OTHER)).status == 200
+            await end_tasks(waiting)
+            await _until(lambda: not shared.memory._held)
+        go.set()
+    assert decoded == [b"slow", b"slow", b"fast"]
+
+
 async def test_the_commas_of_a_file_are_not_values() -> None:
     async with served() as orchestrator, serving(orchestrator.endpoint) as address:
         for _ in range(3):
-            await _post(address, "audio/transcriptions", FORM % b'x"; filename="y', FORM_TYPE)
+            await _post(address, "audio/transcriptions", _form(b'x"; filename="y', COMMAS), FORM_TYPE)
         assert (await exchange(address, json_head("/v1/completions", 2) + b"{}")).status == 400
 
 

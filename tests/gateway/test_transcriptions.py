@@ -217,7 +217,7 @@ async def test_decoding_ends_when_the_caller_disconnects(monkeypatch: pytest.Mon
                 ended_early.set()
                 raise
 
-    monkeypatch.setattr(transcriptions, "decoding_budget", lambda: Endless(1))
+    monkeypatch.setattr(transcriptions, "DecodedBytes", lambda *_, **__: Endless(1))
     async with hearing() as (_, ai):
         call = asyncio.create_task(transcribe(ai, hours_of_silence(), response_format="verbose_json"))
         assert await asyncio.to_thread(begun.wait, 20)

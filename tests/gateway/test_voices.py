@@ -22,7 +22,7 @@ from stagemesh.v1.tensor_pb2 import TypedValue
 from tests.client.scripted import ScriptedOrchestrator, admitted, audio, ended, finished, served
 from tests.credentials import process_credentials
 from tests.gateway.making import asking, describe, error_of, known_callers, rejection, serving
-from tests.gateway.sounds import encode, tone, wav
+from tests.gateway.sounds import audio_file, encode, tone, wav
 from tests.limits import files_of_at_most
 
 SAMPLE = wav(tone(2.0))
@@ -132,11 +132,12 @@ def _float_wav(samples: list[float]) -> bytes:
         (b"", "empty"),
         (wav(tone(0.5)), "0.50 s of audio; send 1 to 30 s"),
         (wav(tone(30.5)), "more than 30 s"),
+        (audio_file("flac", "flac", rate_hz=655_350, layout="7.1"), "8 channels at 655,350 Hz; send at most 2"),
         (wav(tone(2.0, loudness=0.0005)), "silent"),
         (_float_wav([0.5] * 16_000 + [float("nan")] + [0.5] * 16_000), "finite"),
         (bytes(6 * 1024 * 1024 + 1), "may have 6291456"),
     ],
-    ids=["text", "playlist", "truncated", "empty", "short", "long", "silent", "not-finite", "big"],
+    ids=["text", "playlist", "truncated", "empty", "short", "long", "channels", "silent", "not-finite", "big"],
 )
 async def test_a_sample_that_cannot_be_used_is_rejected(tmp_path: Path, sample: bytes, message: str) -> None:
     async with voicing(tmp_path) as (_, ai):

@@ -41,7 +41,7 @@ def test_an_audio_codec_that_is_not_permitted_is_not_decoded(codec: str, contain
     data = audio_file(codec, container)
     calls: list[Callable[[], object]] = [
         lambda: read_audio(MediaFile("audio", data, media_type), DecodedBytes(PLENTY)),
-        lambda: measure(data, param="file"),
+        lambda: measure(data, param="file", decoded=DecodedBytes(PLENTY)),
         lambda: find_media_type(data, param="file"),
     ]
     for call in calls:

@@ -8,7 +8,7 @@ from stagemesh.common.process.media_config import MediaConfig
 from stagemesh.common.process.stage_process import DataPlaneConfig, StageConfig
 from stagemesh.common.wire import encoding, telemetry, tensors
 from stagemesh.connectors import wire
-from stagemesh.gateway import audio
+from stagemesh.gateway.routes import transcriptions, voices
 from stagemesh.jobs.config import JobServerConfig
 from stagemesh.orchestrator.request.output_record import MAX_LINGER_S
 from stagemesh.orchestrator.session.session import MAX_SESSION_LINGER_S
@@ -51,7 +51,8 @@ _CODE = {
     "jobs of a caller": [JobServerConfig.max_jobs_per_caller],
     "pixels of a video that are decoded": [vars(media_decoding)["_MAX_DECODED_PIXELS"]],
     "bytes of the decoded media of a request, vllm stages": [StageOptions().media_bytes],
-    "bytes of the decoded audio of a transcription with `verbose_json`, gateways": [audio.MAX_DECODED_BYTES],
+    "bytes of the decoded audio of a transcription with `verbose_json`, gateways": [transcriptions.MAX_DECODED_BYTES],
+    "bytes of the decoded audio of a voice, gateways": [voices.MAX_DECODED_BYTES],
     "spans of a traced step": [telemetry.MAX_SPANS],
 }
 

@@ -1,18 +1,26 @@
 """The audio of callers: the type, length and loudness of their files, and the formats in which answers are encoded."""
 
+import asyncio
 import io
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from av.container import InputContainer
 from av.error import FFmpegError
+from fastapi import Request
 
 from stagemesh.client import AudioChunk
 from stagemesh.common.media.decoding import DecodedBytes, decode_audio, find_audio, open_container
 from stagemesh.common.media.encodings import PCM, AudioEncoder
+from stagemesh.common.process.host import lower_thread_priority
+from stagemesh.gateway.answers import until_disconnected
 from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.limits import Sender
+
+T = TypeVar("T")
 
 _MEDIA_TYPES: Mapping[str, str] = {
     "wav": "audio/wav",
@@ -25,8 +33,11 @@ _MEDIA_TYPES: Mapping[str, str] = {
 }
 """The media types of audio files by the name of FFmpeg's format."""
 FORMATS = "wav, mp3, flac, ogg, aac, mp4 or webm"
-MAX_DECODED_BYTES = 1 << 30
-"""The limit for the decoded audio of one request, all channels as float32: 93 minutes of one channel at 48 kHz."""
+MAX_RATE_HZ, MAX_CHANNELS = 96_000, 2
+"""The limits of audio whose length is limited."""
+_VALUE_BYTES = 2048
+"""The size of decoded audio that counts as a value of the request's content."""
+_THREADS = ThreadPoolExecutor(8, "decoding", initializer=lower_thread_priority)
 
 
 class Measured(NamedTuple):
@@ -38,9 +49,22 @@ class Measured(NamedTuple):
     """The largest absolute value of a sample, at most 1."""
 
 
-def decoding_budget() -> DecodedBytes:
-    """Returns the budget of one request for decoded audio."""
-    return DecodedBytes(MAX_DECODED_BYTES, remedy="omit response_format verbose_json, which needs the audio's length")
+async def decode(request: Request, work: Callable[[], T], decoded: DecodedBytes) -> T:
+    """Returns the result of `work`, which decodes a file within a budget, in a thread. The caller may have to wait.
+
+    Ends it if the caller disconnects. If the request is rejected, its decoded audio counts as part of its content.
+    """
+    sender: Sender = request.scope["sender"]
+
+    async def run() -> T:
+        async with sender.decoders():
+            return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+
+    try:
+        with closing(decoded):
+            return await until_disconnected(request, run())
+    finally:
+        sender.add(0, values=decoded.size_bytes // _VALUE_BYTES)
 
 
 def find_media_type(data: bytes, *, param: str) -> str:
@@ -52,16 +76,21 @@ def find_media_type(data: bytes, *, param: str) -> str:
         return _media_type_of(container)
 
 
-def measure(data: bytes, *, param: str, max_s: float | None = None, decoded: DecodedBytes | None = None) -> Measured:
+def measure(data: bytes, *, param: str, decoded: DecodedBytes, max_s: float | None = None) -> Measured:
     """Decodes an audio file, and measures its audio. Blocks. Stops when the audio exceeds `max_s` seconds.
 
-    Adds the size of all channels to `decoded`, or to a new budget. Raises ParameterError (INVALID_MEDIA) if it is not a
-    file of a known format with audio, or is damaged, and the errors of `DecodedBytes.add`.
+    Adds the size of all channels to `decoded`. Raises ParameterError (INVALID_MEDIA) if it is not a file of a known
+    format with audio, is damaged, or has a limited length and too many channels or samples per second, and the errors
+    of `DecodedBytes.add`.
     """
     samples, peak = 0, 0.0
     with _opened(data, param) as container:
-        rate_hz = container.streams.audio[0].rate
-        for block in decode_audio(container, decoded or decoding_budget()):
+        rate_hz, channels = container.streams.audio[0].rate, container.streams.audio[0].channels
+        if max_s is not None and (rate_hz > MAX_RATE_HZ or channels > MAX_CHANNELS):
+            problem = f"it has {channels} channels at {rate_hz:,} Hz"
+            limit = f"send at most {MAX_CHANNELS} channels, and at most {MAX_RATE_HZ:,} Hz"
+            raise ParameterError(param, f"{problem}; {limit}", reason="INVALID_MEDIA")
+        for block in decode_audio(container, decoded):
             if not np.isfinite(block).all():
                 raise _damaged(param, "not all of its samples are finite")
             samples, peak = samples + len(block), max(peak, float(np.abs(block).max(initial=0.0)))

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections import Counter
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from starlette.datastructures import Headers
 
@@ -22,6 +23,7 @@ _FAULTS = {Code.INVALID_ARGUMENT, Code.ALREADY_EXISTS, Code.NOT_FOUND, Code.PERM
 """The codes of errors that are due to the content of a request, in addition to errors with the reason `_FULL`."""
 _FULL = "SESSION_TOO_LARGE"
 _VALUE_BYTES, _FREE_BYTES = 512, 64 << 10
+_DECODERS = 2
 _WEIGHT = 4
 """An orchestrator may know all callers of a gateway as one. Each may therefore use a quarter of its limit."""
 
@@ -58,13 +60,14 @@ class Limits:
     - A body has at most `max_body_bytes`. A larger one is rejected when it is announced, or when it exceeds them.
     - It arrives within 20 s and a second for each 64 KiB.
     - It is not read while its caller must wait, because too much of what the caller sent was rejected.
+    - Two audio files of a caller are decoded at the same time, and its other files wait.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
         self.max_body_bytes = config.max_body_bytes
         self.connections, self.websockets = Shares(config.max_connections), Shares(config.max_websockets)
         self.memory = Shares(max(config.max_bodies_bytes, 2 * config.max_body_bytes))
-        self.rejected = RejectedBytes()
+        self.decoders, self.rejected = WeakValueDictionary[str, asyncio.Semaphore](), RejectedBytes()
 
     async def serve(self, app: "ASGIApp", scope: "Scope", receive: "Receive", send: "Send", *, caller: str) -> None:
         """Serves a request or a WebSocket of a caller with an application, unless it exceeds a limit."""
@@ -144,6 +147,10 @@ class Sender:
                 retry_after_s=1.0,
             )
         self._size_bytes, self._values = self._size_bytes + size_bytes, self._values + values
+
+    def decoders(self) -> asyncio.Semaphore:
+        """Returns the lock within which a file of the caller is decoded."""
+        return self._limits.decoders.setdefault(self._caller, asyncio.Semaphore(_DECODERS))
 
     def begin(self, event: bytes) -> None:
         """Begins an event, which is the content that may be rejected from now on."""

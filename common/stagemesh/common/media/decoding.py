@@ -34,7 +34,7 @@ class DecodedBytes:
 
     def __init__(self, limit_bytes: int, *, remedy: str = "start the stage with a larger media_bytes") -> None:
         self._limit_bytes, self._remedy = limit_bytes, remedy
-        self._bytes = 0
+        self.size_bytes = 0
         self._is_closed = False
 
     def add(self, size_bytes: int, kind: str) -> None:
@@ -43,13 +43,13 @@ class DecodedBytes:
         Raises InvalidRequestError (MEDIA_TOO_LARGE) if the total size exceeds the limit, and CancelledRequestError
         after `close`.
         """
-        self._bytes += size_bytes
+        self.size_bytes += size_bytes
         if self._is_closed:
             raise CancelledRequestError("the request was cancelled while its media were decoded")
-        if self._bytes > self._limit_bytes:
+        if self.size_bytes > self._limit_bytes:
             raise InvalidRequestError(
-                f"the request's media have at least {self._bytes} bytes when decoded (the {kind} exceeds the limit of "
-                f"{self._limit_bytes}); send smaller or fewer media, or {self._remedy}",
+                f"the request's media have at least {self.size_bytes} bytes when decoded (the {kind} exceeds the limit "
+                f"of {self._limit_bytes}); send smaller or fewer media, or {self._remedy}",
                 reason="MEDIA_TOO_LARGE",
             )
 

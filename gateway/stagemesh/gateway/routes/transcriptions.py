@@ -1,8 +1,6 @@
 """`/v1/audio/transcriptions`: speech in, and its text out."""
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import closing
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -12,9 +10,9 @@ from pydantic import Field, field_validator
 
 from stagemesh.client import AudioFile, Event, Finished, GenerateArguments, Message, Text
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.process.host import bulk_threads
+from stagemesh.common.media.decoding import DecodedBytes
 from stagemesh.gateway.answers import sse, stream, token_counts, until_disconnected
-from stagemesh.gateway.audio import decoding_budget, find_media_type, measure
+from stagemesh.gateway.audio import decode, find_media_type, measure
 from stagemesh.gateway.body import SamplingBody, aside, check_keys, decode_json, option_values, read_form, validate
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
@@ -24,6 +22,9 @@ router = APIRouter()
 _FILE = "file"
 _MAX_BYTES = 8_000_000
 """The largest audio file. A request to a pipeline has 8 MiB."""
+MAX_DECODED_BYTES = 1 << 30
+"""The limit for the decoded audio of one request, all channels as float32: 93 minutes of one channel at 48 kHz."""
+_REMEDY = "omit response_format verbose_json, which needs the audio's length"
 _INSTRUCTION = "Transcribe the audio into text."
 
 
@@ -82,15 +83,14 @@ async def create_transcription(request: Request) -> Response:
     model = await find_model(request, body.model)
     if not model.reads_media:
         raise ParameterError("model", f"the model {model.id!r} reads no audio; use a model that reads audio")
-    audio = AudioFile(data, await asyncio.to_thread(find_media_type, data, param=_FILE))
-    details: dict[str, Any] = {}
+    decoded, details = DecodedBytes(MAX_DECODED_BYTES, remedy=_REMEDY), dict[str, Any]()
     if body.response_format == "verbose_json":
-        # If the caller disconnects, decoding ends.
-        with closing(decoding_budget()) as decoded:
-            work = partial(measure, data, param=_FILE, decoded=decoded)
-            running = asyncio.get_running_loop().run_in_executor(bulk_threads(), work)
-            measured = await until_disconnected(request, running)
+        measured = await decode(request, partial(measure, data, param=_FILE, decoded=decoded), decoded)
+        media_type = measured.media_type
         details = {"task": "transcribe", "language": body.language, "duration": round(measured.duration_s, 3)}
+    else:
+        media_type = await decode(request, partial(find_media_type, data, param=_FILE), decoded)
+    audio = AudioFile(data, media_type)
     arguments = body.arguments(model, audio)
     events = model.client.generate(None if "messages" in arguments else [audio], **arguments)
     if body.stream:

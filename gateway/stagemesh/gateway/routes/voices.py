@@ -1,10 +1,10 @@
 """`/v1/audio/voices`: voices that callers create from audio, and those that the models have."""
 
-import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
@@ -12,8 +12,9 @@ from pydantic import Field
 from starlette.requests import HTTPConnection
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, UnsupportedError
+from stagemesh.common.media.decoding import DecodedBytes
 from stagemesh.common.media.stored_file import call_store
-from stagemesh.gateway.audio import measure
+from stagemesh.gateway.audio import Measured, decode, measure
 from stagemesh.gateway.body import Body, read_form, validate
 from stagemesh.gateway.catalog import Model, catalog_of
 from stagemesh.gateway.errors import ParameterError
@@ -26,6 +27,8 @@ MIN_S, MAX_S = 1.0, 30.0
 """The shortest and the longest audio of a voice, in seconds."""
 MAX_BYTES = 6 << 20
 """The largest file of a voice: 30 s at 48,000 Hz with two channels of 16 bits. A request to a pipeline has 8 MiB."""
+MAX_DECODED_BYTES = 2 * MAX_BYTES
+"""The limit for the decoded audio of a voice, all channels as float32."""
 _SILENCE = 1e-3
 """The largest sample of audio that is silent (-60 dB)."""
 _FILE = "audio_sample"
@@ -54,7 +57,9 @@ async def create_voice(request: Request) -> dict[str, Any]:
     data = form.files[0].data
     body = validate(CreateVoiceBody, form.fields)
     _check_name(body.name, await (await catalog_of(request)).models())
-    voice = await asyncio.to_thread(_describe, body, data)
+    decoded = DecodedBytes(MAX_DECODED_BYTES, remedy="convert it to 48,000 Hz")
+    work = partial(measure, data, param=_FILE, decoded=decoded, max_s=MAX_S)
+    voice = _describe(body, await decode(request, work, decoded))
     await _call(request, lambda store, owner: store.create(owner, StoredVoice(voice, data)), None)
     return _to_object(voice)
 
@@ -116,9 +121,9 @@ async def find_created_voice(connection: HTTPConnection, name: str, model: Model
     return stored
 
 
-def _describe(body: CreateVoiceBody, data: bytes) -> Voice:
-    """Returns the description of a voice. Raises ParameterError (INVALID_MEDIA) if its audio cannot be used. Blocks."""
-    media_type, duration_s, peak = measure(data, param=_FILE, max_s=MAX_S)
+def _describe(body: CreateVoiceBody, measured: Measured) -> Voice:
+    """Returns the description of a voice. Raises ParameterError (INVALID_MEDIA) if its audio cannot be used."""
+    media_type, duration_s, peak = measured
     if not MIN_S <= duration_s <= MAX_S:
         length = f"more than {MAX_S:g}" if duration_s > MAX_S else f"{duration_s:.2f}"
         raise ParameterError(
