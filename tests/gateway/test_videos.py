@@ -1,13 +1,20 @@
 import io
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
 from PIL import Image
 
+from stagemesh.client import Job
+from stagemesh.client.jobs import to_job
+from stagemesh.gateway.routes import videos as route
+from stagemesh.v1 import jobs_pb2
 from tests.deployment import Deployment, deployed, eventually
 from tests.gateway.making import client
 from tests.system.pipelines import pipeline_file
@@ -18,6 +25,7 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 
+LABELS, QUEUED = {"openai_object": "video"}, jobs_pb2.JOB_STATE_QUEUED
 PIPELINE = """\
 pipeline: film
 stages:
@@ -144,6 +152,32 @@ def test_videos_are_listed_in_pages_and_deleted(videos: openai.resources.Videos)
         assert videos.delete(video_id).deleted
         with pytest.raises(openai.NotFoundError):
             videos.retrieve(video_id)
+
+
+@pytest.mark.parametrize(
+    ("order", "after", "ids", "most"),
+    [("desc", None, "987", 6), ("desc", "7", "654", 8), ("asc", "5", "678", 6), ("asc", None, "012", 10)],
+)
+async def test_a_list_of_videos_reads_only_the_jobs_that_it_needs(
+    order: Literal["asc", "desc"], after: str | None, ids: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[int]()
+
+    async def jobs(numbers: range) -> AsyncGenerator[Job]:
+        for number in numbers:
+            read.append(number)
+            yield to_job(jobs_pb2.Job(job_id=str(number), state=QUEUED, created_s=number, labels=LABELS))
+
+    async def models(_request: object) -> list[Any]:
+        lists = (partial(jobs, range(first, -1, -2)) for first in (8, 9))
+        return [SimpleNamespace(client=SimpleNamespace(jobs=SimpleNamespace(list=each))) for each in lists]
+
+    monkeypatch.setattr(route, "_models", models)
+    request: Any = None
+    page = await route.list_videos(request, after, 3, order)
+    assert "".join(each["id"] for each in page["data"]) == ids
+    assert page["has_more"]
+    assert len(read) <= most
 
 
 def test_wrong_requests_for_videos_name_their_mistakes(videos: openai.resources.Videos) -> None:

@@ -1,8 +1,9 @@
 """`/v1/videos`: videos that a pipeline makes as jobs."""
 
 import re
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Query, Request
@@ -80,20 +81,25 @@ async def list_videos(
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
     """Lists the videos of the caller."""
-    jobs = [job for model in await _models(request) async for job in _videos_of(model)]
-    jobs.sort(key=lambda job: job.created_s, reverse=order == "desc")
-    if after is not None:
-        ids = [job.job_id for job in jobs]
-        if after not in ids:
-            raise ParameterError("after", f"no video has the id {after[:140]!r}; use the id of a listed video")
-        jobs = jobs[ids.index(after) + 1 :]
-    data = [_to_object(job) for job in jobs[:limit]]
+    found, is_after, is_descending = deque[Job](maxlen=limit + 1), after is None, order == "desc"
+    async with aclosing(_newest_first(await _models(request))) as jobs:
+        async for job in jobs:
+            if job.job_id == after:
+                is_after = True
+            elif is_after or not is_descending:
+                found.append(job)
+            # The oldest videos are the last that are found before `after`.
+            if len(found) > limit if is_descending else job.job_id == after:
+                break
+    if not is_after:
+        raise ParameterError("after", f"no video has the id {str(after)[:140]!r}; use the id of a listed video")
+    data = [_to_object(job) for job in (found if is_descending else reversed(found))][:limit]
     return {
         "object": "list",
         "data": data,
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
-        "has_more": len(jobs) > limit,
+        "has_more": len(found) > limit,
     }
 
 
@@ -174,6 +180,18 @@ async def _read_body(request: Request) -> tuple[VideoBody, Content]:
 async def _models(request: Request) -> list[Model]:
     """Returns the models that run jobs."""
     return [model for model in await (await catalog_of(request)).models() if model.description.jobs_endpoint]
+
+
+async def _newest_first(models: list[Model]) -> AsyncGenerator[Job]:
+    """Yields the videos of models, the newest first. Reads the lists of their jobs page by page."""
+    async with AsyncExitStack() as stack:
+        lists = [await stack.enter_async_context(aclosing(_videos_of(model))) for model in models]
+        newest = {jobs: job for jobs in lists if (job := await anext(jobs, None)) is not None}
+        while newest:
+            jobs = max(newest, key=lambda each: newest[each].created_s)
+            yield newest.pop(jobs)
+            if (job := await anext(jobs, None)) is not None:
+                newest[jobs] = job
 
 
 async def _videos_of(model: Model) -> AsyncGenerator[Job]:
