@@ -87,9 +87,9 @@ def measure(data: bytes, *, param: str, decoded: DecodedBytes, max_s: float | No
     with _opened(data, param) as container:
         rate_hz, channels = container.streams.audio[0].rate, container.streams.audio[0].channels
         if max_s is not None and (rate_hz > MAX_RATE_HZ or channels > MAX_CHANNELS):
-            problem = f"it has {channels} channels at {rate_hz:,} Hz"
             limit = f"send at most {MAX_CHANNELS} channels, and at most {MAX_RATE_HZ:,} Hz"
-            raise ParameterError(param, f"{problem}; {limit}", reason="INVALID_MEDIA")
+            problem = f"it has {channels} channels at {rate_hz:,} Hz; {limit}"
+            raise ParameterError(param, problem, reason="INVALID_MEDIA")
         for block in decode_audio(container, decoded):
             if not np.isfinite(block).all():
                 raise _damaged(param, "not all of its samples are finite")

@@ -185,20 +185,14 @@ async def _models(request: Request) -> list[Model]:
 async def _newest_first(models: list[Model]) -> AsyncGenerator[Job]:
     """Yields the videos of models, the newest first. Reads the lists of their jobs page by page."""
     async with AsyncExitStack() as stack:
-        lists = [await stack.enter_async_context(aclosing(_videos_of(model))) for model in models]
+        lists = [await stack.enter_async_context(aclosing(model.client.jobs.list())) for model in models]
         newest = {jobs: job for jobs in lists if (job := await anext(jobs, None)) is not None}
         while newest:
             jobs = max(newest, key=lambda each: newest[each].created_s)
-            yield newest.pop(jobs)
+            if (job := newest.pop(jobs)).labels.get(_MARK) == _VIDEO:
+                yield job
             if (job := await anext(jobs, None)) is not None:
                 newest[jobs] = job
-
-
-async def _videos_of(model: Model) -> AsyncGenerator[Job]:
-    async with aclosing(model.client.jobs.list()) as jobs:
-        async for job in jobs:
-            if job.labels.get(_MARK) == _VIDEO:
-                yield job
 
 
 async def _find(request: Request, video_id: str) -> _Video:
