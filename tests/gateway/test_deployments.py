@@ -1,15 +1,21 @@
 """The gateway of orchestrators that are busy, unreachable or protected, and callers that leave."""
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import httpx
 import openai
 import pytest
 
 from stagemesh.cli.launcher.ports import PortPicker
+from stagemesh.client import AsyncClient
+from stagemesh.common.errors import UnavailableError
+from stagemesh.gateway.catalog import Catalog
+from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse
 from tests.client.scripted import admitted, ended, finished, served, text
 from tests.credentials import process_credentials
 from tests.deployment import Deployment, deployed_for_module, eventually
@@ -86,6 +92,32 @@ def test_an_unreachable_orchestrator_is_unavailable(up: Deployment) -> None:
             ai.models.retrieve("other")
         assert caught.value.status_code == 503
         assert ai.models.retrieve("slow").id == "slow"
+
+
+async def test_requests_share_the_wait_for_an_orchestrator_that_does_not_answer() -> None:
+    class Client:
+        def __init__(self, pipeline: str) -> None:
+            self.pipeline, self.asked, self.answering = pipeline, 0, asyncio.Event()
+
+        async def describe(self) -> DescribePipelineResponse:
+            self.asked += 1
+            await self.answering.wait()
+            if self.pipeline:
+                return DescribePipelineResponse(pipeline=self.pipeline)
+            raise UnavailableError("cannot be reached")
+
+    hanging, other = Client(""), Client("p")
+    servers = Catalog(cast("list[AsyncClient]", [hanging, other]), None)
+    waiting = [asyncio.create_task(servers.find("lost")) for _ in range(9)]
+    other.answering.set()
+    async with asyncio.timeout(5):
+        assert (await servers.find("p:a")).adapter == "a"
+        await servers.check_caller()
+        assert not any(each.done() for each in waiting)
+        hanging.answering.set()
+        errors = await asyncio.gather(*waiting, servers.find("lost"), return_exceptions=True)
+        assert [str(each) for each in errors] == ["cannot be reached"] * 10
+    assert (hanging.asked, other.asked) == (1, 1)
 
 
 async def test_requests_have_the_tokens_of_their_callers(tmp_path: Path) -> None:

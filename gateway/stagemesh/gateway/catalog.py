@@ -6,7 +6,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Literal, TypeAlias, TypeVar
@@ -22,6 +23,7 @@ from stagemesh.common.errors import (
     UnsupportedError,
 )
 from stagemesh.common.plugins.descriptors import INPUT, TEXT, kind_to_wire
+from stagemesh.common.tasks import end_tasks
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.limits import name_of_host
@@ -30,6 +32,7 @@ from stagemesh.v1.orchestrator_pb2 import DescribePipelineRequest, DescribePipel
 
 Kind: TypeAlias = Literal["text", "audio", "image"]
 T = TypeVar("T")
+_Asking: TypeAlias = asyncio.Task[DescribePipelineResponse | StagemeshError]
 
 _SYNONYMS: Mapping[str, Sequence[str]] = {
     "voice": ("speaker",),
@@ -39,6 +42,8 @@ _SYNONYMS: Mapping[str, Sequence[str]] = {
 """Further names of the options to which parameters of OpenAI's API belong."""
 _FRESH_S = 10.0
 """The time for which a description is used, in seconds. An upgrade may change it."""
+_FAILED_S = 1.0
+"""The time for which an error is used, in seconds, if there is no description."""
 _EVERYONE = "everyone"
 """The owner of what callers store if the gateway does not know them."""
 
@@ -125,27 +130,35 @@ class _Server:
     """The orchestrators of a pipeline."""
 
     client: AsyncClient
-    description: DescribePipelineResponse | None = None
-    described_s: float = 0.0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _description: DescribePipelineResponse | None = None
+    _asking: _Asking | None = None
+    _fresh_until_s: float = 0.0
 
-    async def describe(self) -> DescribePipelineResponse:
-        """Returns the description of the pipeline, at most `_FRESH_S` seconds old.
+    def describe(self) -> _Asking:
+        """Returns the task that asks for the description, which all requests share until its result is too old.
 
-        If the orchestrators cannot be reached, returns the last description. Raises their error if there is none, or if
-        they reject the caller.
+        If the orchestrators cannot be reached, its result is the last description. The result is their error if there
+        is none, or if they reject the caller.
         """
-        async with self.lock:
-            if self.description is None or time.monotonic() - self.described_s > _FRESH_S:
-                try:
-                    self.description = await self.client.describe()
-                except (UnauthenticatedError, PermissionDeniedError):
-                    raise
-                except StagemeshError:
-                    if self.description is None:
-                        raise
-                self.described_s = time.monotonic()
-            return self.description
+        if self._asking is None or (self._asking.done() and time.monotonic() > self._fresh_until_s):
+            self._asking = asyncio.create_task(self._ask())
+        return self._asking
+
+    async def _ask(self) -> DescribePipelineResponse | StagemeshError:
+        try:
+            self._description = await self.client.describe()
+        except StagemeshError as exc:
+            if self._description is None or isinstance(exc, UnauthenticatedError | PermissionDeniedError):
+                self._fresh_until_s = time.monotonic() + _FAILED_S
+                return exc
+        self._fresh_until_s = time.monotonic() + _FRESH_S
+        return self._description
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        if self._asking is not None:
+            await end_tasks([self._asking])
+        await self.client.close()
 
 
 class Catalog:
@@ -161,17 +174,8 @@ class Catalog:
     async def find(self, model_id: str) -> Model:
         """Returns a model. Raises NotFoundError if no pipeline has the name, and the errors of unreachable servers."""
         name, colon, adapter = model_id.partition(":")
-        failure: StagemeshError | None = None
-        for server in self._servers:
-            try:
-                description = await server.describe()
-            except StagemeshError as exc:
-                failure = exc
-                continue
-            if description.pipeline == name:
-                return Model(model_id, server.client, description, adapter if colon else None)
-        if failure is not None:
-            raise failure
+        if (found := await self._first(name)) is not None:
+            return replace(found, id=model_id, adapter=adapter if colon else None)
         names = ", ".join(model.id for model in await self.models())
         raise NotFoundError(
             f"the model {model_id!r} does not exist; use one of {names}",
@@ -190,17 +194,42 @@ class Catalog:
 
     async def models(self) -> list[Model]:
         """Returns the models whose orchestrators can be reached, without adapters."""
-        found = await asyncio.gather(*(server.describe() for server in self._servers), return_exceptions=True)
-        pairs = zip(self._servers, found, strict=True)
-        return [
-            Model(description.pipeline, server.client, description)
-            for server, description in pairs
-            if isinstance(description, DescribePipelineResponse)
-        ]
+        asked = [server.describe() for server in self._servers]
+        await asyncio.wait(asked)
+        return self._described(asked)
 
     async def check_caller(self) -> None:
         """Returns if an orchestrator accepts the caller. Raises the last orchestrator's error if none does."""
-        await _first_answer([server.describe for server in self._servers])
+        await self._first()
+
+    async def _first(self, name: str | None = None) -> Model | None:
+        """Returns the first model that is described, or the one with a name, or None if there is none.
+
+        Asks all servers at the same time. Raises the last server's error if the model may be that of a server that
+        does not answer.
+        """
+        asked = waiting = [server.describe() for server in self._servers]
+        while True:
+            models = self._described(asked)
+            if (found := next((each for each in models if name in {None, each.id}), None)) is not None:
+                return found
+            if not (waiting := [each for each in waiting if not each.done()]):
+                break
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in reversed(asked):
+            if isinstance(failure := task.result(), StagemeshError):
+                # Other requests raise the error, too, and each adds its traceback.
+                raise copy(failure)
+        return None
+
+    def _described(self, asked: Sequence[_Asking]) -> list[Model]:
+        """Returns the models of the servers that have answered."""
+        pairs = zip(self._servers, asked, strict=True)
+        return [
+            Model(found.pipeline, server.client, found)
+            for server, task in pairs
+            if task.done() and isinstance(found := task.result(), DescribePipelineResponse)
+        ]
 
     async def owner(self) -> str:
         """Returns the owner of what the caller stores, as a name of a folder.
@@ -219,7 +248,7 @@ class Catalog:
     async def close(self) -> None:
         """Closes the connections."""
         for server in self._servers:
-            await server.client.close()
+            await server.close()
 
 
 _MAX_CALLERS = 128
