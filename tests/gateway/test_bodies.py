@@ -1,8 +1,10 @@
 """Bodies and events that are huge, malformed or of another type."""
 
+import asyncio
 import json
+import threading
 import tracemalloc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.gateway import body
 from stagemesh.gateway.body import decode_json
+from stagemesh.gateway.limits import CALLER
 from stagemesh.gateway.realtime.connection import CLIENT_EVENT
 from stagemesh.gateway.realtime.settings import Settings
 from stagemesh.gateway.routes.chat import ChatBody
@@ -115,6 +118,22 @@ async def test_a_body_of_tiny_values_takes_little_memory_and_time(path: str, ele
         assert len(error["message"]) < 4_200
         assert peak < 100 << 20
         assert blocks[0] < 1
+
+
+async def test_a_caller_uses_one_thread_for_large_work() -> None:
+    released = threading.Event()
+
+    async def work(caller: str, job: Callable[[], object]) -> None:
+        CALLER.set(caller)
+        await body.aside(job, size_bytes=1 << 20)
+
+    large = [asyncio.create_task(work("ada", released.wait)) for _ in range(2)]
+    try:
+        async with asyncio.timeout(5):
+            await asyncio.create_task(work("bob", lambda: None))
+    finally:
+        released.set()
+        await asyncio.gather(*large)
 
 
 @given(

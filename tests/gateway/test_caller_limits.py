@@ -28,7 +28,7 @@ from stagemesh.rpc import call_limits
 from stagemesh.rpc.channels import open_async
 from tests.client.scripted import admitted, ended, finished, served
 from tests.credentials import issue, process_credentials
-from tests.gateway.attacks import answer_of, connected, exchange, head, json_head
+from tests.gateway.attacks import answer_of, attacked, connected, exchange, head, json_head
 from tests.gateway.making import describe, known_callers, rejection, serving
 from tests.gateway.sounds import audio_file
 
@@ -41,7 +41,7 @@ async def _post(address: str, path: str, content: bytes, kind: str = "applicatio
         await http.post(f"http://{address}/v1/{path}", content=content, headers={"content-type": kind})
 
 
-_ENDS = frozenset({"error", "conversation.item.done", "response.done"})
+_ENDS = frozenset({"error", "conversation.item.done", "conversation.item.retrieved", "response.done"})
 
 
 async def _send(address: str, *events: dict[str, Any], ends: Collection[str] = _ENDS) -> None:
@@ -65,6 +65,8 @@ def _voice(audio: bytes) -> bytes:
 
 
 ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": LARGE}]}
+CREATE = {"type": "conversation.item.create", "item": ITEM}
+KNOWN = {**CREATE, "item": {**ITEM, "id": "known"}}
 STREAM = json.dumps({"model": "p", "prompt": LARGE, "stream": True}).encode()
 FORM_TYPE = "multipart/form-data; boundary=b"
 PART = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
@@ -77,10 +79,13 @@ REJECTED: dict[str, Callable[[str], Awaitable[None]]] = {
     "values": lambda address: _post(address, "completions", b'{"stop": [%b1]}' % (b"1," * 100_000)),
     "event": lambda address: _send(address, {"type": "session.update", "session": {"x": LARGE}}),
     "stream": lambda address: _post(address, "completions", STREAM),
-    "item": lambda address: _send(address, *[{"type": "conversation.item.create", "item": ITEM}] * 5),
-    "response": lambda address: _send(
-        address, {"type": "conversation.item.create", "item": ITEM}, {"type": "response.create"}
+    "item": lambda address: _send(address, *[CREATE] * 5),
+    "response": lambda address: _send(address, CREATE, {"type": "response.create"}),
+    "large response": lambda address: _send(address, CREATE, CREATE, {"type": "response.create"}),
+    "response with a wrong limit": lambda address: _send(
+        address, CREATE, {"type": "response.create", "response": {"max_output_tokens": 1 << 40}}
     ),
+    "answer": lambda address: _send(address, KNOWN, {"type": "conversation.item.retrieve", "item_id": "known"}),
     "response before another event": lambda address: _send(
         address, {"type": "response.create", "response": {"input": [ITEM]}}, CLEAR, ends={"response.done"}
     ),
@@ -185,6 +190,43 @@ async def test_messages_and_websockets_of_one_caller_leave_space_for_others() ->
             # The one that has ended does not count any longer.
             async with websockets.connect(url):
                 pass
+
+
+async def _fill(socket: websockets.ClientConnection, event: dict[str, Any]) -> int:
+    """Sends an event until it is rejected, at most 20 times. Returns how often it was accepted."""
+    end = {"type": "conversation.item.delete", "item_id": "none"}
+    for accepted in range(20):
+        for each in ({**event, "event_id": "kept"}, end):
+            await socket.send(json.dumps(each))
+        while (received := json.loads(await socket.recv()))["type"] != "error":
+            pass
+        if received["error"]["event_id"] == "kept":
+            assert received["error"]["code"] == "session_too_large"
+            return accepted
+    return 20
+
+
+TEXT = [{"type": "input_text", "text": "x" * 40_000}]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [{**CREATE, "item": {**ITEM, "content": TEXT}}, {"type": "input_audio_buffer.append", "audio": "A" * 40_000}],
+    ids=["items", "audio"],
+)
+async def test_what_websockets_of_one_caller_keep_leaves_space_for_others(event: dict[str, Any]) -> None:
+    async with attacked(max_body_bytes=1000, max_bodies_bytes=400_000) as (_, address), asyncio.timeout(20):
+        url = f"ws://{address}/v1/realtime?model=p"
+        async with websockets.connect(url) as one, websockets.connect(url, local_addr=(OTHER, 0)) as other:
+            most = await _fill(one, event)
+            assert 0 < most < 5
+            async with websockets.connect(url) as two:
+                assert await _fill(two, event) < most
+            assert await _fill(other, event) > 0
+        again = 0
+        while again < most:
+            async with websockets.connect(url) as one:
+                again = await _fill(one, event)
 
 
 async def test_an_unfinished_message_ends_its_websocket(monkeypatch: pytest.MonkeyPatch) -> None:

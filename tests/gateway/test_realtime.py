@@ -15,8 +15,10 @@ import numpy.typing as npt
 import openai
 import pytest
 import websockets
+from google.protobuf.message import Message
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
+from stagemesh.client import clients
 from stagemesh.common.errors import InternalError
 from stagemesh.v1 import request_pb2
 from stagemesh.v1.signature_pb2 import Signature
@@ -313,7 +315,8 @@ async def test_large_media_are_converted_beside_the_event_loop(monkeypatch: pyte
 
         def observed(*arguments: Any, **options: Any) -> Any:
             result = function(*arguments, **options)
-            sizes.append(len(result) if threading.current_thread() is loop else 0)
+            size = result.ByteSize() if isinstance(result, Message) else len(result)
+            sizes.append(size if threading.current_thread() is loop else 0)
             return result
 
         monkeypatch.setattr(module, name, observed)
@@ -324,9 +327,12 @@ async def test_large_media_are_converted_beside_the_event_loop(monkeypatch: pyte
         async with connected(address) as talker:
             for module, name in ((base64, "b64encode"), (base64, "b64decode"), (msgspec.json, "encode")):
                 observe(module, name)
+            assert (await post(address, "audio/speech", speech)).status_code == 200
             await talker.send("input_audio_buffer.append", audio=sound)
             await talker.send("input_audio_buffer.commit")
             item = (await talker.until("conversation.item.done"))["item"]
+            observe(clients, "build_request")
+            assert (await talker.respond())["status"] == "completed"
             await talker.send("conversation.item.retrieve", item_id=item["id"])
             item = (await talker.until("conversation.item.retrieved"))["item"]
             assert item["content"][0]["audio"] == sound
@@ -334,7 +340,6 @@ async def test_large_media_are_converted_beside_the_event_loop(monkeypatch: pyte
             assert (await talker.until("conversation.item.done"))["item"]["content"] == image
             await talker.send("conversation.item.create", item={"type": "message", "role": "user", "content": half})
             assert "padding" in (await talker.error())["message"]
-            assert (await post(address, "audio/speech", speech)).status_code == 200
     assert sum(sizes) < 1 << 18
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import msgspec
 from fastapi import Request
@@ -17,6 +18,7 @@ from stagemesh.client.content import EncodedMedia
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import ParameterError, validation_error
+from stagemesh.gateway.limits import CALLER
 
 T = TypeVar("T")
 
@@ -223,13 +225,19 @@ def decode_json(text: bytes, *, fault: str = "the body is not JSON") -> Any:
 
 _INLINE_BYTES = 1 << 16
 _LARGE = ThreadPoolExecutor(2, "large-input")
+_TURNS = WeakValueDictionary[str, asyncio.Lock]()
+"""The locks of callers that have large work."""
 
 
 async def aside(work: Callable[[], T], *, size_bytes: int) -> T:
-    """Returns the result of `work` on an input of some size. If it is large, a thread does it, of at most two."""
+    """Returns the result of `work` on an input of some size.
+
+    If it is large, one of two threads does it. It waits until other large work of the caller is done.
+    """
     if size_bytes <= _INLINE_BYTES:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_LARGE, work)
+    async with _TURNS.setdefault(CALLER.get(), asyncio.Lock()):
+        return await asyncio.get_running_loop().run_in_executor(_LARGE, work)
 
 
 async def read_json(request: Request, body: type[B]) -> B:

@@ -203,10 +203,9 @@ class Catalog:
         await self._first()
 
     async def _first(self, name: str | None = None) -> Model | None:
-        """Returns the first model that is described, or the one with a name, or None if there is none.
+        """Returns the first model that is described, or the one with a name. Asks all servers at the same time.
 
-        Asks all servers at the same time. Raises the last server's error if the model may be that of a server that
-        does not answer.
+        Returns None if no model has the name. If servers failed, raises the last of their errors instead.
         """
         asked = waiting = [server.describe() for server in self._servers]
         while True:

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections import Counter
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -17,6 +18,8 @@ from stagemesh.rpc.channels import MAX_FIELDS
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+CALLER = ContextVar("caller", default="")
+"""The caller whose request or WebSocket is served."""
 BODY_S, BODY_BYTES_PER_S = 20.0, 65_536
 """A body, or a message of a WebSocket, must arrive within this time, and a second for this number of bytes."""
 _FAULTS = {Code.INVALID_ARGUMENT, Code.ALREADY_EXISTS, Code.NOT_FOUND, Code.PERMISSION_DENIED, Code.UNIMPLEMENTED}
@@ -71,7 +74,10 @@ class Limits:
 
     async def serve(self, app: "ASGIApp", scope: "Scope", receive: "Receive", send: "Send", *, caller: str) -> None:
         """Serves a request or a WebSocket of a caller with an application, unless it exceeds a limit."""
+        CALLER.set(caller)
         sender = scope["sender"] = Sender(self, caller)
+        # What a WebSocket keeps counts as well as the message that is being handled.
+        kept = scope["kept"] = Sender(self, caller)
         websockets = int(scope["type"] == "websocket")
         headers = Headers(scope=scope)
         length = headers.get("content-length", "")
@@ -89,6 +95,7 @@ class Limits:
             finally:
                 self.websockets.hold(caller, -websockets)
                 sender.hold(0)
+                kept.hold(0)
 
     def _limited(self, receive: "Receive", sender: "Sender", headers: Headers) -> "Receive":
         """Returns a function that receives a body within its limits."""
@@ -165,7 +172,11 @@ class Sender:
             if size_bytes is None:
                 size_bytes = self._size_bytes + _VALUE_BYTES * min(self._values, MAX_FIELDS)
                 self._size_bytes = self._values = 0
-            self._limits.rejected.add(self._caller, _WEIGHT * max(0, size_bytes - _FREE_BYTES))
+            self.charge(size_bytes)
+
+    def charge(self, size_bytes: int) -> None:
+        """Counts the bytes of accepted work like rejected bytes, because the work takes time from all callers."""
+        self._limits.rejected.add(self._caller, _WEIGHT * max(0, size_bytes - _FREE_BYTES))
 
     def pause_s(self) -> float:
         """Returns the time for which the caller must wait, because too much was rejected. 0 or less if it need not."""

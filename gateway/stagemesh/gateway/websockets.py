@@ -52,6 +52,8 @@ class JsonSocket:
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket
         self.sender: Sender = websocket.scope["sender"]
+        self.unread_bytes = 0
+        """The size of the newest event, which the client may not have read. It has read the events before."""
 
     async def send(self, event_type: str, /, *, size_bytes: int = 0, **fields: Any) -> None:
         """Sends an event, which is encoded in a thread if its fields have many bytes.
@@ -62,6 +64,7 @@ class JsonSocket:
         text = await aside(lambda: msgspec.json.encode(event).decode(), size_bytes=size_bytes)
         with suppress(*_DISCONNECTED):
             await self._websocket.send_text(text)
+        self.unread_bytes = len(text)
 
     async def send_bytes(self, data: bytes) -> None:
         """Sends a binary frame. Does nothing if the client has disconnected."""

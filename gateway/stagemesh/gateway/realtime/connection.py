@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 from uuid import uuid4
@@ -10,12 +11,13 @@ from fastapi import APIRouter
 from pydantic import Field, TypeAdapter, ValidationError
 from starlette.websockets import WebSocket
 
-from stagemesh.client import SpeechDetected, TurnCommitted
+from stagemesh.client import AsyncResponseStream, SpeechDetected, TurnCommitted
 from stagemesh.common.errors import NotReadyError, OverloadedError, StagemeshError
 from stagemesh.gateway import websockets
 from stagemesh.gateway.body import Object, aside
-from stagemesh.gateway.catalog import find_model
+from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError, RealtimeError, validation_error
+from stagemesh.gateway.limits import Sender
 from stagemesh.gateway.realtime.input_audio import Heard, InputBuffer, Listener
 from stagemesh.gateway.realtime.items import (
     AssistantMessage,
@@ -107,6 +109,7 @@ class Connection:
     def __init__(self, websocket: WebSocket, settings: Settings) -> None:
         self._websocket, self._settings = websocket, settings
         self._socket = JsonSocket(websocket)
+        self._kept: Sender = websocket.scope["kept"]
         self._send = self._socket.send
         self._session_id = f"sess_{uuid4().hex}"
         self._conversation = Conversation()
@@ -133,7 +136,20 @@ class Connection:
 
     async def _receive(self, event: ClientEvent) -> None:
         async with self._lock:
-            await self._handle(event)
+            try:
+                await self._handle(event)
+            finally:
+                with suppress(OverloadedError):
+                    self._hold(0)
+
+    def _hold(self, size_bytes: int) -> None:
+        """Counts what the conversation keeps, and further bytes. Raises OverloadedError if the share is smaller."""
+        kept = self._conversation.size_bytes + self._buffer.size_bytes + self._socket.unread_bytes
+        if not self._kept.hold(kept + sum(each.prompt_bytes for each in self._running) + size_bytes):
+            raise OverloadedError(
+                "the conversations of the caller have the size that this gateway can hold; delete items, or close some",
+                reason="SESSION_TOO_LARGE",
+            )
 
     async def _handle(self, event: ClientEvent) -> None:
         match event:
@@ -155,6 +171,8 @@ class Connection:
             case NamedItem():
                 item = self._conversation.find(event.item_id)
                 data, size_bytes = item.to_json(with_audio=True), memory_bytes(item)
+                self._hold(size_bytes)
+                self._socket.sender.charge(size_bytes)
                 await self._send("conversation.item.retrieved", item=data, size_bytes=size_bytes)
             case CreateResponse():
                 await self._respond(event.response)
@@ -188,12 +206,14 @@ class Connection:
         return {"object": "realtime.session", "id": self._session_id, **self._settings.model_dump()}
 
     async def _add_item(self, item: Item, *, previous_id: str | None = None) -> None:
-        await asyncio.to_thread(to_messages, None, [item])
+        size_bytes = memory_bytes(item)
+        self._hold(2 * size_bytes)
+        await aside(partial(to_messages, None, [item]), size_bytes=size_bytes)
         item.status = "completed"
         before = self._conversation.insert(item, previous_id=previous_id)
         for step in ("added", "done"):
-            data, size_bytes = item.to_json(), memory_bytes(item)
-            await self._send(f"conversation.item.{step}", previous_item_id=before, item=data, size_bytes=size_bytes)
+            fields: Any = {"previous_item_id": before, "item": item.to_json()}
+            await self._send(f"conversation.item.{step}", size_bytes=size_bytes, **fields)
 
     async def _truncate(self, event: TruncateItem) -> None:
         item = self._conversation.find(event.item_id)
@@ -208,6 +228,7 @@ class Connection:
     # -- audio of the user
 
     async def _append(self, data: str) -> None:
+        self._hold(2 * len(data))
         samples = await aside(partial(self._buffer.append, data), size_bytes=len(data))
         vad = self._settings.audio.input.turn_detection
         if vad is None:
@@ -294,26 +315,38 @@ class Connection:
             )
         settings = body.settings(self._settings)
         model = await find_model(self._websocket, settings.model)
-        arguments = settings.arguments(model)
-        arguments["messages"] = await asyncio.to_thread(to_messages, settings.instructions, self._input(body))
-        if not arguments["messages"]:
-            raise NotReadyError("the conversation is empty; create an item first", reason="EMPTY_TURN")
-        if self._response is not None:
-            # Their engines have the states of the conversation so far in their caches.
-            arguments["preferred_replicas"] = self._response.replicas
+        prompt_bytes = self._conversation.size_bytes + memory_bytes(body)
+        self._hold(prompt_bytes)
+        make_request = partial(self._make_request, model, settings, self._input(body))
+        try:
+            response_stream = await aside(make_request, size_bytes=prompt_bytes)
+        except StagemeshError as exc:
+            self._socket.sender.reject(exc, size_bytes=prompt_bytes)
+            raise
         response = Response(
-            model.client.generate(**arguments),
+            response_stream,
             settings,
             model,
             self._conversation if belongs else None,
             self._socket,
-            prompt_bytes=self._conversation.size_bytes + memory_bytes(body),
+            prompt_bytes=prompt_bytes,
             metadata=body.metadata,
         )
         self._responses = [*self._running, response]
         if belongs:
             self._response = response
         await response.start()
+
+    def _make_request(self, model: Model, settings: Settings, items: Sequence[Item]) -> AsyncResponseStream:
+        """Returns the request for a response. Blocks. Raises the errors of `AsyncClient.generate`."""
+        arguments = settings.arguments(model)
+        arguments["messages"] = to_messages(settings.instructions, items)
+        if not arguments["messages"]:
+            raise NotReadyError("the conversation is empty; create an item first", reason="EMPTY_TURN")
+        if self._response is not None:
+            # Their engines have the states of the conversation so far in their caches.
+            arguments["preferred_replicas"] = self._response.replicas
+        return model.client.generate(**arguments)
 
     @property
     def _running(self) -> list[Response]:

@@ -36,6 +36,11 @@ class InputBuffer:
         """The time at which the buffer ends."""
         return (self._begin_bytes + len(self._pcm)) / PCM_BYTES_PER_S
 
+    @property
+    def size_bytes(self) -> int:
+        """The memory of the audio."""
+        return len(self._pcm)
+
     def append(self, data: str) -> AudioSamples:
         """Appends audio in base64. Returns its samples.
 

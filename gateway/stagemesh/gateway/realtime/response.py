@@ -50,7 +50,7 @@ class Response:
         """
         self.id = f"resp_{uuid4().hex}"
         self._response_stream, self._settings, self._model, self._send = response_stream, settings, model, socket.send
-        self._sender, self._prompt_bytes = socket.sender, prompt_bytes
+        self._sender, self.prompt_bytes = socket.sender, prompt_bytes
         self._conversation, self._metadata = conversation, metadata
         self.replicas: Mapping[str, str] = {}
         """The replicas on which the response runs, by stage. Empty before it is admitted."""
@@ -107,7 +107,7 @@ class Response:
             await self._end("incomplete" if self._length_reached else "completed", details)
 
     async def _fail(self, error: StagemeshError) -> None:
-        self._sender.reject(error, size_bytes=self._prompt_bytes)
+        self._sender.reject(error, size_bytes=self.prompt_bytes)
         await self._end("failed", error_body(error))
 
     async def _handle(self, event: Event) -> None:
