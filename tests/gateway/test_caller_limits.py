@@ -41,7 +41,9 @@ async def _post(address: str, path: str, content: bytes, kind: str = "applicatio
         await http.post(f"http://{address}/v1/{path}", content=content, headers={"content-type": kind})
 
 
-_ENDS = frozenset({"error", "conversation.item.done", "conversation.item.retrieved", "response.done"})
+_ENDS = frozenset(
+    {"error", "session.updated", "conversation.item.done", "conversation.item.retrieved", "response.done"}
+)
 
 
 async def _send(address: str, *events: dict[str, Any], ends: Collection[str] = _ENDS) -> None:
@@ -67,6 +69,8 @@ def _voice(audio: bytes) -> bytes:
 ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": LARGE}]}
 CREATE = {"type": "conversation.item.create", "item": ITEM}
 KNOWN = {**CREATE, "item": {**ITEM, "id": "known"}}
+TOOL = {"type": "function", "name": "f", "parameters": {"x": [1] * 9000}}
+SETTINGS = {"type": "session.update", "session": {"tools": [TOOL]}}
 STREAM = json.dumps({"model": "p", "prompt": LARGE, "stream": True}).encode()
 FORM_TYPE = "multipart/form-data; boundary=b"
 PART = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
@@ -85,6 +89,7 @@ REJECTED: dict[str, Callable[[str], Awaitable[None]]] = {
     "response with a wrong limit": lambda address: _send(
         address, CREATE, {"type": "response.create", "response": {"max_output_tokens": 1 << 40}}
     ),
+    "values of settings": lambda address: _send(address, SETTINGS, *[{**SETTINGS, "session": {}}] * 2),
     "answer": lambda address: _send(address, KNOWN, {"type": "conversation.item.retrieve", "item_id": "known"}),
     "response before another event": lambda address: _send(
         address, {"type": "response.create", "response": {"input": [ITEM]}}, CLEAR, ends={"response.done"}

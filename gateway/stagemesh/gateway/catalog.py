@@ -4,13 +4,12 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 from starlette.requests import HTTPConnection
 
@@ -31,7 +30,6 @@ from stagemesh.v1 import signature_pb2
 from stagemesh.v1.orchestrator_pb2 import DescribePipelineRequest, DescribePipelineResponse, OutputDescription
 
 Kind: TypeAlias = Literal["text", "audio", "image"]
-T = TypeVar("T")
 _Asking: TypeAlias = asyncio.Task[DescribePipelineResponse | StagemeshError]
 
 _SYNONYMS: Mapping[str, Sequence[str]] = {
@@ -207,14 +205,13 @@ class Catalog:
 
         Returns None if no model has the name. If servers failed, raises the last of their errors instead.
         """
-        asked = waiting = [server.describe() for server in self._servers]
-        while True:
-            models = self._described(asked)
-            if (found := next((each for each in models if name in {None, each.id}), None)) is not None:
-                return found
-            if not (waiting := [each for each in waiting if not each.done()]):
-                break
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        asked = [server.describe() for server in self._servers]
+        waiting = set(asked)
+        while waiting:
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for model in self._described(asked):
+                if name in {None, model.id}:
+                    return model
         for task in reversed(asked):
             if isinstance(failure := task.result(), StagemeshError):
                 # Other requests raise the error, too, and each adds its traceback.
@@ -300,7 +297,7 @@ class Callers:
             if not (token.isascii() and token.isprintable()):
                 raise UnauthenticatedError("the token has characters that no token has", reason="INVALID_TOKEN")
             if token not in self._catalogs:
-                caller = await _first_answer([partial(each.find_caller, token) for each in self._checks])
+                caller = await self._find_caller(token)
                 await self._drop_idle()
         # Nothing is awaited from here on: the caller of this method counts its request before the next eviction.
         catalog = self._catalogs.pop(token, None) or self._connect(token, caller)
@@ -321,6 +318,13 @@ class Callers:
         for client in self._checks:
             await client.close()
 
+    async def _find_caller(self, token: str) -> str:
+        """Returns the name of the caller with a token. Raises the last orchestrator's error if none accepts it."""
+        for check in self._checks[:-1]:
+            with suppress(StagemeshError):
+                return await check.find_caller(token)
+        return await self._checks[-1].find_caller(token)
+
     def _connect(self, token: str, caller: str | None) -> Catalog:
         options: ClientOptions = self._options if caller is None else {**self._options, "token": token}
         return Catalog([AsyncClient(*addresses, **options) for addresses in self._servers], caller)
@@ -332,14 +336,6 @@ class Callers:
             if idle is None:
                 return
             await self._catalogs.pop(idle).close()
-
-
-async def _first_answer(calls: Sequence[Callable[[], Awaitable[T]]]) -> T:
-    """Returns the answer of the first call that succeeds. Raises the error of the last call if none does."""
-    for call in calls[:-1]:
-        with suppress(StagemeshError):
-            return await call()
-    return await calls[-1]()
 
 
 async def catalog_of(request: HTTPConnection) -> Catalog:

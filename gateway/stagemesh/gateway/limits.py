@@ -163,6 +163,11 @@ class Sender:
         """Begins an event, which is the content that may be rejected from now on."""
         self._size_bytes, self._values = len(event), event.count(b",")
 
+    @property
+    def content_bytes(self) -> int:
+        """The size of the newest content, in which each value counts."""
+        return self._size_bytes + _VALUE_BYTES * min(self._values, MAX_FIELDS)
+
     def reject(self, error: StagemeshError, *, size_bytes: int | None = None) -> None:
         """Counts the content as rejected, once, if the error is due to it. Small content with few values is free.
 
@@ -170,7 +175,7 @@ class Sender:
         """
         if error.code in _FAULTS or error.reason == _FULL:
             if size_bytes is None:
-                size_bytes = self._size_bytes + _VALUE_BYTES * min(self._values, MAX_FIELDS)
+                size_bytes = self.content_bytes
                 self._size_bytes = self._values = 0
             self.charge(size_bytes)
 

@@ -107,7 +107,7 @@ class Connection:
     """The conversation of one client. Its events are handled one after the other."""
 
     def __init__(self, websocket: WebSocket, settings: Settings) -> None:
-        self._websocket, self._settings = websocket, settings
+        self._websocket, self._settings, self._settings_bytes = websocket, settings, 0
         self._socket = JsonSocket(websocket)
         self._kept: Sender = websocket.scope["kept"]
         self._send = self._socket.send
@@ -144,8 +144,8 @@ class Connection:
 
     def _hold(self, size_bytes: int) -> None:
         """Counts what the conversation keeps, and further bytes. Raises OverloadedError if the share is smaller."""
-        kept = self._conversation.size_bytes + self._buffer.size_bytes + self._socket.unread_bytes
-        if not self._kept.hold(kept + sum(each.prompt_bytes for each in self._running) + size_bytes):
+        size_bytes += self._conversation.size_bytes + self._buffer.size_bytes + self._socket.unread_bytes
+        if not self._kept.hold(size_bytes + self._settings_bytes + sum(each.prompt_bytes for each in self._running)):
             raise OverloadedError(
                 "the conversations of the caller have the size that this gateway can hold; delete items, or close some",
                 reason="SESSION_TOO_LARGE",
@@ -184,6 +184,8 @@ class Connection:
     # -- settings and items
 
     async def _update(self, changes: Mapping[str, Any]) -> None:
+        # Each update checks and sends all settings again.
+        self._socket.sender.charge(self._settings_bytes)
         try:
             settings = self._settings.updated(changes)
         except ValidationError as exc:
@@ -200,6 +202,7 @@ class Connection:
         if vad != self._settings.audio.input.turn_detection:
             await self._stop_listening()
         self._settings = settings
+        self._settings_bytes = max(self._settings_bytes, self._socket.sender.content_bytes)
         await self._send("session.updated", session=self._session())
 
     def _session(self) -> dict[str, Any]:
@@ -315,7 +318,7 @@ class Connection:
             )
         settings = body.settings(self._settings)
         model = await find_model(self._websocket, settings.model)
-        prompt_bytes = self._conversation.size_bytes + memory_bytes(body)
+        prompt_bytes = self._conversation.size_bytes + self._settings_bytes + memory_bytes(body)
         self._hold(prompt_bytes)
         make_request = partial(self._make_request, model, settings, self._input(body))
         try:
