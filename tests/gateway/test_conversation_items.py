@@ -44,7 +44,7 @@ def test_items_count_at_least_their_memory(make: Any) -> None:
         used = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert used <= conversation._size_bytes
+    assert used <= conversation.size_bytes
 
 
 def _created(item: Any) -> Any:
@@ -71,7 +71,7 @@ def test_a_conversation_has_the_order_of_its_insertions(steps: list[tuple[str, i
             )
         assert [each.key for each in conversation.items] == order
         assert conversation.last_id == (order[-1] if order else None)
-    assert conversation._size_bytes == sum(map(items.memory_bytes, conversation.items))
+    assert conversation.size_bytes == sum(map(items.memory_bytes, conversation.items))
 
 
 def test_an_insertion_does_not_visit_other_items(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,8 @@ class Conversation:
         self._ids: list[str] = []
         """The ids of the items, in order."""
         self._sizes: dict[str, int] = {}
-        self._size_bytes = 0
+        self.size_bytes = 0
+        """The memory of all items."""
 
     def insert(self, item: Item, *, previous_id: str | None = None) -> str | None:
         """Inserts an item after another one, or at the end. "root" stands for the begin. Returns the id before it.
@@ -219,7 +220,7 @@ class Conversation:
                 code="item_create_duplicate_item_id",
                 param="item.id",
             )
-        if self._size_bytes + memory_bytes(item) > _MAX_BYTES or len(self._items) >= MAX_ITEMS:
+        if self.size_bytes + memory_bytes(item) > _MAX_BYTES or len(self._items) >= MAX_ITEMS:
             raise OverloadedError(
                 f"the conversation would exceed {_MAX_BYTES:,} bytes or {MAX_ITEMS:,} items; delete older items",
                 reason="SESSION_TOO_LARGE",
@@ -235,7 +236,7 @@ class Conversation:
         """Counts the size of an item of the conversation again, after it was inserted or changed."""
         if item.key in self._items:
             size_bytes = memory_bytes(item)
-            self._size_bytes += size_bytes - self._sizes.get(item.key, 0)
+            self.size_bytes += size_bytes - self._sizes.get(item.key, 0)
             self._sizes[item.key] = size_bytes
 
     def find(self, item_id: str, *, param: str = "item_id") -> Item:
@@ -248,12 +249,7 @@ class Conversation:
         """Removes an item. Raises ParameterError if it does not exist."""
         del self._items[self.find(item_id).key]
         self._ids.remove(item_id)
-        self._size_bytes -= self._sizes.pop(item_id)
-
-    @property
-    def size_bytes(self) -> int:
-        """The memory of all items."""
-        return self._size_bytes
+        self.size_bytes -= self._sizes.pop(item_id)
 
     @property
     def last_id(self) -> str | None:
