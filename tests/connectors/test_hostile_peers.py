@@ -1,6 +1,7 @@
 """Messages of a broken or hostile producer: they are rejected with a reason, and no other flow is harmed (D7)."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from stagemesh.common.errors import OverloadedError, StagemeshError, Unavailable
 from stagemesh.common.plugins.connectors import NIXL, ConnectorName
 from stagemesh.common.wire.encoding import varint
 from stagemesh.conformance import packet, until
+from stagemesh.connectors import wire
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer
 from stagemesh.connectors.fragments import decode_fragment, first_key
 from stagemesh.connectors.packets import EdgeKey, Packet
@@ -34,6 +36,10 @@ OTHER, NOBODYS = (KEY._replace(request_id=name) for name in ("other", "?"))
 def _tensor(**fields: object) -> ChunkData:
     tensor = tensor_pb2.Tensor(**{"name": "x", "dtype": tensor_pb2.DATA_TYPE_UINT8, "shape": [4], **fields})  # type: ignore[arg-type]
     return ChunkData(tensors=[tensor], size_bytes=4)
+
+
+def _texts(number: int, length: int) -> ChunkData:
+    return ChunkData(metadata={f"{each}": tensor_pb2.TypedValue(text="x" * length) for each in range(number)})
 
 
 def _put(*items: stage_pb2.PutItem) -> stage_pb2.PutChunkRequest:
@@ -75,7 +81,9 @@ GOOD, BAD = chunk(data=_tensor(inline=b"1234")), chunk(data=_tensor(inline=b"123
         pytest.param(ChunkData(tensors=[_tensor(inline=b"1234").tensors[0]] * 2, size_bytes=8), id="same name twice"),
         pytest.param(ChunkData(tensors=[tensor_pb2.Tensor()] * 10**6), id="a million tensors"),
         pytest.param(ChunkData(metadata={"x": tensor_pb2.TypedValue()}), id="unset metadata"),
-        pytest.param(ChunkData(metadata={"x": tensor_pb2.TypedValue(text="x" * 2000)}), id="long metadata"),
+        pytest.param(_texts(1, 2000), id="long metadata"),
+        pytest.param(ChunkData(metadata={"x" * 257: tensor_pb2.TypedValue(flag=True)}), id="long name of metadata"),
+        pytest.param(_tensor(name="x" * 257, inline=b"1234"), id="long name of a tensor"),
     ],
 )
 async def test_malformed_chunk_is_rejected(data: ChunkData) -> None:
@@ -102,6 +110,24 @@ async def test_message_beyond_the_state_of_its_flow_is_rejected(item: stage_pb2.
     async with open_peer() as one:
         await one.put(item)
         assert await one.reason() == reason
+
+
+@pytest.mark.parametrize(
+    "data",
+    [ChunkData(), _texts(64, 1000), ChunkData(tensors=[{"name": "x" * 200, "dtype": 2, "shape": [0]}])],  # type: ignore[list-item]
+    ids=["empty", "texts", "long name"],
+)
+async def test_unread_chunks_without_payload_are_limited(data: ChunkData, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, numbers = 200_000 // wire.checked_overhead(data), itertools.count()
+    monkeypatch.setattr(wire, "MAX_OVERHEAD_BYTES", 200_000)
+    async with open_peer() as one:
+        for _ in range(3):
+            await one.put(*[chunk(data=data, seq=next(numbers)) for _ in range(most)])
+            for _ in range(most):
+                await anext(one.inlet)
+        await one.put(*[chunk(data=data, seq=next(numbers)) for _ in range(most + 1)])
+        assert await one.reason() == "CREDIT_EXCEEDED"
+        assert one.inlet.report().waiting_chunks == most
 
 
 async def test_duplicate_is_dropped_silently() -> None:
@@ -235,11 +261,15 @@ async def test_state_of_a_producer_is_removed_unless_it_has_a_stream_a_lease_or_
         assert not host.plane.consumer._newest
 
 
-@pytest.mark.parametrize("field", ["replica", "incarnation"])
+@pytest.mark.parametrize("field", ["replica", "incarnation", "request_id", "edge"])
 async def test_producer_with_an_endless_name_is_rejected(field: str) -> None:
-    async with peer(hello(**{field: "a" * 257})) as one:
-        with pytest.raises(grpc.aio.AioRpcError, match="at most 256 characters"):
-            await one.call.read()
+    name = {field: "a" * 257}
+    in_key = field in KEY._fields
+    async with peer(None if in_key else hello(**name)) as one, asyncio.timeout(5):
+        if in_key:
+            await one.put(opening(KEY._replace(**name)))  # type: ignore[arg-type]
+        with pytest.raises(grpc.aio.AioRpcError, match="256 characters"):
+            await one.answer("rejected")
 
 
 async def test_reader_of_a_rejected_flow_receives_the_cause() -> None:

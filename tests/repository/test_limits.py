@@ -44,6 +44,7 @@ _CODE = {
     "seconds for which a request or a session continues without a caller": [MAX_LINGER_S, MAX_SESSION_LINGER_S],
     "steps that a replica accepts at the same time": [StageConfig.max_queued],
     "unread bytes of a flow": [DataPlaneConfig().window_bytes],
+    "bytes that the unread chunks of a flow take in addition to these": [wire.MAX_OVERHEAD_BYTES],
     "tensors of a chunk, and dimensions of a tensor": [wire.MAX_TENSORS, tensors.MAX_DIMENSIONS],
     "metadata values and tickets of a chunk": [wire.MAX_METADATA, wire.MAX_TICKETS],
     "bytes of a media file in a store": [MediaConfig.max_file_bytes],

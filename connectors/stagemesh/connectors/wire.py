@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
 from stagemesh.common.wire.tensors import (
     Array,
     Tensors,
@@ -24,11 +24,18 @@ from stagemesh.common.wire.versions import refuse_unknown
 from stagemesh.connectors.arena.memory import layout_of
 from stagemesh.connectors.base import ArenaRange, Bytes, InPlaceReader
 from stagemesh.connectors.packets import MAX_DESCRIPTOR_BYTES, EdgeKey, MetadataValue, Packet, Ticket
+from stagemesh.rpc.channels import MAX_NAME
 from stagemesh.v1 import chunk_pb2, tensor_pb2
 
 MAX_TENSORS = 1024
 MAX_METADATA = 64
 MAX_TICKETS = 16
+ITEM_BYTES, VALUE_BYTES = 200, 256
+"""The approximate size of a chunk in bytes, without the payload, and the size of each of its tensors, tickets and
+metadata values. They are so large that a message of many chunks never exceeds the consumer's limit of fields.
+"""
+MAX_OVERHEAD_BYTES = 32 << 20
+"""The maximum memory that the unread chunks of a flow take in addition to their payload, in bytes."""
 MAX_BESIDE_TICKETS_BYTES = 64 << 10
 """The maximum total size, in bytes, of the tensors of a chunk with tickets. They are always sent inline."""
 
@@ -48,23 +55,29 @@ def key_to_wire(key: EdgeKey) -> chunk_pb2.EdgeKey:
 
 
 def key_from_wire(message: chunk_pb2.EdgeKey) -> EdgeKey:
-    """Converts a protobuf message to a flow key."""
+    """Converts a protobuf message to a flow key.
+
+    Raises InvalidRequestError (MALFORMED_MESSAGE) if a name in it is too long, because errors and replies repeat it.
+    """
+    if max(len(message.request_id), len(message.edge)) > MAX_NAME:
+        problem = f"the key of a flow has a name of more than {MAX_NAME} characters"
+        raise InvalidRequestError(problem, reason="MALFORMED_MESSAGE")
     return EdgeKey(message.request_id, message.edge, message.attempt)
 
 
 def metadata_from_wire(message: Mapping[str, tensor_pb2.TypedValue]) -> dict[str, MetadataValue]:
     """Converts the metadata of a chunk message to a dict from name to value.
 
-    Raises InvalidChunkError if there are more than MAX_METADATA values, if a value is unset, or if a text has more than
-    1024 characters.
+    Raises InvalidChunkError if there are more than MAX_METADATA values, if a value is unset, if a text has more than
+    1024 characters, or if a name has more than MAX_NAME characters.
     """
     if len(message) > MAX_METADATA:
         raise InvalidChunkError(f"{len(message)} metadata values in a chunk; at most {MAX_METADATA} are accepted")
     values: dict[str, MetadataValue] = {}
     for name, value in message.items():
         content = from_message(value)
-        if content is None or (isinstance(content, str) and len(content) > 1024):
-            raise InvalidChunkError(f"metadata {name!r} is unset or longer than 1024 characters")
+        if content is None or (isinstance(content, str) and len(content) > 1024) or len(name) > MAX_NAME:
+            raise InvalidChunkError(f"metadata {name[:64]!r} is unset, or has a text or a name that is too long")
         values[name] = content
     return values
 
@@ -235,6 +248,20 @@ class FlowDigest:
 
 
 # -- chunks of a producer
+
+
+def checked_overhead(data: chunk_pb2.ChunkData) -> int:
+    """Returns the approximate memory that a chunk takes in addition to its payload, in bytes.
+
+    Raises InvalidChunkError if the chunk has more than MAX_TENSORS tensors, or a tensor whose name has more than
+    MAX_NAME characters.
+    """
+    if len(data.tensors) > MAX_TENSORS:
+        raise InvalidChunkError(f"{len(data.tensors)} tensors in a chunk; at most {MAX_TENSORS} are accepted")
+    if any(len(tensor.name) > MAX_NAME for tensor in data.tensors):
+        raise InvalidChunkError(f"a tensor of a chunk has a name of more than {MAX_NAME} characters")
+    values = len(data.tensors) + len(data.metadata)
+    return ITEM_BYTES + VALUE_BYTES * values + max(0, data.ByteSize() - data.size_bytes)
 
 
 def arena_ranges(data: chunk_pb2.ChunkData) -> list[ArenaRange]:

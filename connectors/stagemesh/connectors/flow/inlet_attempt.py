@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from stagemesh.common.errors import InvalidChunkError, StagemeshError, UnavailableError
@@ -44,6 +45,7 @@ class _Arrival(NamedTuple):
     """A received message that waits for its own transfer, or for the transfers of earlier chunks."""
 
     size_bytes: int
+    overhead_bytes: int
     accept: Callable[[], None]
     """A function that accepts the message. Raises the transfer's error if the transfer failed."""
     transfer: asyncio.Task[Packet] | None = None
@@ -84,6 +86,7 @@ class InletAttempt:
         self.landing_account = MemoryAccount()
         """The memory account of the attempt's fetched chunks in the landing arena."""
         self._credit, self._on_closed = credit, on_closed
+        self._overhead_bytes = 0
         self._reported_seq = 0
         self._arriving: deque[_Arrival] = deque()
         self._replies: list[stage_pb2.PutReply] = []
@@ -104,8 +107,9 @@ class InletAttempt:
         """The producer's remaining credit in payload bytes."""
         return self._credit.available_bytes
 
-    def consume(self, size_bytes: int) -> None:
-        """Counts `size_bytes` payload bytes as read. Grants the producer more credit if enough bytes have been read."""
+    def consume(self, size_bytes: int, overhead_bytes: int) -> None:
+        """Counts a chunk as read. Grants the producer more credit if enough payload bytes have been read."""
+        self._overhead_bytes -= overhead_bytes
         if self._credit.consume(size_bytes):
             self._mark_ready()
 
@@ -244,8 +248,16 @@ class InletAttempt:
         self._reject(error)
         self.fail(error)
 
-    def check_credit(self, size_bytes: int) -> None:
-        """Raises InvalidChunkError (CREDIT_EXCEEDED) if `size_bytes` exceeds the producer's remaining credit."""
+    def check_credit(self, size_bytes: int, *, overhead_bytes: int = 0) -> None:
+        """Raises InvalidChunkError (CREDIT_EXCEEDED) if `size_bytes` exceeds the producer's remaining credit, or if the
+        unread chunks would take more memory than `wire.MAX_OVERHEAD_BYTES` in addition to their payload.
+        """
+        if self._overhead_bytes + overhead_bytes > wire.MAX_OVERHEAD_BYTES:
+            raise InvalidChunkError(
+                f"the unread chunks of edge {self.key.edge} take more than {wire.MAX_OVERHEAD_BYTES} bytes in addition "
+                "to their payload; send fewer, larger chunks",
+                reason="CREDIT_EXCEEDED",
+            )
         if size_bytes > self.credit_bytes:
             raise InvalidChunkError(
                 f"chunk {self.next_seq} of edge {self.key.edge} has {size_bytes} bytes, "
@@ -283,20 +295,23 @@ class InletAttempt:
             )
         return seq == due
 
-    def deliver(self, packet: Packet) -> None:
+    def deliver(self, packet: Packet, *, overhead_bytes: int) -> None:
         """Accepts the next data chunk, after all earlier chunks.
 
-        The caller must have checked the chunk's number and credit.
+        The caller must have checked the chunk's number and credit. `overhead_bytes` is the memory that the chunk takes
+        in addition to its payload.
         """
-        self._deliver(lambda: self._accept(packet), packet.size_bytes)
+        self._deliver(lambda: self._accept(packet, overhead_bytes), packet.size_bytes, overhead_bytes)
 
-    def deliver_later(self, transfer: asyncio.Task[Packet], *, size_bytes: int) -> None:
+    def deliver_later(self, transfer: asyncio.Task[Packet], *, size_bytes: int, overhead_bytes: int) -> None:
         """Accepts the next data chunk when `transfer` has fetched the chunk's bytes.
 
         Later chunks are accepted after this chunk. `size_bytes` is the chunk's number of payload bytes.
         """
-        self._credit.received_bytes += size_bytes
-        self._arriving.append(_Arrival(size_bytes, lambda: self._accept(transfer.result()), transfer))
+        self._count_received(size_bytes, overhead_bytes)
+        self._arriving.append(
+            _Arrival(size_bytes, overhead_bytes, lambda: self._accept(transfer.result(), overhead_bytes), transfer)
+        )
         transfer.add_done_callback(lambda _: self._accept_arrived())
 
     def deliver_end(self, end: chunk_pb2.ChunkEnd) -> None:
@@ -314,26 +329,31 @@ class InletAttempt:
 
     # -- inner workings
 
-    def _deliver(self, accept: Callable[[], None], size_bytes: int = 0) -> None:
+    def _deliver(self, accept: Callable[[], None], size_bytes: int = 0, overhead_bytes: int = 0) -> None:
         """Accepts the next message by calling `accept`, either now or as soon as all earlier chunks have been accepted.
 
         `size_bytes` is the message's number of payload bytes. These bytes count against the producer's credit
         immediately.
         """
-        self._credit.received_bytes += size_bytes
+        self._count_received(size_bytes, overhead_bytes)
         if self._arriving:
-            self._arriving.append(_Arrival(size_bytes, accept))
+            self._arriving.append(_Arrival(size_bytes, overhead_bytes, accept))
         else:
             accept()
             self._advance()
 
-    def _accept(self, packet: Packet) -> None:
+    def _count_received(self, size_bytes: int, overhead_bytes: int) -> None:
+        self._credit.received_bytes += size_bytes
+        self._overhead_bytes += overhead_bytes
+
+    def _accept(self, packet: Packet, overhead_bytes: int) -> None:
+        consume = partial(self.consume, packet.size_bytes, overhead_bytes)
         self._shape = shape = wire.shape_of(packet, last=self._shape)
         self._digest.add(shape)
         if self.is_discarding:
-            self.consume(packet.size_bytes)
+            consume()
         elif self.error is None and not self.is_closed:
-            self.packets.accept(packet, self.consume)
+            self.packets.accept(packet, consume)
 
     def _accept_end(self, end: chunk_pb2.ChunkEnd) -> None:
         expected = self._digest.end()
@@ -375,7 +395,7 @@ class InletAttempt:
         """Drops the waiting messages and cancels their transfers. The producer sends these messages again."""
         while self._arriving:
             arrival = self._arriving.pop()
-            self._credit.received_bytes -= arrival.size_bytes
+            self._count_received(-arrival.size_bytes, -arrival.overhead_bytes)
             if arrival.transfer is not None:
                 arrival.transfer.cancel()
 

@@ -22,10 +22,6 @@ MAX_RESYNCS = 10
 """The maximum number of times that a consumer may request a resync without acknowledging a new chunk."""
 _NO_CREDIT = -1
 """The credit limit before the consumer has accepted the attempt. Not even an empty chunk may be sent."""
-_ITEM_BYTES, _VALUE_BYTES = 200, 256
-"""The approximate size of a chunk's message in bytes, without the payload, and the size of each of its tensors, tickets
-and metadata values. They are so large that a message of many chunks never exceeds the consumer's limit of fields.
-"""
 _transfer_ids = itertools.count(1)
 """The source of transfer ids, which increase across all streams.
 
@@ -285,9 +281,9 @@ class OutletAttempt:
             sent = pending.popleft()
             self._encode(request.items.add().chunk, sent)
             values = len(sent.tensors or ()) + len(sent.metadata or ())
-            used_bytes += _ITEM_BYTES + _VALUE_BYTES * values + (0 if sent.regions else sent.size_bytes)
+            used_bytes += wire.ITEM_BYTES + wire.VALUE_BYTES * values + (0 if sent.regions else sent.size_bytes)
             if sent.tickets:
-                used_bytes += sum(_VALUE_BYTES + len(ticket.descriptor) for ticket in sent.offered)
+                used_bytes += sum(wire.VALUE_BYTES + len(ticket.descriptor) for ticket in sent.offered)
         return used_bytes
 
     def take_fragment(self) -> bytes:

@@ -151,7 +151,7 @@ class PacketQueue(ReceivedRows):
         """Whether all packets of the edge have arrived. Packets may still be unread."""
         self.changed = Notifier()
         """A notifier that fires when a packet arrives, and when the current attempt ends, fails or is replaced."""
-        self._packets: deque[tuple[Packet, int, Callable[[int], None]]] = deque()
+        self._packets: deque[tuple[Packet, Callable[[], None]]] = deque()
 
     @property
     def waiting(self) -> int:
@@ -161,22 +161,22 @@ class PacketQueue(ReceivedRows):
     @property
     def waiting_bytes(self) -> int:
         """The total number of payload bytes in the unread packets."""
-        return sum(packet.size_bytes for packet, _, _ in self._packets)
+        return sum(packet.size_bytes for packet, _ in self._packets)
 
-    def accept(self, packet: Packet, consume: Callable[[int], None]) -> None:
+    def accept(self, packet: Packet, consume: Callable[[], None]) -> None:
         """Queues the new rows of a packet. Raises InvalidChunkError if the packet contradicts a previous attempt.
 
         Args:
             packet: The packet as it arrived.
-            consume: Called with the packet's size in bytes when the packet is read, or immediately if no row is new.
+            consume: Called when the packet is read, or immediately if no row is new.
         """
         new = self.new_part(packet)
         if packet.tickets:
             self.handed_over_bytes += sum(ticket.size_bytes for ticket in packet.tickets.values())
         if new is None:
-            consume(packet.size_bytes)
+            consume()
         else:
-            self._packets.append((new, packet.size_bytes, consume))
+            self._packets.append((new, consume))
 
     def accept_end(self) -> None:
         """Records that no packets follow the queued packets.
@@ -191,8 +191,8 @@ class PacketQueue(ReceivedRows):
 
     def pop(self) -> Packet:
         """Removes and returns the oldest packet. Calls the packet's `consume` callback."""
-        packet, size_bytes, consume = self._packets.popleft()
-        consume(size_bytes)
+        packet, consume = self._packets.popleft()
+        consume()
         return packet
 
     def clear(self) -> None:

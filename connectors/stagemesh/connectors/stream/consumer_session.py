@@ -382,14 +382,14 @@ class ConsumerSession:
         return False
 
     def _data(self, flow: InletAttempt, data: chunk_pb2.ChunkData) -> bool:
-        flow.check_credit(data.size_bytes)
-        if len(data.tensors) > wire.MAX_TENSORS:
-            raise InvalidChunkError(f"{len(data.tensors)} tensors in a chunk; at most {wire.MAX_TENSORS} are accepted")
+        overhead_bytes = wire.checked_overhead(data)
+        flow.check_credit(data.size_bytes, overhead_bytes=overhead_bytes)
         if not data.lease_id:
-            flow.deliver(wire.packet_of(data, self._transfers.take(flow.key, data), location="streamed"))
+            packet = wire.packet_of(data, self._transfers.take(flow.key, data), location="streamed")
+            flow.deliver(packet, overhead_bytes=overhead_bytes)
             return False
         if data.tensors and data.tensors[-1].HasField("handover"):
-            self._tickets(flow, data)
+            flow.deliver(self._with_tickets(flow, data), overhead_bytes=overhead_bytes)
             return True
         reader = self._producer.reader(flow.connector)
         if reader is None:
@@ -402,22 +402,22 @@ class ConsumerSession:
         if isinstance(reader, InPlaceReader):
             packet, views = wire.read_in_place(data, reader)
             self._producer.hold(data.lease_id, views)
-            flow.deliver(packet)
+            flow.deliver(packet, overhead_bytes=overhead_bytes)
         else:
             assert isinstance(reader, FetchingReader), "a reader reads in place or fetches"
             fetched = reader.fetch_at_once(wire.arena_ranges(data), flow.landing_account)
             if fetched is not None:
-                flow.deliver(wire.packet_of(data, fetched, location="shm"))
+                flow.deliver(wire.packet_of(data, fetched, location="shm"), overhead_bytes=overhead_bytes)
                 return False
             self._producer.held_lease_ids.add(data.lease_id)
             fetching = self._loop.create_task(self._fetched(flow, reader, data), name=f"fetch of {flow.key.edge}")
             # A callback also runs if the task is cancelled before it begins.
             fetching.add_done_callback(lambda _: self._producer.release(data.lease_id))
-            flow.deliver_later(fetching, size_bytes=data.size_bytes)
+            flow.deliver_later(fetching, size_bytes=data.size_bytes, overhead_bytes=overhead_bytes)
         return True
 
-    def _tickets(self, flow: InletAttempt, data: chunk_pb2.ChunkData) -> None:
-        """Delivers a chunk with tickets, which retain the chunk's lease.
+    def _with_tickets(self, flow: InletAttempt, data: chunk_pb2.ChunkData) -> Packet:
+        """Returns the packet of a chunk with tickets, which retain the chunk's lease.
 
         Raises UnsupportedError (TICKET_REFUSED) if the reader does not accept the kind of a ticket.
         """
@@ -429,7 +429,7 @@ class ConsumerSession:
                     f"a ticket is of kind {handover.kind[:64]!r}; this stage accepts {', '.join(accepted) or 'none'}",
                     reason="TICKET_REFUSED",
                 )
-        flow.deliver(wire.read_with_tickets(data, self._producer.hold_tickets(data.lease_id, len(handovers))))
+        return wire.read_with_tickets(data, self._producer.hold_tickets(data.lease_id, len(handovers)))
 
     async def _fetched(self, flow: InletAttempt, reader: FetchingReader, data: chunk_pb2.ChunkData) -> Packet:
         """Fetches the bytes of a chunk and returns the chunk's packet. Drops the reader if the reader has failed.
