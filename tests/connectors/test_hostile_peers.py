@@ -1,6 +1,7 @@
 """Messages of a broken or hostile producer: they are rejected with a reason, and no other flow is harmed (D7)."""
 
 import asyncio
+import gc
 import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -270,6 +271,21 @@ async def test_producer_with_an_endless_name_is_rejected(field: str) -> None:
             await one.put(opening(KEY._replace(**name)))  # type: ignore[arg-type]
         with pytest.raises(grpc.aio.AioRpcError, match="256 characters"):
             await one.answer("rejected")
+
+
+async def test_flow_that_moved_to_another_stream_is_forgotten_when_it_ends() -> None:
+    async with peer() as one, dialled(one.host, hello()) as other:
+        inlet = one.host.plane.open_inlet(KEY, producer="a-0")
+        for each in (one, other):
+            await each.put(opening())
+            await each.answer("opened")
+        moved = [session._moved for session in one.host.plane._sessions]
+        await until(lambda: any(moved), timeout_s=5)
+        await inlet.aclose()
+        await other.answer("rejected")
+        del inlet
+        gc.collect()
+        assert not any(moved)
 
 
 async def test_reader_of_a_rejected_flow_receives_the_cause() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 from stagemesh.common.errors import (
     InvalidChunkError,
@@ -63,8 +64,8 @@ class ConsumerSession:
         self._stream: MessageStream | None = None
         self._producer_state: ProducerState | None = None
         self._flows: dict[EdgeKey, InletAttempt] = {}
-        self._moved: set[EdgeKey] = set()
-        """The keys of flows that have moved to another stream of the same producer."""
+        self._moved = WeakValueDictionary[EdgeKey, InletAttempt]()
+        """The flows that have moved to another stream of the same producer, and have not ended."""
         self._transfers = FragmentAssembler(consumer.landing.request)
         self._negotiations: dict[int, asyncio.Task[None]] = {}
         """The negotiations that have not ended, by connector. A producer repeats an offer until it has an answer."""
@@ -170,7 +171,7 @@ class ConsumerSession:
             del self._flows[flow.key]
             self._transfers.drop(flow.key)
             if not flow.is_closed:
-                self._moved.add(flow.key)
+                self._moved[flow.key] = flow
         return is_carried
 
     # -- items
@@ -293,7 +294,7 @@ class ConsumerSession:
 
     def _open(self, message: stage_pb2.OpenEdge) -> None:
         key = wire.key_from_wire(message.key)
-        self._moved.discard(key)
+        self._moved.pop(key, None)
         if self._is_committed(key, message.key):
             return
         flow = self._consumer.expected(key, self._producer)
