@@ -89,6 +89,8 @@ class Consumer:
         self.connections = 0
         self.breaks: Iterator[grpc.StatusCode] = iter(())
         """The statuses, without ErrorInfo, with which the next streams end when the first item arrives."""
+        self.last_words: list[Reply] = []
+        """The replies before such a status."""
 
     async def put_chunk(
         self, requests: AsyncIterator[stage_pb2.PutChunkRequest], context: Any
@@ -97,6 +99,7 @@ class Consumer:
         yield self.welcome
         async for request in requests:
             if request.items and (code := next(self.breaks, None)) is not None:
+                yield stage_pb2.PutChunkResponse(replies=self.last_words)
                 await context.abort(code, "the proxy has no time")
             for item in request.items:
                 yield stage_pb2.PutChunkResponse(replies=self._replies(item))
@@ -260,10 +263,14 @@ async def test_a_stream_that_ends_without_a_reason_is_a_broken_connection(code: 
         assert it.consumer.connections == 3
 
 
-async def test_a_consumer_whose_streams_always_break_counts_as_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("last_words", [[], [_released()]], ids=["silent", "releases nothing"])
+async def test_a_consumer_whose_streams_always_break_counts_as_unreachable(
+    last_words: list[Reply], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("stagemesh.connectors.peer_timeouts.LOST_CONSUMER_S", 0.5)
     async with scene() as it:
         it.consumer.breaks = itertools.repeat(grpc.StatusCode.INVALID_ARGUMENT)
+        it.consumer.last_words = last_words
         with raises(UnavailableError, reason="CONNECTION_LOST", match="the proxy has no time"):
             await it.send()
 

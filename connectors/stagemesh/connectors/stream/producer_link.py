@@ -23,6 +23,8 @@ from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 _RETRY_S = 0.1
+_ANSWERS = frozenset({"opened", "ack", "commit"})
+"""The replies by which a consumer shows that it processes a flow."""
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ class ProducerLink:
         self._incarnation = ""
         self._connection: Connection | None = None
         self._is_answered = False
-        """Whether a reply has arrived on the connection. A consumer that only accepts connections is unreachable."""
+        """Whether a reply of `_ANSWERS` has arrived on the connection. Without one, the consumer is unreachable."""
         self._watch: local_socket.DeathWatch | None = None
         self._loop = asyncio.get_running_loop()
         self._seen_s = self._loop.time()
@@ -228,7 +230,6 @@ class ProducerLink:
 
     def _take_reply(self, reply: stage_pb2.PutReply) -> stage_pb2.PutItem | None:
         """Processes a reply of the consumer. Returns the answer to it, or None if it has none."""
-        self._is_answered = True
         kind = reply.WhichOneof("reply")
         if kind == "release":
             self._release(reply.release.lease_ids)
@@ -242,6 +243,7 @@ class ProducerLink:
         else:
             flow = self._flows.get(wire.key_from_wire(getattr(reply, kind).key))
             if flow is not None:
+                self._is_answered = self._is_answered or kind in _ANSWERS
                 try:
                     self._apply(flow, reply, kind)
                 except StagemeshError as exc:
