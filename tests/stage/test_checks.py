@@ -101,6 +101,7 @@ def _audio(
         (lambda r: r.parameters.sampling.allowed_texts.SetInParent(), "INVALID_SAMPLING", "allowed_texts has no text"),
         (lambda r: r.parameters.sampling.MergeFrom(ENDLESS), "INVALID_SAMPLING", "ignore_eos contradicts grammar"),
         (lambda r: r.inputs.add(edge="a->b", producer="a-0"), "INVALID_EDGE", "unbind a->b"),
+        (lambda r: r.inputs.add(edge="a->b"), "INVALID_EDGE", "a->b needs a producer"),
         (lambda r: r.outputs.extend([BOUND, BOUND]), "INVALID_EDGE", "'a->b' twice"),
         (lambda r: r.outputs.add(consumer="b-0", endpoint="h:1"), "INVALID_EDGE", "without a name"),
         (lambda r: r.outputs.add(edge="a->b"), "INVALID_EDGE", "needs a consumer and an endpoint"),

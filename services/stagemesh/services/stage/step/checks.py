@@ -24,7 +24,7 @@ from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.services.engines.abilities import EngineAbilities, HandsOver
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.prompts import MEDIA_TYPES, MediaFile, Medium, Samples, media_of
-from stagemesh.services.stage.step.spec import STATE_EDGE, OutputBinding, Rebinding, StepSpec, StreamedOutput
+from stagemesh.services.stage.step.spec import STATE_EDGE, Rebinding, StepSpec, StreamedOutput
 from stagemesh.v1 import chunk_pb2
 
 # An orchestrator builds the id from request, stage and attempt.
@@ -77,12 +77,7 @@ def check_handover(signature: Signature, abilities: EngineAbilities, *, engine: 
 def check_rebinding(rebinding: Rebinding) -> None:
     """Raises InvalidRequestError if a rebinding is not valid. The error names the invalid value."""
     check_choice_id(rebinding.request_id)
-    _check_edge_names("inputs", [each.edge for each in rebinding.inputs])
-    _check_edge_names("outputs", [each.edge for each in rebinding.outputs])
-    _check_consumers(rebinding.outputs)
-    for binding in rebinding.inputs:
-        if not binding.peer:
-            raise InvalidRequestError(f"edge {binding.edge} needs a producer", reason="INVALID_EDGE")
+    _check_bindings(rebinding)
 
 
 def _check_pause(spec: StepSpec) -> None:
@@ -122,9 +117,7 @@ def _unsupported(engine: str, problem: str, **ability: str) -> UnsupportedError:
 
 
 def _check_edges(spec: StepSpec, signature: Signature) -> None:
-    _check_edge_names("inputs", [binding.edge for binding in spec.inputs])
-    _check_edge_names("outputs", [binding.edge for binding in spec.outputs])
-    _check_consumers(spec.outputs)
+    _check_bindings(spec)
     for binding in spec.outputs:
         _check_emitted(binding.tensors, signature)
     if spec.task.resume_from is None and spec.takes_state:
@@ -140,17 +133,18 @@ def _check_edges(spec: StepSpec, signature: Signature) -> None:
         )
 
 
-def _check_edge_names(direction: str, edges: Sequence[str]) -> None:
-    for edge, count in Counter(edges).items():
-        if not edge or count > 1:
-            problem = f"{edge!r} twice" if edge else "without a name"
-            raise InvalidRequestError(f"{direction} contain an edge {problem}", reason="INVALID_EDGE")
-
-
-def _check_consumers(bindings: Iterable[OutputBinding]) -> None:
-    for binding in bindings:
-        if not binding.peer.replica or not binding.peer.endpoint:
-            raise InvalidRequestError(f"edge {binding.edge} needs a consumer and an endpoint", reason="INVALID_EDGE")
+def _check_bindings(spec: StepSpec | Rebinding) -> None:
+    for direction, bindings in (("inputs", spec.inputs), ("outputs", spec.outputs)):
+        for edge, count in Counter(binding.edge for binding in bindings).items():
+            if not edge or count > 1:
+                problem = f"{edge!r} twice" if edge else "without a name"
+                raise InvalidRequestError(f"{direction} contain an edge {problem}", reason="INVALID_EDGE")
+    for binding in spec.inputs:
+        if not binding.peer:
+            raise InvalidRequestError(f"edge {binding.edge} needs a producer", reason="INVALID_EDGE")
+    for output in spec.outputs:
+        if not output.peer.replica or not output.peer.endpoint:
+            raise InvalidRequestError(f"edge {output.edge} needs a consumer and an endpoint", reason="INVALID_EDGE")
 
 
 def _check_absent(absent: Iterable[str], signature: Signature) -> None:
