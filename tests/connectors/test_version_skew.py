@@ -129,8 +129,9 @@ async def test_a_consumer_ends_the_stream_at_an_unknown_kind_without_a_flow() ->
     [
         (Protocol(lowest_version=2, highest_version=3, software="stagemesh 9"), "consumer b-0"),
         (Protocol(), "producer a-0"),
+        (Protocol(highest_version=1), "producer a-0"),
     ],
-    ids=["newer", "none"],
+    ids=["newer", "none", "no lowest"],
 )
 async def test_a_consumer_refuses_a_producer_without_a_common_version(protocol: Protocol, older: str) -> None:
     async with _producer(protocol=protocol) as producer:

@@ -37,9 +37,9 @@ def check_version(theirs: protocol_pb2.Protocol, *, peer: str, own_name: str) ->
     """
     ours = own_protocol()
     lowest, highest = theirs.lowest_version, theirs.highest_version
-    if highest and max(lowest, ours.lowest_version) <= min(highest, ours.highest_version):
+    if lowest and max(lowest, ours.lowest_version) <= min(highest, ours.highest_version):
         return
-    older = peer if highest < ours.lowest_version else own_name
+    older = own_name if lowest > ours.highest_version else peer
     raise NotReadyError(
         f"{peer} speaks {_described(theirs)}, but {own_name} speaks {_described(ours)}; upgrade {older}",
         reason=NO_COMMON_VERSION,
@@ -49,7 +49,7 @@ def check_version(theirs: protocol_pb2.Protocol, *, peer: str, own_name: str) ->
 
 def _described(protocol: protocol_pb2.Protocol) -> str:
     software = f" ({protocol.software})" if protocol.software else ""
-    if not protocol.highest_version:
+    if not protocol.lowest_version:
         return f"no version of the wire that it names{software}"
     return f"wire versions {protocol.lowest_version} to {protocol.highest_version}{software}"
 
