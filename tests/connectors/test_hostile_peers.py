@@ -48,7 +48,7 @@ def _put(*items: stage_pb2.PutItem) -> stage_pb2.PutChunkRequest:
 
 
 def _fragment(**fields: Any) -> stage_pb2.PutItem:
-    return stage_pb2.PutItem(fragment=chunk_pb2.ChunkFragment(payload=b"x", key=WIRE_KEY, **fields))
+    return stage_pb2.PutItem(fragment=chunk_pb2.ChunkFragment(**{"payload": b"x", "key": WIRE_KEY, **fields}))
 
 
 def _large_chunk(size_bytes: int) -> stage_pb2.PutItem:
@@ -105,11 +105,22 @@ async def test_malformed_chunk_is_rejected(data: ChunkData) -> None:
         pytest.param(_demand(HUGE), "CHUNK_TOO_LARGE", id="huge demand"),
         pytest.param(chunk(end=chunk_pb2.ChunkEnd(count=3)), "DIGEST_MISMATCH", id="end of other chunks"),
         pytest.param(chunk(NOBODYS, data=_tensor(inline=b"1234")), "UNKNOWN_FLOW", id="unknown request"),
+        pytest.param(opening(connector=chunk_pb2.CONNECTOR_AUTO), "CONNECTOR_UNAVAILABLE", id="no chosen connector"),
+        pytest.param(
+            _fragment(transfer_id=1, total_bytes=1 << 20, payload=bytes((1 << 20) + 1)), "INVALID_CHUNK", id="too large"
+        ),
+        pytest.param(
+            [_fragment(transfer_id=1, total_bytes=size, offset=at) for at, size in enumerate((3, 9))],
+            "INVALID_CHUNK",
+            id="another total_bytes",
+        ),
     ],
 )
-async def test_message_beyond_the_state_of_its_flow_is_rejected(item: stage_pb2.PutItem, reason: str) -> None:
+async def test_message_beyond_the_state_of_its_flow_is_rejected(
+    item: stage_pb2.PutItem | list[stage_pb2.PutItem], reason: str
+) -> None:
     async with open_peer() as one:
-        await one.put(item)
+        await one.put(*(item if isinstance(item, list) else [item]))
         assert await one.reason() == reason
 
 

@@ -20,8 +20,8 @@ FRAGMENT_BYTES = 256 << 10
 
 Larger fragments would delay the messages of other flows longer.
 """
-WHOLE_CHUNK_BYTES = 1 << 20
-"""The maximum size, in bytes, of a chunk of which each tensor is sent as one fragment.
+WHOLE_CHUNK_BYTES = MAX_FRAGMENT_BYTES = 1 << 20
+"""The maximum size, in bytes, of a chunk of which each tensor is sent as one fragment, and of a received fragment.
 
 If such a chunk has only one tensor, the consumer uses the tensor in place, without a copy.
 """
@@ -180,12 +180,14 @@ class FragmentAssembler:
         up at least half of the received message, uses the message's memory as the buffer instead.
 
         Raises InvalidChunkError (FRAGMENT_GAP) if an earlier fragment is missing, or if the fragment does not fit into
-        the buffer.
+        the buffer. Raises InvalidChunkError if the fragment is too large, or states another size of the transfer.
         """
         message, payload = fragment
         transfer = self._transfers.get(key)
         if transfer is None or transfer.id != message.transfer_id:
             return
+        if len(payload) > MAX_FRAGMENT_BYTES or message.total_bytes != transfer.total_bytes:
+            raise InvalidChunkError(f"a fragment of edge {key.edge} is too large, or states another total_bytes")
         end = message.offset + len(payload)
         if message.offset > transfer.received_bytes or end > transfer.total_bytes:
             raise InvalidChunkError(

@@ -14,7 +14,7 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from stagemesh.common.plugins.connectors import AUTO, GRPC, name_of
+from stagemesh.common.plugins.connectors import GRPC, name_of
 from stagemesh.common.tasks import end_tasks
 from stagemesh.common.wire.encoding import parse_message
 from stagemesh.common.wire.versions import refuse_unknown, unknown_kind
@@ -299,7 +299,6 @@ class ConsumerSession:
             return
         flow = self._consumer.expected(key, self._producer)
         connector = name_of(message.connector)
-        connector = GRPC if connector == AUTO else connector
         if connector != GRPC and not self._producer.has_negotiated(connector):
             raise unavailable(
                 f"edge {key.edge} was opened by connector {connector}, which {self._producer.replica} and this "
