@@ -256,12 +256,13 @@ def checked_overhead(data: chunk_pb2.ChunkData) -> int:
     Raises InvalidChunkError if the chunk has more than MAX_TENSORS tensors, or a tensor whose name has more than
     MAX_NAME characters.
     """
-    if len(data.tensors) > MAX_TENSORS:
-        raise InvalidChunkError(f"{len(data.tensors)} tensors in a chunk; at most {MAX_TENSORS} are accepted")
-    if any(len(tensor.name) > MAX_NAME for tensor in data.tensors):
-        raise InvalidChunkError(f"a tensor of a chunk has a name of more than {MAX_NAME} characters")
-    values = len(data.tensors) + len(data.metadata)
-    return ITEM_BYTES + VALUE_BYTES * values + max(0, data.ByteSize() - data.size_bytes)
+    tensors = data.tensors
+    if len(tensors) > MAX_TENSORS:
+        raise InvalidChunkError(f"{len(tensors)} tensors in a chunk; at most {MAX_TENSORS} are accepted")
+    for tensor in tensors:
+        if len(tensor.name) > MAX_NAME:
+            raise InvalidChunkError(f"a tensor of a chunk has a name of more than {MAX_NAME} characters")
+    return ITEM_BYTES + VALUE_BYTES * (len(tensors) + len(data.metadata)) + max(0, data.ByteSize() - data.size_bytes)
 
 
 def arena_ranges(data: chunk_pb2.ChunkData) -> list[ArenaRange]:
