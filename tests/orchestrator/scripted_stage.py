@@ -64,11 +64,11 @@ def tensors_of(request: stage_pb2.ExecuteStepRequest) -> list[str]:
 
 
 async def say_hello(stage: "ScriptedStage", request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-    """Streams two pieces of each requested tensor, with the stage's name, once the producers have started."""
+    """Streams two pieces of each requested text, with the stage's name, once the producers have started."""
     yield ACCEPTED
     await stage.until_fed(request)
     yield Response(progress=stage_pb2.StepProgress(steps=1))
-    for tensor in tensors_of(request):
+    for tensor in [each.tensor for each in request.streamed if each.tensor == "text" and not each.uri]:
         yield text_output(tensor, f"{stage.name} ")
         yield text_output(tensor, "done")
     yield FINISHED

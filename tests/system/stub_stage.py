@@ -35,6 +35,8 @@ class RequestFault(Enum):
     NO_ACCEPTANCE = "no_acceptance"
     NO_END = "no_end"
     EXCEPTION = "exception"
+    WRONG_KIND = "wrong_kind"
+    UNAUTHENTICATED = "unauthenticated"
 
 
 class ReplicaFault(Enum):
@@ -119,6 +121,10 @@ class StubStage:
         yield Event(accepted=stage_pb2.StepAccepted())
         if fault is RequestFault.EXCEPTION:
             raise ArithmeticError("the stub divides by zero")
+        if fault is RequestFault.UNAUTHENTICATED:
+            await fail(context, chunk_pb2.Error(code=16, reason="UNAUTHENTICATED", message="who are you?"))
+        if fault is RequestFault.WRONG_KIND:
+            yield Event(output=request_pb2.Output(name="text", token_ids=request_pb2.TokenIds(ids=[1])))
         await flow.ended.wait()
         if flow.error is not None:
             await fail(context, flow.error)

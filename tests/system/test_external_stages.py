@@ -204,6 +204,8 @@ CASES: Mapping[RequestFault, Case] = {
     RequestFault.NO_ACCEPTANCE: Case(DeadlineError, "stage 'upper' waits for upper-0 to accept the request"),
     RequestFault.NO_END: Case(DeadlineError, "stage 'frames' waits for chunk 0 of edge upper->frames from upper-0"),
     RequestFault.EXCEPTION: Case(InternalError, "the stub divides by zero", "INTERNAL"),
+    RequestFault.WRONG_KIND: Case(InternalError, "it is token_ids, and must be text", "INVALID_RESULT"),
+    RequestFault.UNAUTHENTICATED: Case(InternalError, "'upper' rejected the orchestrator: who are you?", "INTERNAL"),
     RequestFault.REJECTED_DIGEST: Case(InvalidRequestError, "edge writer->upper ended with", "DIGEST_MISMATCH"),
     RequestFault.WRONG_DIGEST: Case(
         InvalidRequestError, "edge upper->frames ended after 10 chunks, but", "DIGEST_MISMATCH"

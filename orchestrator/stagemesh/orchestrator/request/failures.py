@@ -130,6 +130,10 @@ class Failures:
             return
         # Store a copy, because the traceback of the raised error refers to the request's run.
         failure = Failure(state.name, copy(error))
+        if error.code in (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED):
+            # The stage has rejected the orchestrator. The client's credentials are a matter of the orchestrator alone.
+            problem = f"stage {state.name!r} rejected the orchestrator: {error.message}"
+            failure = Failure(state.name, InternalError(problem, metadata=error.metadata))
         if _is_death(error, state.replica) and state.at_work and state.replica not in state.dead_replicas:
             state.dead_replicas |= {state.replica}
             if state.alone:

@@ -7,12 +7,21 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 
+import numpy as np
+
 from stagemesh.common.backoff import Backoff
-from stagemesh.common.errors import InternalError, StagemeshError, StaleAttemptError, UnavailableError
+from stagemesh.common.errors import (
+    InternalError,
+    InvalidChunkError,
+    StagemeshError,
+    StaleAttemptError,
+    UnavailableError,
+)
 from stagemesh.common.media.files import suffix_of
 from stagemesh.common.notification import Notifier
 from stagemesh.common.plugins.connectors import number_of
 from stagemesh.common.requests.output_position import length_of
+from stagemesh.common.wire.tensors import checked_layout
 from stagemesh.common.wire.versions import refuse_unknown
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_loss import ACCEPT_S, REATTACH_S, REPLICA_LOST
@@ -40,6 +49,11 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 _log = logging.getLogger(__name__)
 DRAINED = "DRAINED"
 """The error reason of a step that was paused because its replica drains. The step continues on another replica."""
+_CONTENTS: Mapping[str, str] = {
+    **{kind: kind for kind in ("text", "audio", "image", "tensor", "media")},
+    "tokens": "token_ids",
+}
+"""The content of a part of an output that is not a file, by the output's kind."""
 _PAUSES = Backoff(first_s=0.05, longest_s=0.1)
 _MOST_BREAKS = 16
 _REBIND_S = 5.0
@@ -311,12 +325,37 @@ class StepCalls:
         state.positions[tensor] = begin + length_of(output)
         output.name, output.index = self._output_names[state.name].get(tensor, ""), self._request.index
         if output.name:
+            _check_content(output, self._route.outputs[output.name], stage=state.name)
             self._record.add_output(output)
 
     def _take_checkpoint(self, state: StepState, checkpoint: stage_pb2.Checkpoint) -> None:
         useful = is_checkpoint_useful(self._route, self._states, state.name, checkpoint.rows)
         if useful and self.can_resume_from(checkpoint):
             state.store_checkpoint(checkpoint)
+
+
+def _check_content(output: request_pb2.Output, declared: PipelineOutput, *, stage: str) -> None:
+    """Raises InternalError (INVALID_RESULT) if a stage sends an output as something other than its signature declares.
+
+    Stages of Stagemesh check their results themselves, and external stages may not.
+    """
+    content, problem = output.WhichOneof("content"), ""
+    expected = "file" if declared.stored else "media" if declared.file_type else _CONTENTS[declared.kind]
+    if content not in (None, expected) and (content, declared.kind) != ("image", "image"):
+        problem = f"it is {content}, and must be {expected}"
+    elif content in ("audio", "tensor"):
+        tensor = output.audio.samples if content == "audio" else output.tensor
+        try:
+            dtype, shape = checked_layout(tensor, size_bytes=len(tensor.inline))
+        except InvalidChunkError as exc:
+            problem = exc.message
+        else:
+            is_audio = dtype == np.float32 and len(shape) in (1, 2)
+            if content == "audio" and not (is_audio and output.audio.sample_rate_hz == declared.sample_rate_hz):
+                problem = f"it is {dtype}{list(shape)} at {output.audio.sample_rate_hz} Hz"
+    if problem:
+        text = f"stage {stage!r} sent output {output.name!r} of kind {declared.kind}, but {problem}; correct the stage"
+        raise InternalError(text, reason="INVALID_RESULT", metadata={"tensor": declared.tensor})
 
 
 def may_continue(error: StagemeshError) -> bool:
