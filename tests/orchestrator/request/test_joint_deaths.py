@@ -159,3 +159,10 @@ def test_processes_may_die_again_before_the_request_has_recovered(tmp_path: Path
         spoken, took_s = virtual_time.run(_ask(world, blows))
         assert (number, blows, spoken) == (number, blows, undisturbed)
         assert took_s < _LONGEST_S, (number, blows)
+
+
+def test_only_the_lost_stage_restarts_at_another_orchestrator(tmp_path: Path) -> None:
+    world = World(load(tmp_path, DIAMOND))
+    virtual_time.run(_ask(world, [(0.3, ("first", "join"))]))
+    assert world.made["join"] > world.rows
+    assert [world.made[stage] for stage in ("top", "left", "right")] == [world.rows] * 3

@@ -438,8 +438,9 @@ async def test_a_request_runs_again_if_the_other_orchestrator_cancels_its_steps(
 
 @in_virtual_time
 async def test_a_request_runs_again_if_a_replica_has_restarted(world: World) -> None:
-    async with _continuing(world) as (first, _, _):
+    async with _continuing(world) as (first, _, second):
         first.of("b").die()
+    assert _tried(second) == {1001}
 
 
 @in_virtual_time

@@ -450,8 +450,8 @@ class _EventRelay:
         """
         self._breaks += 1
         if self._breaks == _MOST_BREAKS:
-            problem = f"{self._breaks} calls in a row broke without a new event; the last one: {error.message}"
-            raise InternalError(problem, metadata=error.metadata) from error
+            problem = f"{self._breaks} calls of stage {self._stage!r} in a row broke without a new event; see its log"
+            raise InternalError(f"{problem}; the last one: {error.message}", metadata=error.metadata) from error
 
 
 def _acceptance_missing(stage: str) -> InternalError:
