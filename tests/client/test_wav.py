@@ -32,7 +32,7 @@ def test_a_change_of_the_sample_rate_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with WavWriter(tmp_path) as writer, pytest.raises(InvalidRequestError, match="cannot write"):
+    with WavWriter(tmp_path) as writer, pytest.raises(InvalidRequestError, match="cannot be written"):
         writer.write(np.zeros(1, np.float32), sample_rate_hz=8000)
 
 

@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
+from pathlib import PurePath
 from typing import ClassVar, NamedTuple
 
 
@@ -267,6 +268,23 @@ def exit_without_extra(*extras: str, of: str) -> Generator[None]:
     except NotReadyError as exc:
         sys.stderr.write(f"error: {exc.message}\n")
         sys.exit(exit_code(exc))
+
+
+@contextmanager
+def file_access(problem: str, *, reason: str, remedy: str = "") -> Generator[None]:
+    """Raises InvalidRequestError with this reason if the `with` block raises OSError.
+
+    Its message is `problem`, for example "cannot read FILE", a colon, the cause in the system's words, and `remedy`.
+    """
+    try:
+        yield
+    except OSError as exc:
+        raise InvalidRequestError(f"{problem}: {exc.strerror or exc}{remedy}", reason=reason) from exc
+
+
+def writing(path: PurePath, *, remedy: str = "") -> AbstractContextManager[None]:
+    """Raises InvalidRequestError (CANNOT_WRITE) if the `with` block, which writes the file `path`, raises OSError."""
+    return file_access(f"{path} cannot be written", reason="CANNOT_WRITE", remedy=remedy)
 
 
 ENGINE_DIED = "ENGINE_DIED"

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stagemesh.common.errors import InvalidRequestError, UnauthenticatedError
+from stagemesh.common.errors import InvalidRequestError, UnauthenticatedError, file_access
 from stagemesh.common.process.config import TokenConfig
 from stagemesh.rpc.callers import CLIENT, SCHEME, Identity, identity_of_certificate
 from stagemesh.rpc.credentials import file_version, write_private
@@ -58,12 +58,10 @@ class TokenDigests:
         return entry.caller
 
     def _refresh(self) -> None:
-        try:
+        with file_access(f"{self._path} cannot be read", reason="INVALID_TOKENS"):
             version = file_version(self._path)
             if version != self._version:
                 self._entries, self._version = _read(self._path), version
-        except OSError as exc:
-            raise InvalidRequestError(f"{self._path} cannot be read: {exc.strerror}", reason="INVALID_TOKENS") from exc
 
 
 def add_token(path: Path, token: str, entry: TokenEntry) -> None:

@@ -21,7 +21,7 @@ from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeEngine
 
 from stagemesh.common.backoff import Backoff
-from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError, file_access
 from stagemesh.common.process.logs import log_cause
 from stagemesh.jobs.migrations.versions import v0001_jobs
 
@@ -107,18 +107,14 @@ def _make_engine(url: str | URL) -> Engine:
         ) from None
     if parsed.drivername == "sqlite":
         assert parsed.database is not None, "the config has been checked"
-        folder = Path(parsed.database).parent
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if (file := Path(parsed.database)).exists():
+        file = Path(parsed.database)
+        problem = f"the folder {file.parent} of the database cannot be created"
+        remedy = "; make it writable, or set `database` to another file"
+        with file_access(problem, reason="CANNOT_WRITE", remedy=remedy):
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if file.exists():
                 # An earlier version has created it for all users of the host. SQLite's other files have the same mode.
                 file.chmod(0o600)
-        except OSError as exc:
-            raise InvalidRequestError(
-                f"the folder {folder} of the database cannot be created: {exc.strerror}; make it writable, or set "
-                "`database` to another file",
-                reason="CANNOT_WRITE",
-            ) from exc
         engine = create_engine(parsed, connect_args={"timeout": _BUSY_S})
         event.listen(engine, "connect", _prepare_sqlite)
         return engine

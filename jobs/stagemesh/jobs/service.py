@@ -7,7 +7,7 @@ from pathlib import Path
 from sqlalchemy import URL
 
 from stagemesh.client import AsyncClient
-from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError, file_access
 from stagemesh.common.media.store import MediaStore
 from stagemesh.common.process import settings
 from stagemesh.common.tasks import end_tasks
@@ -62,15 +62,13 @@ async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
 def _database_url(config: JobServerConfig) -> str | URL:
     if not config.database_file:
         return config.database or URL.create("sqlite", database=str(settings.jobs_database(config.pipeline)))
+    remedy = "; name a file that contains the URL of the database"
     try:
-        url = Path(config.database_file).read_text().strip()
+        with file_access(
+            f"database_file: {config.database_file} cannot be read", reason="INVALID_CONFIG", remedy=remedy
+        ):
+            url = Path(config.database_file).read_text().strip()
         check_database_url(url)
-    except OSError as exc:
-        raise InvalidRequestError(
-            f"database_file: {config.database_file} cannot be read: {exc.strerror}; name a file that contains the URL "
-            "of the database",
-            reason="INVALID_CONFIG",
-        ) from exc
     except ValueError as exc:
         raise InvalidRequestError(f"database_file: {config.database_file}: {exc}", reason="INVALID_CONFIG") from exc
     return url

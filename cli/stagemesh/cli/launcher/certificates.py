@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError, file_access
 from stagemesh.rpc.callers import SCHEME
 from stagemesh.rpc.credentials import CA, CERTIFICATE, KEY, write_private
 
@@ -76,14 +76,10 @@ class Authority:
                 critical=False,
             )
         )
-        try:
+        with file_access(f"the certificates in {folder} cannot be written", reason="INVALID_TLS"):
             write_private(folder / CA, self._pem)
             write_private(folder / KEY, _private(key))
             write_private(folder / CERTIFICATE, builder.sign(self._key, hashes.SHA256()).public_bytes(_PEM))
-        except OSError as exc:
-            raise InvalidRequestError(
-                f"{exc.filename} cannot be written: {exc.strerror}", reason="INVALID_TLS"
-            ) from exc
         return folder
 
 

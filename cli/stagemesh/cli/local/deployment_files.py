@@ -12,9 +12,9 @@ import typer
 from stagemesh.cli.terminal.contexts import DEFAULT_ADMIN_SERVER, DEFAULT_SERVER
 from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import REQUIRED, Kind, Parameters, argument, command, option, read_pairs
-from stagemesh.cli.terminal.output import print_result, writing
+from stagemesh.cli.terminal.output import print_result
 from stagemesh.cli.terminal.pipeline_options import PIPELINE
-from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError, writing
 from stagemesh.common.process import settings
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from stagemesh.cli.operation.admin_targets import complete_request
 from stagemesh.cli.terminal.connection_options import ADMIN_SERVER
 from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Kind, Parameters, argument, option, with_parameters
-from stagemesh.cli.terminal.output import duration, print_result, writing
+from stagemesh.cli.terminal.output import duration, print_result
 from stagemesh.cli.terminal.tables import Column, make_table, number
+from stagemesh.common.errors import writing
 
 if TYPE_CHECKING:
     from rich.table import Table

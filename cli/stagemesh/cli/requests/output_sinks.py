@@ -9,7 +9,6 @@ from typing import BinaryIO
 
 import numpy as np
 
-from stagemesh.cli.terminal.output import writing
 from stagemesh.client import (
     Admitted,
     AudioChunk,
@@ -25,6 +24,7 @@ from stagemesh.client import (
     Text,
     WavWriter,
 )
+from stagemesh.common.errors import writing
 from stagemesh.common.media.files import suffix_of
 from stagemesh.common.requests.output_position import OutputKey
 

@@ -10,9 +10,9 @@ import typer
 
 from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import REQUIRED, Kind, Parameters, argument, command, option
-from stagemesh.cli.terminal.output import print_result, writing
+from stagemesh.cli.terminal.output import print_result
 from stagemesh.cli.terminal.tables import Column, make_table
-from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, StagemeshError
+from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, StagemeshError, writing
 
 DEFAULT_PORT = 7780
 DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"

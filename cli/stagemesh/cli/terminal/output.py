@@ -3,18 +3,15 @@
 import json
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from stagemesh.cli.terminal.options import Kind, Parameters, flag, option
 from stagemesh.cli.terminal.tables import Cell, Column, make_table
-from stagemesh.common.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -62,15 +59,6 @@ def print_result(document: object, view: "RenderableType", *, as_json: bool) -> 
         typer.echo(view)
     else:
         print_all(view)
-
-
-@contextmanager
-def writing(path: Path, *, remedy: str = "") -> Generator[None]:
-    """Raises InvalidRequestError (CANNOT_WRITE) for an OSError of the block, which writes the file at `path`."""
-    try:
-        yield
-    except OSError as exc:
-        raise InvalidRequestError(f"{path} cannot be written: {exc.strerror}{remedy}", reason="CANNOT_WRITE") from exc
 
 
 def size(size_bytes: float) -> str:

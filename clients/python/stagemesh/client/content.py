@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.media.files import SUFFIXES, file_access
+from stagemesh.common.errors import InvalidRequestError, file_access
+from stagemesh.common.media.files import SUFFIXES
 from stagemesh.common.wire.tensors import inline_tensor
 from stagemesh.v1 import request_pb2
 
@@ -135,7 +135,7 @@ def read_media(path: Path | str) -> ImageFile | AudioFile | VideoFile:
     path = Path(path)
     media_type = media_type_of(path)
     kind = _KINDS[media_type.partition("/")[0]]
-    with file_access("read", path, reason="INVALID_MEDIA"):
+    with file_access(f"cannot read {path}", reason="INVALID_MEDIA"):
         return kind(path.read_bytes(), media_type)
 
 

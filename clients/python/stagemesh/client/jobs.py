@@ -17,8 +17,8 @@ from stagemesh.client.requests import GenerateArguments, build_request
 from stagemesh.client.responses import Progress, Usage
 from stagemesh.client.retries import RetryPolicy
 from stagemesh.common.backoff import Backoff
-from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError, UnsupportedError
-from stagemesh.common.media.files import file_access, suffix_of
+from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError, UnsupportedError, writing
+from stagemesh.common.media.files import suffix_of
 from stagemesh.rpc.channels import open_async, open_sync
 from stagemesh.rpc.error_mapping import error_from_wire, from_rpc_error, is_broken
 from stagemesh.v1 import jobs_pb2, orchestrator_pb2
@@ -319,7 +319,7 @@ def download_paths(job: Job, folder: Path) -> dict[Path, MediaFile]:
 
     Raises InvalidRequestError (CANNOT_WRITE) if the folder cannot be created.
     """
-    with file_access("create", folder, reason="CANNOT_WRITE"):
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     paths: dict[Path, MediaFile] = {}
     for output in job.outputs:

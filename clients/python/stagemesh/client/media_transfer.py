@@ -3,7 +3,6 @@
 import hashlib
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 from uuid import uuid4
@@ -11,8 +10,8 @@ from uuid import uuid4
 import grpc.aio
 
 from stagemesh.client.content import MediaFile, media_type_of
-from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from stagemesh.common.media.files import MEDIA_PART_BYTES, check_content, file_access
+from stagemesh.common.errors import InvalidRequestError, UnsupportedError, file_access, writing
+from stagemesh.common.media.files import MEDIA_PART_BYTES, check_content
 from stagemesh.rpc import channels
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import media_pb2, orchestrator_pb2, request_pb2
@@ -87,7 +86,7 @@ class UploadMessages:
         self._media_type = media_type or media_type_of(self._path)
         self.error: InvalidRequestError | None = None
         """The error that ended the iteration, or None. Stored here because gRPC does not pass it on."""
-        with file_access("read", self._path, reason="INVALID_MEDIA"):
+        with file_access(f"cannot read {path}", reason="INVALID_MEDIA"):
             self._size_bytes = self._path.stat().st_size
         if not self._size_bytes:
             raise InvalidRequestError(f"{path} is empty; name a file with content", reason="INVALID_MEDIA")
@@ -95,7 +94,8 @@ class UploadMessages:
     def __iter__(self) -> Iterator[media_pb2.UploadMediaRequest]:
         digest, offset, last = hashlib.sha256(), 0, False
         try:
-            with file_access("read", self._path, reason="INVALID_MEDIA"), self._path.open("rb", buffering=0) as file:
+            problem = f"cannot read {self._path}"
+            with file_access(problem, reason="INVALID_MEDIA"), self._path.open("rb", buffering=0) as file:
                 while not last:
                     data = file.read(MEDIA_PART_BYTES)
                     digest.update(data)
@@ -124,7 +124,7 @@ class Download:
         self._path, self._on_bytes = Path(path), on_bytes
         self._temporary = self._path.with_name(f".{self._path.name}.{uuid4().hex}.part")
         self._digest, self._size_bytes, self._is_complete = hashlib.sha256(), 0, False
-        with self._writing():
+        with writing(self._path):
             self._file = self._temporary.open("xb", buffering=0)
 
     @property
@@ -135,7 +135,7 @@ class Download:
     def add(self, response: media_pb2.DownloadMediaResponse) -> None:
         """Writes the next part of the file."""
         data = response.media.data
-        with self._writing():
+        with writing(self._path):
             self._file.write(data)
         self._digest.update(data)
         self._size_bytes += len(data)
@@ -154,7 +154,7 @@ class Download:
             )
         check_content(self._stated, size_bytes=self._size_bytes, sha256=self._digest.digest())
         self._file.close()
-        with self._writing():
+        with writing(self._path):
             os.replace(self._temporary, self._path)  # noqa: PTH105 - the same on all systems
 
     def __enter__(self) -> Self:
@@ -163,9 +163,6 @@ class Download:
     def __exit__(self, *_: object) -> None:
         self._file.close()
         self._temporary.unlink(missing_ok=True)
-
-    def _writing(self) -> AbstractContextManager[None]:
-        return file_access("write", self._path, reason="CANNOT_WRITE")
 
 
 def stored_file(message: request_pb2.MediaFile) -> MediaFile:

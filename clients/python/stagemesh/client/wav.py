@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagemesh.client.content import AudioSamples
-from stagemesh.common.errors import InvalidRequestError
-from stagemesh.common.media.files import file_access
+from stagemesh.common.errors import InvalidRequestError, writing
 
 _SAMPLE_BYTES = 2
 _SCALE = np.float32(1 / 32768)
@@ -79,7 +78,7 @@ class WavWriter:
 
 
 def _create(path: Path) -> BinaryIO:
-    with file_access("write", path, reason="CANNOT_WRITE"):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("wb")
 

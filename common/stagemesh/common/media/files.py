@@ -1,8 +1,6 @@
-"""Media files: the suffixes of their names, their comparison with descriptions, and the errors of local files."""
+"""Media files: the suffixes of their names, and their comparison with descriptions."""
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from pathlib import PurePath
+from collections.abc import Mapping
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.v1 import request_pb2
@@ -34,18 +32,6 @@ SUFFIXES: Mapping[str, str] = {
 def suffix_of(media_type: str) -> str:
     """Returns the suffix of names of files of a media type, for example ".png", or "" if the type is not known."""
     return SUFFIXES.get(media_type, "")
-
-
-@contextmanager
-def file_access(what: str, path: PurePath, *, reason: str) -> Generator[None]:
-    """Raises InvalidRequestError with this reason if the `with` block raises OSError.
-
-    `what` is what the block does with the file or folder at `path`, for example "read".
-    """
-    try:
-        yield
-    except OSError as exc:
-        raise InvalidRequestError(f"cannot {what} {path}: {exc.strerror}", reason=reason) from exc
 
 
 def check_content(stated: request_pb2.MediaFile, *, size_bytes: int, sha256: bytes) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError, file_access
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -112,10 +112,8 @@ def load_config(kind: type[ConfigT], path: Path) -> ConfigT:
     """
     from_stdin = str(path) == STDIN
     name = "standard input" if from_stdin else str(path)
-    try:
+    with file_access(f"{name} cannot be read", reason="INVALID_CONFIG"):
         text = without_comments(sys.stdin.buffer.read() if from_stdin else path.read_bytes())
-    except OSError as exc:
-        raise InvalidRequestError(f"{name} cannot be read: {exc.strerror}", reason="INVALID_CONFIG") from exc
     try:
         return TypeAdapter(kind).validate_json(text, extra="forbid")
     except ValidationError as exc:

@@ -8,7 +8,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, TypeVar
 
-from stagemesh.common.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, file_access
 
 T = TypeVar("T")
 
@@ -182,13 +182,9 @@ class Profiles:
         return target
 
     async def _start(self, target: Path, max_steps: int | None) -> None:
-        try:
+        with file_access(f"folder {target} cannot be created", reason="INVALID_FOLDER"):
             for folder in (self._private, target):
                 await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-        except OSError as exc:
-            raise InvalidRequestError(
-                f"folder {target} cannot be created: {exc.strerror}", reason="INVALID_FOLDER"
-            ) from exc
         # A random prefix prevents name collisions with files in the target folder.
         await self._begin(f"profile-{token_hex(4)}", max_steps)
         self._target = target
@@ -198,11 +194,8 @@ class Profiles:
         try:
             # The folder is checked again, because a symbolic link may have replaced it.
             target = self._checked(str(target))
-            return await asyncio.to_thread(self._move, target)
-        except OSError as exc:
-            raise InvalidRequestError(
-                f"the profile cannot be moved to {target}: {exc}", reason="INVALID_FOLDER"
-            ) from exc
+            with file_access(f"the profile cannot be moved to {target}", reason="INVALID_FOLDER"):
+                return await asyncio.to_thread(self._move, target)
         finally:
             self.discard()
             self._target = None

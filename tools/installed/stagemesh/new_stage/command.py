@@ -13,8 +13,7 @@ from string import Template
 import typer
 
 from stagemesh.cli.terminal.options import Kind, Parameters, argument, command, option
-from stagemesh.cli.terminal.output import writing
-from stagemesh.common.errors import ExistsError, InvalidRequestError
+from stagemesh.common.errors import ExistsError, InvalidRequestError, writing
 
 app = typer.Typer(help="Write a package that adds a stage to Stagemesh.", no_args_is_help=True)
 

@@ -6,8 +6,8 @@ import typer
 
 from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Kind, Parameters, argument, option, with_parameters
-from stagemesh.cli.terminal.output import print_json, writing
-from stagemesh.common.errors import ExitCode
+from stagemesh.cli.terminal.output import print_json
+from stagemesh.common.errors import ExitCode, writing
 
 _IMPORT: Parameters = {
     "file": argument(Kind.INPUT_FILE, "Read this stage config or deploy config of vLLM-Omni."),
