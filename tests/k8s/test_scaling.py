@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from stagemesh.orchestrator.metrics.scaling import Metric
+from stagemesh.orchestrator.metrics.prometheus import SCALING_METRICS
 from tests.k8s.helm import NAMESPACE, RELEASE
 from tests.k8s.manifests import field, matches
 from tests.k8s.release import KEDA, PROMETHEUS, Release, at
@@ -37,7 +37,7 @@ def test_keda_queries_the_sums_of_the_signals_with_a_target() -> None:
 def test_autoscalers_read_metrics_that_orchestrators_serve(kind: str) -> None:
     scaling = {**SCALING, "kind": kind, "inFlight": 8}
     text = str(Release(at("stages.thinker.autoscaling", scaling)).of_kind("ScaledObject", "HorizontalPodAutoscaler"))
-    assert set(re.findall(r"stagemesh_stage_\w+", text)) == {metric.value for metric in Metric}
+    assert set(re.findall(r"stagemesh_stage_\w+", text)) == set(SCALING_METRICS)
 
 
 def test_small_and_large_targets_are_written_out() -> None:

@@ -15,8 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stagemesh.client import AsyncResponseStream, AudioChunk, EdgeUsage
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.fleet import Fleet
-from stagemesh.orchestrator.metrics.prometheus import OrchestratorMetrics
-from stagemesh.orchestrator.metrics.scaling import Metric as Signal
+from stagemesh.orchestrator.metrics.prometheus import SCALING_METRICS, OrchestratorMetrics
 from stagemesh.orchestrator.orchestrator import Orchestrator as Core
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.v1 import request_pb2, stage_pb2
@@ -202,7 +201,7 @@ async def slow(tmp_path: Path) -> AsyncGenerator[Orchestrator]:
 async def _signals(orchestrator: Orchestrator) -> dict[str, float]:
     """Returns the signals that autoscalers read from Prometheus."""
     metrics = await _scrape(orchestrator)
-    samples = [sample for signal in Signal for sample in metrics[signal.value].samples]
+    samples = [sample for name in SCALING_METRICS for sample in metrics[name].samples]
     return {sample.name: sample.value for sample in samples if sample.labels["stage"] == "say"}
 
 

@@ -15,7 +15,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.flow.edge_meters import sent_metrics
 from stagemesh.orchestrator.fleet.replica import reported_load
-from stagemesh.orchestrator.metrics.scaling import Metric as Signal
 from stagemesh.orchestrator.metrics.scaling import signals_by_stage
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Timeline
@@ -23,12 +22,14 @@ from stagemesh.v1.errors_pb2 import ErrorReason
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 _UNDERRUN_SECONDS = (0.0, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_HELP = {
-    Signal.QUEUED: "Seconds of work that waits for the stage: this orchestrator's part of the replicas' queues, and "
-    "its requests that are not planned yet.",
-    Signal.PLAYOUT: "Audio streams of this orchestrator that the stage emits and that are about to run dry.",
-    Signal.IN_FLIGHT: "Steps of this orchestrator that run or wait at the stage's replicas.",
+SCALING_METRICS = {
+    "stagemesh_stage_queued_seconds": "Seconds of work that waits for the stage: this orchestrator's part of the "
+    "replicas' queues, and its requests that are not planned yet.",
+    "stagemesh_stage_playout_at_risk": "Audio streams of this orchestrator that the stage emits and that are about to "
+    "run dry.",
+    "stagemesh_stage_in_flight": "Steps of this orchestrator that run or wait at the stage's replicas.",
 }
+"""The metrics of a stage on which autoscalers act, by name. The sum over all orchestrators is the stage's metric."""
 _OUTCOMES = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
 
 
@@ -97,12 +98,12 @@ class OrchestratorMetrics:
         yield from sent_metrics(self._orchestrator.input_planes.meters)
 
     def _scaling(self) -> Iterator[Metric]:
-        by_stage = signals_by_stage(self._orchestrator)
-        for signal in Signal:
-            family = GaugeMetricFamily(signal.value, _HELP[signal], labels=("stage",))
-            for stage, signals in by_stage.items():
-                family.add_metric((stage,), signals.own[signal])
-            yield family
+        gauges = [GaugeMetricFamily(name, text, labels=("stage",)) for name, text in SCALING_METRICS.items()]
+        for stage, signals in signals_by_stage(self._orchestrator).items():
+            values = (signals.own_queued_s, signals.playout_at_risk, signals.own_in_flight)
+            for gauge, value in zip(gauges, values, strict=True):
+                gauge.add_metric((stage,), value)
+        yield from gauges
 
     def _observe(self, timeline: Timeline) -> None:
         """Adds a request that has ended."""

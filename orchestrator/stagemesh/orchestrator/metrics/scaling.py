@@ -8,7 +8,6 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.process.stage_process import ReplicaState
@@ -29,14 +28,6 @@ _WAKE_S = 60.0
 _DESCRIBE_S = 5.0
 _RETRY_S = 10.0
 """The time after which a replica that failed to wake is woken again, in seconds."""
-
-
-class Metric(Enum):
-    """The metrics of a stage on which autoscalers act. Each value is the name of the metric."""
-
-    QUEUED = "stagemesh_stage_queued_seconds"
-    PLAYOUT = "stagemesh_stage_playout_at_risk"
-    IN_FLIGHT = "stagemesh_stage_in_flight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +54,9 @@ class StageSignals:
         return self.queued_at_replicas_s + self.unplanned_s
 
     @property
-    def own(self) -> Mapping[Metric, float]:
-        """This orchestrator's part of each metric. The sum over all orchestrators is the metric of the stage."""
-        return {
-            Metric.QUEUED: self.own_queued_at_replicas_s + self.unplanned_s,
-            Metric.PLAYOUT: self.playout_at_risk,
-            Metric.IN_FLIGHT: self.own_in_flight,
-        }
+    def own_queued_s(self) -> float:
+        """This orchestrator's part of `queued_s`. The sum over all orchestrators is the work that waits."""
+        return self.own_queued_at_replicas_s + self.unplanned_s
 
 
 def signals_by_stage(orchestrator: Orchestrator) -> Mapping[str, StageSignals]:
