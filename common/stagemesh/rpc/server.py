@@ -20,7 +20,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.common.process.config import ServiceConfig, TokenConfig
+from stagemesh.common.process.config import ClientServiceConfig, ServiceConfig
 from stagemesh.rpc.authentication import TokenChecker, by_certificate
 from stagemesh.rpc.call_limits import CALLS_PER_CALLER
 from stagemesh.rpc.callers import ROLE_NAMES, Role
@@ -79,25 +79,17 @@ class Server:
 
     @classmethod
     def of_process(
-        cls,
-        listen: str,
-        config: ServiceConfig,
-        *,
-        roles: Collection[Role],
-        tokens: TokenConfig | None = None,
-        calls_per_caller: int | None = None,
+        cls, listen: str, config: ServiceConfig, *, roles: Collection[Role], calls_per_caller: int | None = None
     ) -> Self:
         """Creates the main server of a process from the process's config. Sets the credentials of the process.
 
         Raises InvalidRequestError if the certificates (INVALID_TLS) or the tokens (INVALID_TOKENS) cannot be read.
         """
         PROCESS.use(Credentials(config.tls))
+        tokens = config.tokens if isinstance(config, ClientServiceConfig) else None
+        checker = None if tokens is None else TokenChecker(tokens)
         return cls(
-            listen,
-            roles=roles,
-            tokens=None if tokens is None else TokenChecker(tokens),
-            health_listen=config.health_listen,
-            calls_per_caller=calls_per_caller,
+            listen, roles=roles, tokens=checker, health_listen=config.health_listen, calls_per_caller=calls_per_caller
         )
 
     def add(self, service: str, register: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer) -> None:

@@ -34,9 +34,7 @@ async def serve(config: JobServerConfig, stopping: asyncio.Event) -> None:
     """
     store = MediaStore(config.media, writer=f"{config.pipeline}.{config.name}", spool=settings.spool_dir())
     store.prepare()
-    server = Server.of_process(
-        config.listen, config, roles={CLIENT}, tokens=config.tokens, calls_per_caller=CALLS_PER_CALLER
-    )
+    server = Server.of_process(config.listen, config, roles={CLIENT}, calls_per_caller=CALLS_PER_CALLER)
     database = Database(_database_url(config))
     table = JobTable(database, config)
     client = AsyncClient(*config.servers)

@@ -48,9 +48,8 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     usable, and the orchestrator is not draining. The health status of "liveness" is always SERVING.
     """
     _check_stages(config, pipeline)
-    server = Server.of_process(
-        config.listen, config, roles={CLIENT}, tokens=config.tokens, calls_per_caller=_calls_per_caller(pipeline.limits)
-    )
+    calls = _calls_per_caller(pipeline.limits)
+    server = Server.of_process(config.listen, config, roles={CLIENT}, calls_per_caller=calls)
     registration = _registration(config, pipeline)
     sources = _sources(config, pipeline, registration)
     fleet = Fleet(pipeline, sources, generations=config.generations, warm=config.warm)

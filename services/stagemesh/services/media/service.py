@@ -163,9 +163,7 @@ async def serve(config: MediaServiceConfig, stopping: asyncio.Event) -> None:
     """
     store = MediaStore(config.media, writer=f"{config.pipeline}.{config.name}", spool=settings.spool_dir())
     store.prepare()
-    server = Server.of_process(
-        config.listen, config, roles={CLIENT}, tokens=config.tokens, calls_per_caller=CALLS_PER_CALLER
-    )
+    server = Server.of_process(config.listen, config, roles={CLIENT}, calls_per_caller=CALLS_PER_CALLER)
     server.add(SERVICE_NAME, media_pb2_grpc.add_MediaServiceServicer_to_server, MediaServicer(store))
     async with server.serving(grace_s=_GRACE_S):
         server.set_health("", SERVICE_NAME, serving=True)
