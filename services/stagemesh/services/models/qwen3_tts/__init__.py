@@ -20,34 +20,31 @@ _ROWS = {"text_ids": TensorSpec("int32", ("tokens",)), "row_codes": TensorSpec("
 _MAX_CHARACTERS = 2000
 _REFERENCE = {"reference_codes": TensorSpec("int32", ("frames", "groups"))}
 
+_OPTIONS = {
+    "speaker": OptionSpec("", maximum=64, description="Voice of a model with voices by name. Empty: the first voice."),
+    "language": OptionSpec("auto", maximum=64, description="Language of the speech, or auto: the talker chooses it."),
+    "instruction": OptionSpec(
+        "", maximum=_MAX_CHARACTERS, description="Description of the voice, or of how it speaks."
+    ),
+    "reference_text": OptionSpec(
+        "",
+        maximum=_MAX_CHARACTERS,
+        description="Text of the reference voice. The talker then continues its codes; otherwise it has only the sound "
+        "of the voice.",
+    ),
+    "whole_text": OptionSpec(
+        default=False,
+        description="Whether the talker reads the whole text before it speaks. Otherwise it reads while it speaks, and "
+        "speaks sooner.",
+    ),
+}
 PROMPT = FunctionDescriptor(
     signature=Signature(
         emits={
             **{name: Emitted(spec) for name, spec in (_ROWS | _REFERENCE).items()},
             "states": Emitted(TensorSpec("float32", ("tokens", "hidden"))),
         },
-        options={
-            "speaker": OptionSpec(
-                default="", maximum=64, description="Voice of a model with voices by name. Empty: the first voice."
-            ),
-            "language": OptionSpec(
-                default="auto", maximum=64, description="Language of the speech, or auto: the talker chooses it."
-            ),
-            "instruction": OptionSpec(
-                default="", maximum=_MAX_CHARACTERS, description="Description of the voice, or of how it speaks."
-            ),
-            "reference_text": OptionSpec(
-                default="",
-                maximum=_MAX_CHARACTERS,
-                description="Text of the reference voice. The talker then continues its codes; otherwise it has only "
-                "the sound of the voice.",
-            ),
-            "whole_text": OptionSpec(
-                default=False,
-                description="Whether the talker reads the whole text before it speaks. Otherwise it reads while it "
-                "speaks, and speaks sooner.",
-            ),
-        },
+        options=_OPTIONS,
         media=True,
     ),
     factory="stagemesh.services.models.qwen3_tts.prompt:make_prompt_writer",
