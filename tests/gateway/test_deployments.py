@@ -112,7 +112,7 @@ async def test_requests_share_the_wait_for_an_orchestrator_that_does_not_answer(
     other.answering.set()
     async with asyncio.timeout(5):
         assert (await servers.find("p:a")).adapter == "a"
-        await servers.check_caller()
+        await servers.first()
         assert not any(each.done() for each in waiting)
         hanging.answering.set()
         errors = await asyncio.gather(*waiting, servers.find("lost"), return_exceptions=True)

@@ -1,18 +1,15 @@
 """Which requests are served at all: requests of known callers, or without tokens, requests for the own host."""
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stagemesh.common.errors import PermissionDeniedError, StagemeshError
 from stagemesh.gateway.catalog import Callers
 from stagemesh.gateway.config import GatewayConfig, Host
 from stagemesh.gateway.errors import reject
 from stagemesh.gateway.limits import Limits
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
 
 _PUBLIC, _PUBLIC_FOLDER = frozenset({"/", "/health"}), "/assets/"
 """The paths that need no token, and the folder of others."""
@@ -30,7 +27,7 @@ class Access:
     unsafe requests and WebSockets of pages of other origins.
     """
 
-    def __init__(self, app: "ASGIApp", config: GatewayConfig, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, config: GatewayConfig, limits: Limits) -> None:
         self._app, self._limits = app, limits
         listen = Host.parse(config.listen)
         self._named = {host.name for each in config.hosts or () if (host := Host.parse(each)) is not None}
@@ -38,7 +35,7 @@ class Access:
         # An attacker can give another meaning to a name, but not to an address.
         self._allows_addresses = listen is not None and listen.name in _EVERYWHERE
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -50,7 +47,7 @@ class Access:
                     self._check_page(connection, own=self._check_host(connection))
                 elif scope["path"] not in _PUBLIC and not scope["path"].startswith(_PUBLIC_FOLDER):
                     catalog = used.enter_context((await callers.catalog(connection)).counted_request())
-                    await catalog.check_caller()
+                    await catalog.first()
             except StagemeshError as exc:
                 await reject(exc, scope, receive, send)
                 return

@@ -172,7 +172,7 @@ class Catalog:
     async def find(self, model_id: str) -> Model:
         """Returns a model. Raises NotFoundError if no pipeline has the name, and the errors of unreachable servers."""
         name, colon, adapter = model_id.partition(":")
-        if (found := await self._first(name)) is not None:
+        if (found := await self.first(name)) is not None:
             return replace(found, id=model_id, adapter=adapter if colon else None)
         names = ", ".join(model.id for model in await self.models())
         raise NotFoundError(
@@ -196,14 +196,11 @@ class Catalog:
         await asyncio.wait(asked)
         return self._described(asked)
 
-    async def check_caller(self) -> None:
-        """Returns if an orchestrator accepts the caller. Raises the last orchestrator's error if none does."""
-        await self._first()
-
-    async def _first(self, name: str | None = None) -> Model | None:
+    async def first(self, name: str | None = None) -> Model | None:
         """Returns the first model that is described, or the one with a name. Asks all servers at the same time.
 
-        Returns None if no model has the name. If servers failed, raises the last of their errors instead.
+        Returns None if no model has the name. If servers failed, raises the last of their errors instead: without a
+        name, if no orchestrator accepts the caller.
         """
         asked = [server.describe() for server in self._servers]
         waiting = set(asked)

@@ -2,18 +2,17 @@
 
 import asyncio
 from ssl import SSLContext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from uvicorn._types import ASGIReceiveEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import get_remote_addr
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.http11 import Request
 
+from stagemesh.common.tasks import kept_in
 from stagemesh.gateway import limits
 from stagemesh.gateway.limits import Sender, name_of_host
-
-if TYPE_CHECKING:
-    from uvicorn._types import ASGIReceiveEvent
 
 _HEAD_S = 10
 """The time for a TLS handshake, and for headers after the connection, its handshake or the last answer, in seconds."""
@@ -119,9 +118,7 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
             self._begin(transport, transport)
         else:
             # The server of asyncio would report a connection only after its handshake.
-            task = self.loop.create_task(self._start_tls(transport, tls))
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
+            kept_in(self.tasks, self.loop.create_task(self._start_tls(transport, tls)))
 
     def _begin(self, transport: asyncio.Transport, tcp: asyncio.Transport) -> None:
         super().connection_made(cast("asyncio.Transport", _Transport(transport, tcp)))
@@ -246,7 +243,7 @@ class WebSocketConnection(_LimitedConnection, WebSocketsSansIOProtocol):
             if self.transport.is_closing():
                 break
 
-    async def receive(self) -> "ASGIReceiveEvent":
+    async def receive(self) -> ASGIReceiveEvent:
         self._sender = sender = cast("Sender", cast("dict[str, Any]", self.scope)["sender"])
         # The application has handled the messages before.
         if self.queue.empty():

@@ -2,19 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from stagemesh.common.errors import Code, InternalError, InvalidRequestError, StagemeshError
-
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
 
 _INVALID, _RATE_LIMIT, _SERVER = "invalid_request_error", "rate_limit_error", "server_error"
 _STATUSES: Mapping[Code, tuple[int, str]] = {
@@ -79,7 +77,7 @@ def error_response(error: StagemeshError) -> JSONResponse:
     return JSONResponse(error_body(error), status, headers)
 
 
-async def reject(error: StagemeshError, scope: "Scope", receive: "Receive", send: "Send") -> None:
+async def reject(error: StagemeshError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers a request, or a WebSocket that has not been accepted, with an error."""
     if scope["type"] == "websocket":
         await WebSocket(scope, receive, send).send_denial_response(error_response(error))

@@ -4,19 +4,16 @@ import asyncio
 import socket
 from collections import Counter
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stagemesh.common.errors import CancelledRequestError, Code, InvalidRequestError, OverloadedError, StagemeshError
 from stagemesh.gateway.config import GatewayConfig
 from stagemesh.gateway.errors import reject
 from stagemesh.rpc.call_limits import RejectedBytes
 from stagemesh.rpc.channels import MAX_FIELDS
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 CALLER = ContextVar("caller", default="")
 """The caller whose request or WebSocket is served."""
@@ -72,7 +69,7 @@ class Limits:
         self.memory = Shares(max(config.max_bodies_bytes, 2 * config.max_body_bytes))
         self.decoders, self.rejected = WeakValueDictionary[str, asyncio.Semaphore](), RejectedBytes()
 
-    async def serve(self, app: "ASGIApp", scope: "Scope", receive: "Receive", send: "Send", *, caller: str) -> None:
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, *, caller: str) -> None:
         """Serves a request or a WebSocket of a caller with an application, unless it exceeds a limit."""
         CALLER.set(caller)
         sender = scope["sender"] = Sender(self, caller)
@@ -97,14 +94,14 @@ class Limits:
                 sender.hold(0)
                 kept.hold(0)
 
-    def _limited(self, receive: "Receive", sender: "Sender", headers: Headers) -> "Receive":
+    def _limited(self, receive: Receive, sender: "Sender", headers: Headers) -> Receive:
         """Returns a function that receives a body within its limits."""
         # The commas of files are not values. `read_form` counts the commas of fields.
         is_form = headers.get("content-type", "").lower().startswith("multipart/")
         until_s: float | None = asyncio.get_running_loop().time() + BODY_S
         received = 0
 
-        async def limited() -> "Message":
+        async def limited() -> Message:
             nonlocal received, until_s
             try:
                 async with asyncio.timeout_at(until_s):

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
 from stagemesh.gateway.access import Access
@@ -30,9 +31,6 @@ from stagemesh.gateway.routes import chat, completions, images, models, speech, 
 from stagemesh.gateway.voices import VoiceStore
 from stagemesh.rpc.credentials import CERTIFICATE, KEY, Credentials
 from stagemesh.rpc.server import listen_error, parse_address, serving_metrics
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _FILES = StaticFiles(directory=Path(__file__).parent / "page")
 _POLICY = (
@@ -170,7 +168,7 @@ _OTHER = "other"
 class Metrics:
     """An ASGI middleware that counts and times requests."""
 
-    def __init__(self, app: "ASGIApp", registry: CollectorRegistry) -> None:
+    def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
         self._app = app
         self._requests = Counter(
             "stagemesh_gateway_requests",
@@ -188,14 +186,14 @@ class Metrics:
         )
         self._whole_s = times("stagemesh_gateway_request_seconds", "Time from a request to the end of its answer.")
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             with self._sockets.track_inprogress() if scope["type"] == "websocket" else nullcontext():
                 await self._app(scope, receive, send)
             return
         began_s, first_s, status = time.perf_counter(), 0.0, 499
 
-        async def observe(message: "Message") -> None:
+        async def observe(message: Message) -> None:
             nonlocal first_s, status
             if message["type"] == "http.response.start":
                 status = message["status"]

@@ -124,10 +124,8 @@ async def read_content(video_id: str, request: Request, variant: str = _VIDEO) -
     if wanted.startswith("bytes=") and request.headers.get("if-range") in {None, headers["ETag"]}:
         found = _find_range(wanted, file.size_bytes)
         if found is None:
-            error = ParameterError(
-                "Range", f"it is not one range of the {file.size_bytes} bytes; send bytes=FIRST-LAST"
-            )
-            response = error_response(error)
+            problem = f"it is not one range of the {file.size_bytes} bytes; send bytes=FIRST-LAST"
+            response = error_response(ParameterError("Range", problem))
             response.status_code, response.headers["Content-Range"] = 416, f"bytes */{file.size_bytes}"
             return response
         (begin, end), status = found, 206
