@@ -82,8 +82,7 @@ def generate(**values: Any) -> None:
     from stagemesh.cli.requests.output_sinks import Sinks
 
     as_json = values["as_json"]
-    content, prompt_arguments = read_prompt(values)
-    arguments: GenerateArguments = {**client_arguments(values), **prompt_arguments}
+    content, arguments = read_prompt(values)
     with Sinks(folder=values["output"], audio=values["audio"], image=values["image"], quiet=as_json) as sinks:
         endpoints = split_addresses(values["server"])
         request = run_request(
@@ -95,7 +94,7 @@ def generate(**values: Any) -> None:
 
 
 def read_prompt(values: Mapping[str, Any]) -> "tuple[Content | None, GenerateArguments]":
-    """Returns the prompt, or None and the arguments of the client that replace it, and the tools.
+    """Returns the prompt, and the other arguments of the client. The prompt is None if one of them replaces it.
 
     Raises BadParameter if the options contradict each other or if a file cannot be read.
     """
@@ -104,7 +103,7 @@ def read_prompt(values: Mapping[str, Any]) -> "tuple[Content | None, GenerateArg
     prompt, messages = values["prompt"], values["messages"]
     if (prompt is None) == (messages is None):
         raise typer.BadParameter("give either a prompt or --messages", param_hint="PROMPT")
-    arguments: GenerateArguments = {}
+    arguments = client_arguments(values)
     if values["tools"] is not None:
         arguments["tools"] = read_tools(values["tools"])
     if messages is not None:

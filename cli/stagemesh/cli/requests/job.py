@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from stagemesh.cli.requests.generate import GENERATE, read_prompt
-from stagemesh.cli.requests.request_options import client_arguments
 from stagemesh.cli.terminal.connection_options import SERVER, open_client
 from stagemesh.cli.terminal.error_output import AS_JSON
 from stagemesh.cli.terminal.options import Kind, Parameters, argument, command, option, read_pairs
@@ -20,7 +19,7 @@ from stagemesh.cli.terminal.tables import Column, make_table, number, state_cell
 from stagemesh.common.errors import CancelledRequestError, NotReadyError
 
 if TYPE_CHECKING:
-    from stagemesh.client import Client, GenerateArguments, Job
+    from stagemesh.client import Client, Job
 
 app = typer.Typer(
     help="Run requests as jobs, which survive restarts of every process, and whose results are stored.",
@@ -63,8 +62,7 @@ _DOWNLOAD: Parameters = {
 @command(app, _SUBMIT)
 def submit(**values: Any) -> None:
     """Submit a request as a job, and print its id."""
-    content, prompt_arguments = read_prompt(values)
-    arguments: GenerateArguments = {**client_arguments(values), **prompt_arguments}
+    content, arguments = read_prompt(values)
     labels = read_pairs(values["labels"], option="--label", convert=str)
     with open_client(values) as client:
         job = client.jobs.submit(content, labels=labels, **arguments)

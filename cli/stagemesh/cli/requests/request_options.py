@@ -85,16 +85,12 @@ SAMPLING: Parameters = {
         "Printed with --json only.",
         min=0,
     ),
-    "json_schema": option(
-        Path, "Constrain the output to JSON that conforms to this file's schema.", exists=True, dir_okay=False
-    ),
+    "json_schema": option(Kind.INPUT_FILE, "Constrain the output to JSON that conforms to this file's schema."),
     "regex": option(str, "Constrain the output to match this regular expression."),
     "allowed_texts": option(
         [Kind.TEXT], "Constrain the output to one of the texts given by this option. Repeatable.", "--allowed-text"
     ),
-    "grammar": option(
-        Path, "Constrain the output to the grammar in this file, in Lark or GBNF format.", exists=True, dir_okay=False
-    ),
+    "grammar": option(Kind.INPUT_FILE, "Constrain the output to the grammar in this file, in Lark or GBNF format."),
     "adapter": option(Kind.NAME, "Use this LoRA adapter. Uses no adapter if omitted."),
 }
 """The sampling options, by the name of the argument of `AsyncClient.generate` that each option sets."""
