@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Self
+from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
@@ -40,7 +40,7 @@ class RejectedBytes:
         self._paid_s[caller] = min(paid_s, now_s + 2 * self._AT_ONCE_S)
 
 
-class Messages:
+class Messages(AsyncIterator[Any]):
     """The messages of an RPC, which are received and parsed one at a time.
 
     Raises InvalidRequestError (MALFORMED_MESSAGE, MESSAGE_TOO_LARGE), or OverloadedError (CALL_LIMIT) if too many of
@@ -53,9 +53,6 @@ class Messages:
         """`kind` is the type of the messages, or None if they remain bytes."""
         self._received, self._kind, self._rejected, self._caller = received, kind, rejected, caller
         self._newest: Message | bytes = b""
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> Any:
         if (over_s := self._rejected.over_s(self._caller)) > 0:

@@ -4,8 +4,9 @@ import asyncio
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from stagemesh.client import (
     AudioChunk,
@@ -31,7 +32,7 @@ _MAX_INLINE_BYTES = 64 << 10
 _WAV, _TEXT = "audio/wav", "text/plain"
 
 
-class AttemptOutputs:
+class AttemptOutputs(AbstractAsyncContextManager["AttemptOutputs"]):
     """The outputs of one attempt. Use it within `async with`, which discards the files unless `keep` has been called.
 
     All methods raise the errors of `StoredFileWriter.commit` about the store.
@@ -115,9 +116,6 @@ class AttemptOutputs:
         writer = await self._store.create(uri, media_type)
         writers.append(writer)
         return writer
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         for output in self._outputs.values():

@@ -71,12 +71,9 @@ def check_listen(listen: str, *, option: str = "--port") -> None:
 
 
 def _bind_error(host: str, port: int) -> OSError | None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as trial:
-        # gRPC sets this option too. Without it, the port of a service that has just exited would seem to be in use.
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((host, port))
-            trial.listen(1)
-        except OSError as exc:
-            return exc
+    # It sets SO_REUSEADDR, as gRPC does. Otherwise, the port of a service that has just exited would seem to be in use.
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as exc:
+        return exc
     return None

@@ -27,6 +27,7 @@ from stagemesh.client.requests import ConverseArguments, GenerateArguments, buil
 from stagemesh.client.responses import Event, Result, ResultBuilder
 from stagemesh.client.sync_session import Session
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.tasks import kept_in
 from stagemesh.common.wire.versions import check_version, own_protocol
 from stagemesh.rpc.channels import open_async, open_sync
 from stagemesh.rpc.error_mapping import from_rpc_error
@@ -234,9 +235,7 @@ class AsyncClient(BaseClient):
             with suppress(grpc.aio.AioRpcError):
                 await self.stubs[endpoint].CancelRequest(request, timeout=_LEAVE_TIMEOUT_S)
 
-        task = asyncio.create_task(send())
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        kept_in(self._leaving, asyncio.create_task(send()))
 
     async def __aenter__(self) -> Self:
         return self

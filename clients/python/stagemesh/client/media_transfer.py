@@ -3,8 +3,9 @@
 import hashlib
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from uuid import uuid4
 
 import grpc.aio
@@ -112,7 +113,7 @@ class UploadMessages:
             raise
 
 
-class Download:
+class Download(AbstractContextManager["Download"]):
     """The local file of a download. Use it within `with`, which deletes the partial file unless `finish` succeeds.
 
     The constructor and the methods raise InvalidRequestError (CANNOT_WRITE) if the file cannot be written.
@@ -149,16 +150,11 @@ class Download:
         Raises InvalidRequestError (MEDIA_MISMATCH) if the file is incomplete, or differs from its description.
         """
         if not self._is_complete:
-            raise InvalidRequestError(
-                f"the download of {self._stated.uri} ended early; try again", reason="MEDIA_MISMATCH"
-            )
+            raise InvalidRequestError(f"the download of {self._stated.uri} ended early; retry", reason="MEDIA_MISMATCH")
         check_content(self._stated, size_bytes=self._size_bytes, sha256=self._digest.digest())
         self._file.close()
         with writing(self._path):
             os.replace(self._temporary, self._path)  # noqa: PTH105 - the same on all systems
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()

@@ -1,8 +1,9 @@
 """WAV files with 16-bit PCM samples: reads them, and writes them while the samples arrive."""
 
 import wave
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ def read_wav(path: Path | str) -> AudioSamples:
     return AudioSamples(samples.reshape(-1, channels) if channels > 1 else samples, rate)
 
 
-class WavWriter:
+class WavWriter(AbstractContextManager["WavWriter"]):
     """A writer of float32 samples to a WAV file. Clips samples outside [-1, 1].
 
     The first call of `write` creates the file and, if necessary, the file's folder. No file is created if `write` is
@@ -69,9 +70,6 @@ class WavWriter:
             self._file.close()
         if self._raw is not None:
             self._raw.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -66,18 +66,14 @@ def sources_of(task: Task) -> Sequence[AsyncIterator[Packet]]:
     return [JoinedEdges(together), *apart] if together else apart
 
 
-class JoinedEdges:
-    """An async iterator that combines one packet from each edge into one packet.
+class JoinedEdges(AsyncIterator[Packet]):
+    """An async iterator that combines one packet from each edge into one packet. The edges can be read only once.
 
     All edges must end after the same number of packets.
     """
 
     def __init__(self, readers: Mapping[str, AsyncIterator[Packet]]) -> None:
         self._readers = readers
-
-    def __aiter__(self) -> AsyncIterator[Packet]:
-        """Returns this object. The edges can be read only once."""
-        return self
 
     async def __anext__(self) -> Packet:
         """Returns the combination of the next packet of each edge.
