@@ -11,7 +11,9 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
+
+import grpc
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotReadyError, StaleAttemptError, UnavailableError
 from stagemesh.common.tasks import result_before
@@ -22,9 +24,6 @@ from stagemesh.rpc.callers import check_replica
 from stagemesh.rpc.channels import MAX_NAME
 from stagemesh.rpc.handlers import answering, streaming
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc, stage_pb2
-
-if TYPE_CHECKING:
-    import grpc
 
 _log = logging.getLogger(__name__)
 _RESOLVE_TIMEOUT_S = 5.0
@@ -312,9 +311,7 @@ def _check_complete(identity: membership_pb2.ReplicaIdentity) -> None:
     check_names(identity)
     _, colon, port = identity.endpoint.rpartition(":")
     if not (colon and len(port) < 6 and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise _invalid(
-            f"replica {identity.replica} registers with endpoint {identity.endpoint!r}; it must be host:port"
-        )
+        raise _invalid(f"replica {identity.replica} registers with {identity.endpoint!r}; it must be host:port")
 
 
 def check_names(message: Belonging | stage_pb2.WatchLoadResponse) -> None:
