@@ -13,7 +13,7 @@ from av.error import FFmpegError
 from fastapi import Request
 
 from stagemesh.client import AudioChunk
-from stagemesh.common.media.decoding import DecodedBytes, decode_audio, find_audio, open_container
+from stagemesh.common.media.decoding import AUDIO_FORMATS, DecodedBytes, decode_audio, find_audio, open_container
 from stagemesh.common.media.encodings import PCM, AudioEncoder
 from stagemesh.common.process.host import lower_thread_priority
 from stagemesh.gateway.answers import until_disconnected
@@ -22,16 +22,6 @@ from stagemesh.gateway.limits import Sender
 
 T = TypeVar("T")
 
-_MEDIA_TYPES: Mapping[str, str] = {
-    "wav": "audio/wav",
-    "mp3": "audio/mpeg",
-    "flac": "audio/flac",
-    "ogg": "audio/ogg",
-    "aac": "audio/aac",
-    "mp4": "audio/mp4",
-    "matroska": "audio/webm",
-}
-"""The media types of audio files by the name of FFmpeg's format."""
 FORMATS = "wav, mp3, flac, ogg, aac, mp4 or webm"
 MAX_RATE_HZ, MAX_CHANNELS = 96_000, 2
 """The limits of audio whose length is limited."""
@@ -104,7 +94,7 @@ def measure(data: bytes, *, param: str, decoded: DecodedBytes, max_s: float | No
 @contextmanager
 def _opened(data: bytes, param: str) -> Generator[InputContainer]:
     try:
-        with open_container(io.BytesIO(data), list(_MEDIA_TYPES)) as container:
+        with open_container(io.BytesIO(data), list(AUDIO_FORMATS.values())) as container:
             find_audio(container)
             yield container
     except (FFmpegError, ValueError) as exc:
@@ -114,7 +104,7 @@ def _opened(data: bytes, param: str) -> Generator[InputContainer]:
 def _media_type_of(container: InputContainer) -> str:
     # FFmpeg names some formats by several names.
     names = container.format.name.split(",")
-    return next(media_type for name, media_type in _MEDIA_TYPES.items() if name in names)
+    return next(media_type for media_type, name in AUDIO_FORMATS.items() if name in names)
 
 
 def _damaged(param: str, cause: str) -> ParameterError:

@@ -1,7 +1,7 @@
 """Opens audio and video files that are not trusted, and limits what a request may decode."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import IO, TYPE_CHECKING
 
@@ -19,6 +19,19 @@ _PCM = "pcm_alaw,pcm_f32le,pcm_f64le,pcm_mulaw,pcm_s16be,pcm_s16le,pcm_s24be,pcm
 _AUDIO = f"aac,ac3,adpcm_ima_wav,adpcm_ms,alac,eac3,flac,mp3,mp3float,opus,vorbis,{_PCM}"
 CODECS = f"av1,ffv1,gif,h264,hevc,libdav1d,mjpeg,mpeg4,vp8,vp9,{_AUDIO}"
 """FFmpeg's decoders that may read a caller's file, separated by commas. Others are old, and rarely examined."""
+AUDIO_FORMATS: Mapping[str, str] = {
+    "audio/wav": "wav",
+    "audio/x-wav": "wav",
+    "audio/mpeg": "mp3",
+    "audio/flac": "flac",
+    "audio/x-flac": "flac",
+    "audio/ogg": "ogg",
+    "audio/aac": "aac",
+    "audio/mp4": "mp4",
+    "audio/x-m4a": "mp4",
+    "audio/webm": "matroska",
+}
+"""The name of FFmpeg's format by the media type of an audio file. The usual type of a format is its first one."""
 _SAMPLE_BYTES = 4
 _BLOCK_SAMPLES = 1 << 16
 _WAV_HEADER_BYTES = 8

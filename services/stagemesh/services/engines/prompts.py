@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import JsonValue
 
+from stagemesh.common.media.decoding import AUDIO_FORMATS
 from stagemesh.common.media.store import FetchedFile
 from stagemesh.common.wire.tensors import Array
 from stagemesh.v1 import request_pb2
@@ -15,18 +16,7 @@ MediaKind: TypeAlias = Literal["image", "audio", "video"]
 
 MEDIA_TYPES: Mapping[MediaKind, Mapping[str, str]] = {
     "image": {f"image/{name}": name.upper() for name in ("png", "jpeg", "webp", "gif", "bmp")},
-    "audio": {
-        "audio/wav": "wav",
-        "audio/x-wav": "wav",
-        "audio/mpeg": "mp3",
-        "audio/flac": "flac",
-        "audio/x-flac": "flac",
-        "audio/ogg": "ogg",
-        "audio/aac": "aac",
-        "audio/mp4": "mp4",
-        "audio/x-m4a": "mp4",
-        "audio/webm": "matroska",
-    },
+    "audio": AUDIO_FORMATS,
     "video": {
         "video/mp4": "mp4",
         "video/quicktime": "mov",
