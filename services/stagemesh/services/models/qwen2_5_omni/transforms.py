@@ -29,9 +29,7 @@ class Thinker2Talker:
     """
 
     def __init__(self, model: Path | None) -> None:
-        folder = require_folder(
-            model, "the transform qwen2_5_omni.thinker2talker", setting="`model` of the talker's stage"
-        )
+        folder = require_folder(model, "transform qwen2_5_omni.thinker2talker", setting="`model` of the talker's stage")
         self._texts = TextTokens.of(read_config(folder))
         self._rows = TalkerRows(codec_slots=_CODEC_SLOTS, media=self._texts.media)
         self._tokens = _NO_TOKENS
@@ -93,9 +91,7 @@ class Thinker2Talker:
 
 def make_talker2token2wav(model: Path | None) -> SpokenFrames:
     """Returns the transform. `model` is the checkpoint folder of the stage that applies it."""
-    folder = require_folder(
-        model, "the transform qwen2_5_omni.talker2token2wav", setting="`model` of the edge's stages"
-    )
+    folder = require_folder(model, "transform qwen2_5_omni.talker2token2wav", setting="`model` of the edge's stages")
     # The table of the vocoder has one code more than it is trained for.
     codes: int = read_config(folder)["token2wav_config"]["dit_config"]["num_embeds"]
     return SpokenFrames(codebook_size=codes + 1)

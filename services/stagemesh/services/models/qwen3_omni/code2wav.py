@@ -50,7 +50,7 @@ def make_code2wav(model: Path | None, options: Mapping[str, JsonValue]) -> Codec
     Raises InvalidRequestError if `model` is None or an option is invalid, and NotReadyError (LOAD_FAILED) if the
     checkpoint is incomplete or of another model.
     """
-    folder = require_folder(model, "the function qwen3_omni.code2wav")
+    folder = require_folder(model, "function qwen3_omni.code2wav")
     placement = choose_placement(options)
     config = read_section(folder, read_config(folder), name="code2wav_config", kind=Code2WavConfig)
     weights = Weights(load_weights(folder, f"{_PART}."), device=placement.device, dtype=placement.dtype)

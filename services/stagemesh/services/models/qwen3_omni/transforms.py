@@ -38,9 +38,7 @@ class Thinker2Talker:
     """
 
     def __init__(self, model: Path | None) -> None:
-        folder = require_folder(
-            model, "the transform qwen3_omni.thinker2talker", setting="`model` of the talker's stage"
-        )
+        folder = require_folder(model, "transform qwen3_omni.thinker2talker", setting="`model` of the talker's stage")
         self._tokens = TextTokens.of(folder)
         self._rows = TalkerRows(codec_slots=_CODEC_SLOTS, media=self._tokens.media)
         self._prompt = _NO_TOKENS
@@ -140,9 +138,7 @@ class Talker2Code2Wav(SpokenFrames):
     """A `Transform` that removes frames that are not audio. `model` is the folder of the stage that applies it."""
 
     def __init__(self, model: Path | None) -> None:
-        folder = require_folder(
-            model, "the transform qwen3_omni.talker2code2wav", setting="`model` of the edge's stages"
-        )
+        folder = require_folder(model, "transform qwen3_omni.talker2code2wav", setting="`model` of the edge's stages")
         super().__init__(codebook_size=_codebook_size(folder))
 
 

@@ -87,7 +87,7 @@ def make_codec_decoder(model: Path | None, options: Mapping[str, JsonValue]) -> 
     Raises InvalidRequestError if `model` is None or an option is invalid, and NotReadyError (LOAD_FAILED) if the
     checkpoint's speech tokenizer is incomplete or of another type.
     """
-    folder = require_folder(model, "the function qwen3_tts.codec_decoder") / CODEC_FOLDER
+    folder = require_folder(model, "function qwen3_tts.codec_decoder") / CODEC_FOLDER
     placement = choose_placement(options)
     config = read_config(folder, model_type=CODEC_TYPE)
     section = read_section(folder, config, name="decoder_config", kind=CodecDecoderConfig)

