@@ -5,13 +5,14 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from heapq import nlargest, nsmallest
+from operator import attrgetter
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.common.requests.request_checks import choice_id
 from stagemesh.common.wire.encoding import to_message
 from stagemesh.orchestrator.admin.directory import Directory
-from stagemesh.orchestrator.admission.queue import Caller, Loads
+from stagemesh.orchestrator.admission.queue import Loads
 from stagemesh.orchestrator.descriptions import describe_edge, replica_status
 from stagemesh.orchestrator.fleet.replica import reported_load
 from stagemesh.orchestrator.metrics.scaling import StageSignals, signals_by_stage
@@ -58,6 +59,9 @@ class Inspector:
         The status also contains the load of at most 100 callers: the callers with the most requests.
         """
         pipeline, admission = self._directory.pipeline, self._orchestrator.admission
+        busiest = nlargest(
+            _MAX_CALLERS, admission.callers, key=lambda caller: caller.running.requests + caller.waiting.requests
+        )
         return to_message(
             admin_pb2.PipelineStatus,
             admission,
@@ -72,10 +76,7 @@ class Inspector:
             finished=totals.requests[RequestState.FINISHED],
             failed=totals.requests[RequestState.FAILED],
             cancelled=totals.requests[RequestState.CANCELLED],
-            callers=[
-                admin_pb2.CallerStatus(caller=caller.name, **_loads(caller))
-                for caller in nlargest(_MAX_CALLERS, admission.callers, key=_requests_of)
-            ],
+            callers=[admin_pb2.CallerStatus(caller=caller.name, **_loads(caller)) for caller in busiest],
         )
 
     def stages(self, totals: Totals) -> list[admin_pb2.StageStatus]:
@@ -100,7 +101,7 @@ class Inspector:
             stages=self.stages(totals),
             replicas=map(replica_status, self._directory.replicas),
             edges=self.edges(totals),
-            slowest=self._slowest(slowest),
+            slowest=map(self._summary, nsmallest(slowest, self._running(), key=attrgetter("number"))),
         )
 
     def requests(
@@ -206,11 +207,6 @@ class Inspector:
         chunks, sizes = zip(*counts, strict=True)
         return stage_pb2.SentChunks(edge=edge.name, chunks=sum(chunks), size_bytes=sum(sizes))
 
-    def _slowest(self, count: int) -> list[admin_pb2.RequestStatus]:
-        """Returns the summaries of the `count` oldest requests that have not ended, oldest first."""
-        oldest = nsmallest(count, self._running(), key=lambda timeline: timeline.number)
-        return [self._summary(timeline) for timeline in oldest]
-
     def _running(self) -> list[Timeline]:
         return [known.record.timeline for known in self._orchestrator.requests.running]
 
@@ -291,10 +287,6 @@ def _flow_statuses(steps: Sequence[tuple[StepNotes, control_pb2.StepReport | Non
         )
         for key in keys
     ]
-
-
-def _requests_of(caller: Caller) -> int:
-    return caller.running.requests + caller.waiting.requests
 
 
 def _loads(loads: Loads) -> dict[str, int]:
