@@ -159,9 +159,8 @@ class JobTable:
     async def release_own(self) -> None:
         """Ends the leases of an earlier process with this process's name, so that its jobs need not wait for them."""
         owned = self._is_ours & (JOBS.c.worker == self._config.name) & (JOBS.c.state == RUNNING)
-        await self._database.call(
-            lambda connection: connection.execute(JOBS.update().where(owned).values(lease_until_s=0.0))
-        )
+        ended = JOBS.update().where(owned).values(lease_until_s=0.0)
+        await self._database.call(lambda connection: connection.execute(ended))
 
     async def claim(self) -> Claim | None:
         """Returns a job for this process to run, or None if none waits.

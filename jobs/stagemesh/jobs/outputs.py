@@ -104,9 +104,7 @@ class AttemptOutputs(AbstractAsyncContextManager["AttemptOutputs"]):
                 await writer.write(block)
         message.files.extend([await writer.commit() for writer in output.writers])
         for each in (event.file for event in output.stored):
-            message.files.add(
-                uri=each.uri, media_type=each.media_type, size_bytes=each.size_bytes or 0, sha256=each.sha256 or b""
-            )
+            message.files.add(uri=each.uri, media_type=each.media_type, size_bytes=each.size_bytes, sha256=each.sha256)
         return message
 
     async def _create(self, name: str, index: int, media_type: str) -> StoredFileWriter:

@@ -104,9 +104,7 @@ class EdgeResolver:
             names = {each for edge in file.edges if edge.consumer == name for each in (edge.edge_name, edge.producer)}
             for joined in stage.join if isinstance(stage.join, list) else ():
                 if joined not in names:
-                    text = (
-                        f"no edge to stage {name!r} has the name or the producer {joined!r}; {suggest(joined, names)}"
-                    )
+                    text = f"no edge to stage {name!r} has the name or producer {joined!r}; {suggest(joined, names)}"
                     self.problems.add(("stages", name, "join"), text)
 
     def _check_ends(self, index: int, edge: EdgeEntry, file: PipelineFile) -> bool:
@@ -180,9 +178,7 @@ class EdgeResolver:
     def _check_ramp(self, index: int, edge: EdgeEntry, consumer: Stage) -> None:
         is_audio = any(emitted.kind == "audio" for emitted in consumer.signature.emits.values())
         if isinstance(edge.chunk, FramesEntry) and edge.chunk.ramp == "auto" and not is_audio:
-            text = (
-                f"`ramp: auto` needs a stage that emits audio, but {consumer.name!r} does not; list the sizes instead"
-            )
+            text = f"`ramp: auto` needs a stage that emits audio, which {consumer.name!r} does not; list the sizes"
             self.problems.add(("edges", index, "chunk"), text)
 
     def _check_fed(self, stage: Stage, incoming: Sequence[Edge]) -> None:

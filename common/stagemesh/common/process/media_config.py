@@ -83,6 +83,7 @@ class MediaConfig:
         not follow symbolic links, which the store does when it opens the object.
         """
         protocol, separator, path = uri.partition("://")
+        roots = list(map(parse_root, self.roots))
         problem = ""
         if len(uri) > _MAX_URI_LENGTH or not uri.isprintable():
             problem = f"is longer than {_MAX_URI_LENGTH} characters, or contains unprintable ones"
@@ -90,10 +91,8 @@ class MediaConfig:
             problem = "is not of the form protocol://path without empty names, '.' and '..'"
         elif not _is_exact(protocol, path):
             problem = f"has a character other than letters, digits and ._~+,=:[]- of ASCII, which {protocol} may decode"
-        elif not any(parse_root(root).contains(Location(protocol, path)) for root in self.roots):
-            problem = (
-                f"is outside the allowed roots: {', '.join(parse_root(root).uri for root in self.roots) or 'none'}"
-            )
+        elif not any(root.contains(Location(protocol, path)) for root in roots):
+            problem = f"is outside the allowed roots: {', '.join(root.uri for root in roots) or 'none'}"
         if problem:
             raise PermissionDeniedError(
                 f"the reference {uri[:200]!r} {problem}; upload the file, or refer to an object below an allowed root",

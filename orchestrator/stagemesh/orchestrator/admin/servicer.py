@@ -116,9 +116,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> AsyncIterator[admin_pb2.WatchPipelineResponse]:
         interval_s = request.interval_s or _DEFAULT_INTERVAL_S
         if not interval_s >= _MIN_INTERVAL_S:
-            raise InvalidRequestError(
-                f"interval_s is {interval_s:g}; it must be at least {_MIN_INTERVAL_S:g}, or 0 for 1 s"
-            )
+            raise InvalidRequestError(f"interval_s is {interval_s:g}; use at least {_MIN_INTERVAL_S:g}, or 0 for 1 s")
         while True:
             yield self._inspector.snapshot(slowest=request.slowest or _DEFAULT_SLOWEST)
             await asyncio.sleep(interval_s)

@@ -143,9 +143,7 @@ class Session:
         """
         if (former := self._call) is not None:
             self.detach(former)
-            former.end(
-                ReplacedError("a later call has attached to the session; end this one", reason="SESSION_REPLACED")
-            )
+            former.end(ReplacedError("a later call attached to the session; end this one", reason="SESSION_REPLACED"))
         call = self._call = SessionCall()
         self.linger_s = min(opening.linger_s, MAX_SESSION_LINGER_S)
         self._is_rebuilt = not is_known and opening.earlier_calls > 0

@@ -70,9 +70,8 @@ class UserCode:
         return self._error(f"{self.name} returned {problem}; return {wanted}", reason="INVALID_RESULT")
 
     def _error(self, text: str, *, reason: str) -> InternalError:
-        return InternalError(
-            text, reason=reason, metadata={"edge": self.edge} if self.edge else {"function": self.function}
-        )
+        metadata = {"edge": self.edge} if self.edge else {"function": self.function}
+        return InternalError(text, reason=reason, metadata=metadata)
 
 
 def _shortened(text: str) -> str:

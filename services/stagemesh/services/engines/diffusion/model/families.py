@@ -71,9 +71,7 @@ def family_of(folder: Path) -> Family:
         name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     except (OSError, KeyError, TypeError, ValueError) as exc:
         problem = f"cannot be read: {exc.strerror}" if isinstance(exc, OSError) else f"names no pipeline class: {exc!r}"
-        raise NotReadyError(
-            f"{index} {problem}; give the folder of a diffusers pipeline", reason="LOAD_FAILED"
-        ) from exc
+        raise NotReadyError(f"{index} {problem}; name a diffusers pipeline's folder", reason="LOAD_FAILED") from exc
     if name not in FAMILIES:
         raise NotReadyError(
             f"the diffusion engine does not support {name} ({index}); it supports {', '.join(FAMILIES)}",

@@ -284,9 +284,7 @@ class _AcceptedTicket(RequestHook):
             raise self._lost
         if self._ticket is not None:
             if asyncio.get_running_loop().time() > self._until_s:
-                raise UnavailableError(
-                    "the KV cache was read after the time limit of its ticket", reason="TICKET_EXPIRED"
-                )
+                raise UnavailableError("the KV cache was read after its ticket's time limit", reason="TICKET_EXPIRED")
             self._release()
         return ()
 
