@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from stagemesh.cli.launcher import ORCHESTRATOR, Launcher, ProcessState, ProcessStatus, RestartPolicy
+from stagemesh.cli.launcher import ORCHESTRATOR, Launcher, ProcessState, ProcessStatus
+from stagemesh.cli.launcher.supervisor import RestartPolicy
 from stagemesh.client import AsyncClient
 from stagemesh.common.errors import NotReadyError
 from stagemesh.pipeline import load_pipeline

@@ -288,9 +288,7 @@ class Callers:
         if self.forwards_tokens:
             token = find_token(request)
             if not token:
-                raise UnauthenticatedError(
-                    "the request has no token; send Authorization: Bearer TOKEN", reason="NO_TOKEN"
-                )
+                raise UnauthenticatedError("a token is missing; send Authorization: Bearer TOKEN", reason="NO_TOKEN")
             if not (token.isascii() and token.isprintable()):
                 raise UnauthenticatedError("the token has characters that no token has", reason="INVALID_TOKEN")
             if token not in self._catalogs:

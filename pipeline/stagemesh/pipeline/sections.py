@@ -98,7 +98,5 @@ def check_limits(limits: Limits, problems: Problems) -> None:
             text = f"limits.per_caller.{key} is {value}, more than limits.{key} ({most}); lower it, or remove it"
             problems.add(("limits", "per_caller", key), text)
     if "max_choices" in limits.model_fields_set and limits.max_choices > limits.largest_request:
-        text = (
-            f"limits.max_choices is {limits.max_choices}; max_in_flight allows {limits.largest_request}; lower it"
-        )
+        text = f"limits.max_choices is {limits.max_choices}; max_in_flight allows {limits.largest_request}; lower it"
         problems.add(("limits", "max_choices"), text)

@@ -92,7 +92,7 @@ WRONG: list[tuple[Reader, MediaFile | Samples, str]] = [
     (read_audio, audio(wav(tone())[:20_000]), "it ends after 20000 of 32044 bytes"),
     (read_audio, audio(wav(tone(0.0))), "it has no samples"),
     (read_samples, Samples(np.full(5, np.inf, np.float32), 8_000), "is inf"),
-    (read_samples, Samples(np.array([0.0, np.nan] * 8, np.float32), 8_000), "sample 1 of the audio is nan"),
+    (read_samples, Samples(np.array([0.0, np.nan] * 8, np.float32), 8_000), "audio sample 1 is nan; it must be finite"),
     (read_few_frames, video(PLAYLIST), "the video cannot be read"),
     (read_few_frames, video(wav(tone())), "the video cannot be read"),
 ]

@@ -138,7 +138,7 @@ def test_a_file_is_a_voice() -> None:
         ([voice(VOICE[:12_000])], "INVALID_MEDIA", "has 0.50 s; send an audio of 1 to 60 s"),
         ([voice(np.full(61 * 8000, 0.5, np.float32), 8000)], "INVALID_MEDIA", "has 61.00 s; send an audio of 1 to 60"),
         ([voice(VOICE * 1e-4)], "INVALID_MEDIA", "is silent: its largest sample is .*, and must be above 0.001"),
-        ([voice(VOICE * np.nan)], "INVALID_MEDIA", "samples must be finite"),
+        ([voice(VOICE * np.nan)], "INVALID_MEDIA", "it must be finite"),
         ([MediaFile("audio", b"RIFFxxxxWAVE", "audio/wav")], "INVALID_MEDIA", "the audio cannot be read"),
         ([voice(np.zeros((1 << 24) + 1, np.float32), 192_000)], "MEDIA_TOO_LARGE", "limit of 67108864"),
     ],

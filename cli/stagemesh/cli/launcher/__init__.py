@@ -2,6 +2,5 @@
 
 from stagemesh.cli.launcher.launcher import Launcher
 from stagemesh.cli.launcher.probes import ORCHESTRATOR, ProcessState, ProcessStatus
-from stagemesh.cli.launcher.supervisor import RestartPolicy
 
-__all__ = ["ORCHESTRATOR", "Launcher", "ProcessState", "ProcessStatus", "RestartPolicy"]
+__all__ = ["ORCHESTRATOR", "Launcher", "ProcessState", "ProcessStatus"]

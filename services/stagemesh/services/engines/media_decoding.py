@@ -196,9 +196,7 @@ def _one_channel(samples: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     mono = samples.mean(axis=1, dtype=np.float32) if samples.ndim > 1 else samples
     if not np.isfinite(mono).all():
         first = int(np.flatnonzero(~np.isfinite(mono))[0])
-        raise InvalidRequestError(
-            f"sample {first} of the audio is {mono[first]}; samples must be finite", reason="INVALID_MEDIA"
-        )
+        raise InvalidRequestError(f"audio sample {first} is {mono[first]}; it must be finite", reason="INVALID_MEDIA")
     return mono
 
 

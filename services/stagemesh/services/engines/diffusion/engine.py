@@ -114,9 +114,7 @@ class DiffusionEngine:
 
     def __init__(self, config: StageConfig) -> None:
         if config.model is None:
-            raise InvalidRequestError(
-                f"stage {config.stage}: the diffusion engine needs a model", reason="INVALID_CONFIG"
-            )
+            raise InvalidRequestError(f"stage {config.stage}: the engine needs `model`", reason="INVALID_CONFIG")
         self._stage = config.stage
         self._options = options = stage_options(config.options, stage=config.stage)
         self._signature = signature_of(options)
@@ -343,9 +341,7 @@ def _count(usage: Usage, *, frames: int) -> None:
 def _only_inlet(inlets: Mapping[str, AsyncIterable[Packet]]) -> AsyncIterable[Packet]:
     flows = list(inlets.values())
     if len(flows) != 1:
-        raise InvalidRequestError(
-            f"this stage needs one incoming edge, but {len(flows)} are bound", reason="INVALID_EDGE"
-        )
+        raise InvalidRequestError(f"this stage needs one incoming edge; {len(flows)} are bound", reason="INVALID_EDGE")
     return flows[0]
 
 

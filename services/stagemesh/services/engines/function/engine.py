@@ -133,9 +133,7 @@ class FunctionEngine:
 
     def __init__(self, config: StageConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         if config.function is None:
-            raise InvalidRequestError(
-                f"stage {config.stage}: the function engine needs `function`", reason="INVALID_CONFIG"
-            )
+            raise InvalidRequestError(f"stage {config.stage}: the engine needs `function`", reason="INVALID_CONFIG")
         self._stage = config.stage
         self._name = config.function
         self._descriptor = load_descriptor(FunctionDescriptor, config.function)

@@ -18,6 +18,8 @@ TALKER = "talker."
 """The prefix of the names of the talker's weights in a checkpoint."""
 Properties = TypeVar("Properties")
 Tokens: TypeAlias = npt.NDArray[np.int32]
+DEFAULT_SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "max_new_tokens": 4096}
+"""The values of a talker's sampling that its config does not have."""
 _AXES = 3
 _NO_SLOT, _NO_TEXT = -1, -1
 

@@ -12,9 +12,6 @@ from stagemesh.services.models import checkpoint
 from stagemesh.services.models.codec_speech import description as speech
 from stagemesh.services.models.qwen3_omni import MODEL_TYPE
 
-_SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "max_new_tokens": 4096}
-
-
 read_config = partial(checkpoint.read_config, model_type=MODEL_TYPE)
 """Returns the config in the folder of a Qwen3-Omni checkpoint.
 
@@ -65,7 +62,7 @@ class Talker(CodecModel):
         TextTokens.of(model)
         speech.check_talker_weights(model, config, _weight_names(talker))
         given = checkpoint.read_generation_config(model)
-        self.sampling = {name: given.get(f"talker_{name}", value) for name, value in _SAMPLING.items()}
+        self.sampling = {name: given.get(f"talker_{name}", value) for name, value in speech.DEFAULT_SAMPLING.items()}
 
     def codec_prefix(self, options: Mapping[str, Value]) -> Sequence[int]:
         """Returns the codes that precede the first audio frame.

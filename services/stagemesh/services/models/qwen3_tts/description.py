@@ -13,7 +13,6 @@ from stagemesh.services.models.codec_speech import description as speech
 from stagemesh.services.models.qwen3_tts import MODEL_TYPE
 
 ARCHITECTURE = "Qwen3TTSTalker"
-_SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "max_new_tokens": 4096}
 _MIN_FRAMES = 2
 
 
@@ -38,7 +37,7 @@ class Talker(CodecModel):
         self.hf_overrides = talker_config
         speech.check_talker_weights(model, config, _weight_names(talker))
         given = checkpoint.read_generation_config(model)
-        self.sampling = {name: given.get(name, value) for name, value in _SAMPLING.items()}
+        self.sampling = {name: given.get(name, value) for name, value in speech.DEFAULT_SAMPLING.items()}
         self.sampling["min_new_tokens"] = _MIN_FRAMES
         _register_config()
 

@@ -175,9 +175,7 @@ class InputFlow(features.RequestHook):
 
     def _check_complete(self) -> None:
         if self._ended and self._next_position < self._prompt_tokens:
-            raise InvalidChunkError(
-                f"the flow ended after {self._next_position} embeddings of a prompt of {self._prompt_tokens}"
-            )
+            raise InvalidChunkError(f"the flow ended after {self._next_position} of {self._prompt_tokens} embeddings")
 
 
 PLACEHOLDER = 0
