@@ -169,12 +169,15 @@ def deployed(
     assert status == 0, f"`up` ended with status {status}"
 
 
-def deployed_for_module(write: Callable[[Path], Path]) -> Any:
-    """Returns a fixture for the tests of a module: a deployment of the pipeline that `write` writes to a new folder."""
+def deployed_for_module(write: Callable[[Path], Path], *arguments: str) -> Any:
+    """Returns a fixture for the tests of a module: a deployment of the pipeline that `write` writes to a new folder.
+
+    `arguments` are further arguments of `stagemesh up`.
+    """
 
     @pytest.fixture(scope="module")
     def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-        with deployed(write(tmp_path_factory.mktemp("pipeline"))) as up:
+        with deployed(write(tmp_path_factory.mktemp("pipeline")), *arguments) as up:
             yield up
 
     return running

@@ -29,6 +29,7 @@ from tests.diffusion.stages import image_task, made_frames
 from tests.diffusion.tiny.calls import ImageSpec, diffusers
 from tests.diffusion.tiny.pipelines import write_qwen_image
 from tests.engines.support import controls_of, stage_config, started
+from tests.module_fixtures import made_for_module
 from tests.rpc.call_errors import raises
 
 pytestmark = pytest.mark.timeout(180)
@@ -40,9 +41,7 @@ WEIGHTS_BYTES = 200 * MIB
 STEPS = 3
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen_image(tmp_path_factory.mktemp("sleep") / "qwen-image")
+model = made_for_module(lambda folder: write_qwen_image(folder / "qwen-image"))
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.pipelines import write_qwen_image_edit
 from tests.engines.support import collect
 from tests.engines.vllm.media_files import encoded, pixels
+from tests.module_fixtures import made_for_module
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
@@ -25,9 +26,7 @@ PIXELS = pixels(64, 16)
 SPEC = ImageSpec("make it red", seed=1, width=48, steps=2)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen_image_edit(tmp_path_factory.mktemp("edit"))
+folder = made_for_module(write_qwen_image_edit)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

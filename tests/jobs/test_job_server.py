@@ -27,13 +27,12 @@ from tests.jobs.servers import (
     stored_names,
     write_pipeline,
 )
+from tests.module_fixtures import made_for_module
 
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("jobs")
+folder = made_for_module(Path)
 
 
 @pytest.fixture(scope="module")

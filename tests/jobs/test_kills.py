@@ -14,6 +14,7 @@ from stagemesh.common.errors import StagemeshError
 from tests.deployment import Deployment, deployed, eventually
 from tests.jobs.postgres import Postgres, postgres
 from tests.jobs.servers import SUCCEEDED, JobServer, job_server, stored_names, write_pipeline
+from tests.module_fixtures import made_for_module
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -24,9 +25,7 @@ STEPS = 60
 """The steps of a job, each of which takes 20 ms."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("spoken")
+folder = made_for_module(Path)
 
 
 @pytest.fixture(scope="module")

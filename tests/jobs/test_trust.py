@@ -8,14 +8,13 @@ from stagemesh.client import Client
 from stagemesh.common.errors import NotFoundError, PermissionDeniedError
 from tests.deployment import Deployment, deployed
 from tests.jobs.servers import write_pipeline
+from tests.module_fixtures import made_for_module
 from tests.rpc.call_errors import raises
 
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("spoken")
+folder = made_for_module(Path)
 
 
 @pytest.fixture(scope="module")

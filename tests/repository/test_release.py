@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.module_fixtures import made_for_module
 from tests.repository.commands import ROOT, run
 from tools.release import build, find_problems, read_version, write_bill_of_materials
 
@@ -24,9 +25,7 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("release") / "files").parent
+release = made_for_module(lambda folder: build(folder / "files").parent)
 
 
 def test_a_changelog_with_the_version_can_be_released(repository: Path) -> None:

@@ -1,6 +1,5 @@
 """The speech pipeline's thinker alone: its greedy text equals that of transformers."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,8 @@ import pytest
 import torch
 
 from stagemesh.common.process.settings import find_model
-from tests.deployment import Deployment, deployed, metric_value
+from tests.deployment import Deployment, deployed_for_module, metric_value
+from tests.system.pipelines import pipeline_file
 
 pytestmark = [pytest.mark.speech, pytest.mark.timeout(300)]
 
@@ -41,12 +41,7 @@ TIE = 1e-3
 """The largest difference of logits whose order may depend on the order of a sum."""
 
 
-@pytest.fixture(scope="module")
-def writing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    path = tmp_path_factory.mktemp("writing") / "writing.yaml"
-    path.write_text(PIPELINE)
-    with deployed(path, "--metrics") as up:
-        yield up
+writing = deployed_for_module(lambda folder: pipeline_file(folder, PIPELINE), "--metrics")
 
 
 def test_ten_prompts_get_the_text_that_transformers_gives(writing: Deployment) -> None:

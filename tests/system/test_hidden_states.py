@@ -15,6 +15,7 @@ from stagemesh.common.errors import CancelledRequestError
 from tests.deployment import Deployment, deployed, eventually
 from tests.engines.vllm.emitted_states import PROMPTS, STEPS, TOLERANCE, Floats, Reference, load_reference, reference
 from tests.engines.vllm.tiny_model import write_real_model
+from tests.module_fixtures import made_for_module
 from tests.system.pipelines import pipeline_file
 from tests.system.state_consumers import add_functions
 
@@ -56,9 +57,7 @@ class Taking(NamedTuple):
     gate: Path
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_real_model(tmp_path_factory.mktemp("model"))
+model = made_for_module(write_real_model)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 from stagemesh.client import Event, MediaChunk, Result
 from tests.cli.commands import stagemesh
 from tests.deployment import Deployment, deployed
+from tests.module_fixtures import made_for_module
 from tests.system.pipelines import pipeline_file
 from tests.system.reading import read
 
@@ -30,9 +31,7 @@ media: {{store: {store}}}
 """
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("store")
+store = made_for_module(Path)
 
 
 @pytest.fixture(scope="module")

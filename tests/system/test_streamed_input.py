@@ -11,6 +11,7 @@ from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import Inspector
 from tests.cli.commands import stagemesh
 from tests.deployment import Deployment, deployed, metric_value
+from tests.module_fixtures import made_for_module
 from tests.system.pipelines import pipeline_file
 from tests.system.streaming import Turn, orchestrating
 
@@ -30,9 +31,7 @@ outputs: {written: writer, said: echo, loud: loud, slow: slow}
 """
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pipeline_file(tmp_path_factory.mktemp("echo"), ECHO)
+file = made_for_module(lambda folder: pipeline_file(folder, ECHO))
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from stagemesh.v1.stage_pb2_grpc import StageServiceStub
 from tests.credentials import issue, process_credentials
 from tests.deployment import Deployment, deployed
+from tests.module_fixtures import made_for_module
 from tests.rpc.call_errors import raises
 from tests.soak.load import Load
 from tests.system.cluster import cluster, load, until_ready
@@ -33,9 +34,7 @@ PROCESSES = {"orchestrator": "orchestrator/main", **REPLICAS}
 _STEP_S = 0.05
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trust") / "authority"
+authority = made_for_module(lambda folder: folder / "authority")
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from tests.engines.vllm.emitted_states import greedy, load_reference
 from tests.engines.vllm.engines import started
 from tests.engines.vllm.tiny_adapter import merge, set_config, write_adapter
 from tests.engines.vllm.tiny_model import write_real_model
+from tests.module_fixtures import made_for_module
 from tests.rpc.call_errors import raises
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
@@ -45,14 +46,10 @@ SECONDS = 700
 """The number of tokens after it, which take the core, a separate process, at least a second."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_real_model(tmp_path_factory.mktemp("real"), positions=BLOCK * (BLOCKS - 1))
+model = made_for_module(lambda folder: write_real_model(folder, positions=BLOCK * (BLOCKS - 1)))
 
 
-@pytest.fixture(scope="module")
-def profile_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("profiles")
+profile_dir = made_for_module(Path)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

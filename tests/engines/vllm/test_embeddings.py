@@ -24,6 +24,7 @@ from tests.engines.support import OpenEdge, collect, packets, sampled_tokens
 from tests.engines.vllm.emitted_states import ONLY_LAST, TOLERANCE, greedy, load_reference
 from tests.engines.vllm.engines import started_with_arena
 from tests.engines.vllm.tiny_model import FLOAT32, MAX_MODEL_LEN, write_real_model
+from tests.module_fixtures import made_for_module
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -46,9 +47,7 @@ class Case(NamedTuple):
     states: Rows
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_real_model(tmp_path_factory.mktemp("real"))
+model = made_for_module(write_real_model)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from tests.engines.vllm.emitted_states import (
     running,
     task,
 )
+from tests.module_fixtures import made_for_module
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,9 +36,7 @@ TOLERANCE = 1e-3
 HIDDEN_SIZE = 64
 
 
-@pytest.fixture(scope="module")
-def profile_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("profiles")
+profile_dir = made_for_module(Path)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["V1", "V2", "V2-graphs"])

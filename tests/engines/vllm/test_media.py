@@ -30,6 +30,7 @@ from tests.engines.vllm.media_files import audio_samples, gray_video, image, pix
 from tests.engines.vllm.tiny_media_models import SAMPLE_RATE_HZ, write_idefics3, write_qwen2_audio
 from tests.engines.vllm.tiny_model import FLOAT32
 from tests.gateway.sounds import wav
+from tests.module_fixtures import made_for_module
 from tests.rpc.call_errors import raises
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
@@ -41,14 +42,10 @@ AUDIO_PART = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 SAMPLED_AT = {"sampling_rate": SAMPLE_RATE_HZ}
 
 
-@pytest.fixture(scope="module")
-def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_idefics3(tmp_path_factory.mktemp("idefics3"))
+image_model = made_for_module(write_idefics3)
 
 
-@pytest.fixture(scope="module")
-def audio_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen2_audio(tmp_path_factory.mktemp("qwen2-audio"))
+audio_model = made_for_module(write_qwen2_audio)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -19,15 +19,14 @@ from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.children import commands_of_children, killed_at_end
 from tests.engines.support import collect, stage_config
 from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
+from tests.module_fixtures import made_for_module
 
 pytestmark = pytest.mark.timeout(180)
 
 LONG = Task("r", 3, "hi", sampling=SamplingOptions(max_tokens=240))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+model = made_for_module(write_tiny_model)
 
 
 async def test_dead_core_is_reported(model: Path) -> None:

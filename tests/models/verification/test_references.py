@@ -21,6 +21,7 @@ from tests.diffusion.tiny.pipelines import write_qwen_image
 from tests.engines.vllm.media_files import encoded
 from tests.engines.vllm.tiny_model import write_real_model
 from tests.models.checkpoints import change_weights, changed
+from tests.module_fixtures import made_for_module
 
 TOKENS = 8
 REQUEST = VerificationRequest("Hello", max_tokens=TOKENS)
@@ -71,9 +72,7 @@ def test_the_parts_of_a_diffusion_model_are_verified_together(tmp_path: Path) ->
     assert found == [{"all": "whole"}, {"encode": "encode", "denoise": "denoise", "decode": "decode"}]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_real_model(tmp_path_factory.mktemp("model"))
+model = made_for_module(write_real_model)
 
 
 def reference_of(model: Path, *emits: str) -> LanguageModel:
