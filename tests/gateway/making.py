@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,22 @@ from websockets.http11 import Response
 
 from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.common.process.config import TokenConfig
+from stagemesh.gateway import service
 from stagemesh.gateway.config import GatewayConfig
+from stagemesh.gateway.limits import Limits
 from stagemesh.gateway.service import create_app, serve
 from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
 from stagemesh.rpc.credentials import CA
 from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse, OutputDescription, StageDescription
 from stagemesh.v1.signature_pb2 import Signature, TensorKind
-from tests.client.scripted import ScriptedOrchestrator
+from tests.client.scripted import ScriptedOrchestrator, served
 from tests.credentials import issue, process_credentials
 from tests.deployment import Deployment, deployed
 from tests.system.added_transforms import add_function
 from tests.system.pipelines import pipeline_file
 
 RATE_HZ = 16_000
+REALTIME = "/v1/realtime?model=p"
 MAKER = f"""\
 import io
 import time
@@ -174,6 +177,18 @@ def known_callers(folder: Path, callers: Mapping[str, str]) -> Iterator[tuple[To
         yield TokenChecker(TokenConfig(file=str(tokens))), str(clients)
 
 
+@asynccontextmanager
+async def served_with_tokens(
+    folder: Path, callers: Mapping[str, str]
+) -> AsyncGenerator[tuple[ScriptedOrchestrator, str]]:
+    """Yields a scripted orchestrator for `known_callers`, and the folder with which a gateway calls it."""
+    with known_callers(folder, callers) as (checker, clients):
+        async with served(tokens=checker) as orchestrator:
+            describe(orchestrator, "text")
+            with process_credentials(None):
+                yield orchestrator, clients
+
+
 def describe(
     orchestrator: ScriptedOrchestrator,
     *outputs: str,
@@ -234,6 +249,19 @@ async def serving(*servers: str, everywhere: bool = False, **settings: Any) -> A
     finally:
         stopping.set()
         await task
+
+
+def watched_limits(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Limits:
+    """Returns the limits that the next gateways have. `settings` are settings of the gateway's config."""
+    shared = Limits(GatewayConfig("127.0.0.1:0", [["127.0.0.1:1"]], **settings))
+    monkeypatch.setattr(service, "Limits", lambda config: shared)
+    return shared
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits until a condition holds."""
+    while not condition():
+        await asyncio.sleep(0.01)
 
 
 async def rejection(address: str, **settings: Any) -> tuple[Response, str]:

@@ -20,25 +20,19 @@ from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway import catalog, connections, limits, service
 from stagemesh.gateway.audio import Measured
-from stagemesh.gateway.config import GatewayConfig
 from stagemesh.gateway.connections import HttpConnection
-from stagemesh.gateway.limits import Limits, name_of_host
+from stagemesh.gateway.limits import name_of_host
 from stagemesh.gateway.routes import chat, voices
 from stagemesh.rpc import call_limits
 from stagemesh.rpc.channels import open_async
-from tests.client.scripted import admitted, ended, finished, served
-from tests.credentials import issue, process_credentials
-from tests.gateway.attacks import answer_of, attacked, connected, exchange, head, json_head
-from tests.gateway.making import describe, known_callers, rejection, serving
+from tests.client.scripted import admitted, ended, finished
+from tests.credentials import issue
+from tests.gateway.attacks import answer_of, attacked, connected, exchange, head, json_head, post, upgrade
+from tests.gateway.making import REALTIME, rejection, served_with_tokens, serving, until, watched_limits
 from tests.gateway.sounds import audio_file
 
 OTHER = "127.0.0.2"
 LARGE = "x" * (7 << 20)
-
-
-async def _post(address: str, path: str, content: bytes, kind: str = "application/json") -> None:
-    async with httpx.AsyncClient(timeout=30) as http:
-        await http.post(f"http://{address}/v1/{path}", content=content, headers={"content-type": kind})
 
 
 _ENDS = frozenset(
@@ -48,7 +42,7 @@ _ENDS = frozenset(
 
 async def _send(address: str, *events: dict[str, Any], ends: Collection[str] = _ENDS) -> None:
     """Sends events. Waits after each until it has failed, or its item was added. With `ends`, waits only at the end."""
-    async with websockets.connect(f"ws://{address}/v1/realtime?model=p", max_size=None) as socket:
+    async with websockets.connect(f"ws://{address}{REALTIME}", max_size=None) as socket:
         await socket.recv()
         for event in events:
             await socket.send(json.dumps(event))
@@ -77,12 +71,12 @@ PART = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
 COMMAS = b"," * 100_000
 LONG = audio_file("flac", "flac", seconds=30, rate_hz=96_000, layout="stereo")
 CLEAR = {"type": "input_audio_buffer.clear"}
-REJECTED: dict[str, Callable[[str], Awaitable[None]]] = {
-    "body": lambda address: _post(address, "completions", b" " * (14 << 20)),
-    "form": lambda address: _post(address, "audio/transcriptions", b" " * (14 << 20), FORM_TYPE),
-    "values": lambda address: _post(address, "completions", b'{"stop": [%b1]}' % (b"1," * 100_000)),
+REJECTED: dict[str, Callable[[str], Awaitable[Any]]] = {
+    "body": lambda address: post(address, "completions", b" " * (14 << 20)),
+    "form": lambda address: post(address, "audio/transcriptions", b" " * (14 << 20), FORM_TYPE),
+    "values": lambda address: post(address, "completions", b'{"stop": [%b1]}' % (b"1," * 100_000)),
     "event": lambda address: _send(address, {"type": "session.update", "session": {"x": LARGE}}),
-    "stream": lambda address: _post(address, "completions", STREAM),
+    "stream": lambda address: post(address, "completions", STREAM),
     "item": lambda address: _send(address, *[CREATE] * 5),
     "response": lambda address: _send(address, CREATE, {"type": "response.create"}),
     "large response": lambda address: _send(address, CREATE, CREATE, {"type": "response.create"}),
@@ -94,8 +88,8 @@ REJECTED: dict[str, Callable[[str], Awaitable[None]]] = {
     "response before another event": lambda address: _send(
         address, {"type": "response.create", "response": {"input": [ITEM]}}, CLEAR, ends={"response.done"}
     ),
-    "values of a voice": lambda address: _post(address, "audio/voices", _voice(LONG), FORM_TYPE),
-    "values of a form": lambda address: _post(address, "audio/transcriptions", _form(b"x", COMMAS), FORM_TYPE),
+    "values of a voice": lambda address: post(address, "audio/voices", _voice(LONG), FORM_TYPE),
+    "values of a form": lambda address: post(address, "audio/transcriptions", _form(b"x", COMMAS), FORM_TYPE),
 }
 
 
@@ -104,8 +98,7 @@ async def test_a_caller_whose_large_content_is_rejected_waits_and_others_do_not(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_limits, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    async with served() as orchestrator, serving(orchestrator.endpoint, voices=str(tmp_path)) as address:
-        describe(orchestrator, "text")
+    async with attacked(voices=str(tmp_path)) as (orchestrator, address):
         orchestrator.scripts.append([admitted(), InvalidRequestError("no")])
         for _ in range(3 if "values" in name else 2):
             await REJECTED[name](address)
@@ -118,8 +111,7 @@ async def test_a_caller_whose_large_content_is_rejected_waits_and_others_do_not(
 async def test_audio_of_a_caller_leaves_threads_to_others_and_ends_with_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared, go = Limits(GatewayConfig("127.0.0.1:0", [["127.0.0.1:1"]])), threading.Event()
-    decoded = list[bytes]()
+    shared, go, decoded = watched_limits(monkeypatch), threading.Event(), list[bytes]()
 
     def measure(data: bytes, **_: Any) -> Measured:
         decoded.append(data)
@@ -127,28 +119,25 @@ async def test_audio_of_a_caller_leaves_threads_to_others_and_ends_with_its_conn
             go.wait(30)
         return Measured("audio/wav", 2.0, 1.0)
 
-    monkeypatch.setattr(service, "Limits", lambda config: shared)
     monkeypatch.setattr(voices, "measure", measure)
     slow, fast = (
         head("POST", "/v1/audio/voices", [("Content-Type", FORM_TYPE), ("Content-Length", str(len(form)))]) + form
         for form in (_voice(b"slow"), _voice(b"fast"))
     )
-    async with served() as orchestrator, serving(orchestrator.endpoint, voices=str(tmp_path)) as address:
-        describe(orchestrator, "audio")
-        async with asyncio.timeout(20):
-            waiting = [asyncio.create_task(exchange(address, slow)) for _ in range(20)]
-            await _until(lambda: len(decoded) == 2)
-            assert (await exchange(address, fast, source=OTHER)).status == 200
-            await end_tasks(waiting)
-            await _until(lambda: not shared.memory._held)
+    async with attacked(voices=str(tmp_path)) as (_, address), asyncio.timeout(20):
+        waiting = [asyncio.create_task(exchange(address, slow)) for _ in range(20)]
+        await until(lambda: len(decoded) == 2)
+        assert (await exchange(address, fast, source=OTHER)).status == 200
+        await end_tasks(waiting)
+        await until(lambda: not shared.memory._held)
         go.set()
     assert decoded == [b"slow", b"slow", b"fast"]
 
 
 async def test_the_commas_of_a_file_are_not_values() -> None:
-    async with served() as orchestrator, serving(orchestrator.endpoint) as address:
+    async with attacked() as (_, address):
         for _ in range(3):
-            await _post(address, "audio/transcriptions", _form(b'x"; filename="y', COMMAS), FORM_TYPE)
+            await post(address, "audio/transcriptions", _form(b'x"; filename="y', COMMAS), FORM_TYPE)
         assert (await exchange(address, json_head("/v1/completions", 2) + b"{}")).status == 400
 
 
@@ -176,12 +165,8 @@ async def _unfinished(socket: websockets.ClientConnection, size: int) -> AsyncGe
 
 
 async def test_messages_and_websockets_of_one_caller_leave_space_for_others() -> None:
-    async with (
-        served() as orchestrator,
-        serving(orchestrator.endpoint, max_body_bytes=1000, max_bodies_bytes=400_000, max_websockets=4) as address,
-    ):
-        describe(orchestrator, "text")
-        url = f"ws://{address}/v1/realtime?model=p"
+    async with attacked(max_body_bytes=1000, max_bodies_bytes=400_000, max_websockets=4) as (_, address):
+        url = f"ws://{address}{REALTIME}"
         async with websockets.connect(url) as one, websockets.connect(url) as two:
             response, message = await rejection(url)
             assert (response.status_code, "limit of this gateway" in message) == (429, True)
@@ -221,7 +206,7 @@ TEXT = [{"type": "input_text", "text": "x" * 40_000}]
 )
 async def test_what_websockets_of_one_caller_keep_leaves_space_for_others(event: dict[str, Any]) -> None:
     async with attacked(max_body_bytes=1000, max_bodies_bytes=400_000) as (_, address), asyncio.timeout(20):
-        url = f"ws://{address}/v1/realtime?model=p"
+        url = f"ws://{address}{REALTIME}"
         async with websockets.connect(url) as one, websockets.connect(url, local_addr=(OTHER, 0)) as other:
             most = await _fill(one, event)
             assert 0 < most < 5
@@ -237,9 +222,8 @@ async def test_what_websockets_of_one_caller_keep_leaves_space_for_others(event:
 async def test_an_unfinished_message_ends_its_websocket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODY_S", 0.5)
     monkeypatch.setattr(service, "BODY_S", 0.5)
-    async with served() as orchestrator, serving(orchestrator.endpoint) as address, asyncio.timeout(20):
-        describe(orchestrator, "text")
-        url = f"ws://{address}/v1/realtime?model=p"
+    async with attacked() as (_, address), asyncio.timeout(20):
+        url = f"ws://{address}{REALTIME}"
         async with websockets.connect(url) as idle, websockets.connect(url) as slow:
             async with _unfinished(slow, 1):
                 await slow.wait_closed()
@@ -247,20 +231,13 @@ async def test_an_unfinished_message_ends_its_websocket(monkeypatch: pytest.Monk
             await idle.recv()
         # A frame that arrives at less than 640 KiB a second, within which no ping can be answered.
         frame = b"\x81\xff" + (1 << 20).to_bytes(8) + bytes(4) + b"x" * (1 << 20)
-        key = [("Sec-WebSocket-Version", "13"), ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ==")]
-        upgrade = [("Upgrade", "websocket"), ("Connection", "Upgrade"), *key]
         async with connected(address) as (reader, writer):
-            writer.write(head("GET", "/v1/realtime?model=p", upgrade))
+            writer.write(upgrade(REALTIME))
             await reader.readuntil(b"session.created")
             for begin in range(0, len(frame), 1 << 15):
                 writer.write(frame[begin : begin + (1 << 15)])
                 await asyncio.sleep(0.05)
             await reader.readuntil(b"invalid_request_error")
-
-
-async def _until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 EVENT_LOOPS = pytest.mark.parametrize(
@@ -300,8 +277,7 @@ def test_a_handshake_that_arrives_with_its_connection_is_answered(
 def test_a_handshake_counts_and_ends_in_time(
     new_event_loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = Limits(GatewayConfig("127.0.0.1:0", [["127.0.0.1:1"]], max_connections=2))
-    monkeypatch.setattr(service, "Limits", lambda config: shared)
+    held = watched_limits(monkeypatch, max_connections=2).connections._held
     monkeypatch.setattr(connections, "_HEAD_S", 2)
     https = issue(tmp_path, "client/gateway")
     tls = create_default_context(cafile=https / "ca.crt")
@@ -316,14 +292,13 @@ def test_a_handshake_counts_and_ends_in_time(
 
     async def check() -> None:
         async with serving("127.0.0.1:1", https=str(https)) as address, asyncio.timeout(40):
-            held = shared.connections._held
-            await _until(lambda: not held)
+            await until(lambda: not held)
             async with connected(address) as (reader, _):
-                await _until(lambda: held)
+                await until(lambda: held)
                 assert await get(address) == 0
                 assert await get(address, OTHER) == 200
                 assert await reader.read() == b""
-            await _until(lambda: not held)
+            await until(lambda: not held)
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(check())
@@ -333,8 +308,7 @@ def test_a_handshake_counts_and_ends_in_time(
 def test_data_in_place_of_a_handshake_does_not_keep_its_share(
     new_event_loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = Limits(GatewayConfig("127.0.0.1:0", [["127.0.0.1:1"]]))
-    monkeypatch.setattr(service, "Limits", lambda config: shared)
+    held = watched_limits(monkeypatch).connections._held
     https, start_tls = issue(tmp_path, "client/gateway"), HttpConnection._start_tls
 
     async def start_late(connection: HttpConnection, *arguments: Any) -> None:
@@ -345,12 +319,12 @@ def test_data_in_place_of_a_handshake_does_not_keep_its_share(
     async def check() -> None:
         async with serving("127.0.0.1:1", https=str(https)) as address, asyncio.timeout(40):
             monkeypatch.setattr(HttpConnection, "_start_tls", start_late)
-            await _until(lambda: not shared.connections._held)
+            await until(lambda: not held)
             async with connected(address) as (reader, writer):
                 writer.write(b"x" * (1 << 19))
                 with suppress(ConnectionError):
                     await reader.read()
-            await _until(lambda: not shared.connections._held)
+            await until(lambda: not held)
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(check())
@@ -390,27 +364,25 @@ async def test_connections_of_a_running_request_are_not_closed_for_another_calle
     monkeypatch.setattr(chat, "aside", convert_later)
     monkeypatch.setattr(catalog.Catalog, "close", close_noted)
     content = b'{"model": "p", "messages": [{"role": "user", "content": "x"}]}'
-    with known_callers(tmp_path, {f"token-{name}": name for name in ("ada", "bob", "cat", "dan")}) as (checker, folder):
-        async with served(tokens=checker) as orchestrator:
-            describe(orchestrator, "text")
-            orchestrator.scripts.append([admitted(), ended(), finished()])
-            with process_credentials(None):
-                async with serving(orchestrator.endpoint, tls=folder) as address, asyncio.timeout(30):
+    callers = {f"token-{name}": name for name in ("ada", "bob", "cat", "dan")}
+    async with served_with_tokens(tmp_path, callers) as (orchestrator, folder), asyncio.timeout(30):
+        orchestrator.scripts.append([admitted(), ended(), finished()])
+        async with serving(orchestrator.endpoint, tls=folder) as address:
 
-                    async def models(name: str) -> None:
-                        token = ("Authorization", f"Bearer token-{name}")
-                        assert (await exchange(address, head("GET", "/v1/models", [token]))).status == 200
+            async def models(name: str) -> None:
+                token = ("Authorization", f"Bearer token-{name}")
+                assert (await exchange(address, head("GET", "/v1/models", [token]))).status == 200
 
-                    token = ("Authorization", "Bearer token-ada")
-                    request = json_head("/v1/chat/completions", len(content), [token]) + content
-                    running = asyncio.create_task(exchange(address, request))
-                    await parsed.wait()
-                    for name in ("bob", "cat"):
-                        await models(name)
-                    evicted.set()
-                    assert ((await running).status, closed) == (200, ["bob"])
-                    await models("dan")
-                    assert closed == ["bob", "ada"]
+            token = ("Authorization", "Bearer token-ada")
+            request = json_head("/v1/chat/completions", len(content), [token]) + content
+            running = asyncio.create_task(exchange(address, request))
+            await parsed.wait()
+            for name in ("bob", "cat"):
+                await models(name)
+            evicted.set()
+            assert ((await running).status, closed) == (200, ["bob"])
+            await models("dan")
+            assert closed == ["bob", "ada"]
 
 
 async def test_guessed_tokens_open_no_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,15 +393,14 @@ async def test_guessed_tokens_open_no_connections(tmp_path: Path, monkeypatch: p
         return open_async(endpoint, *arguments)
 
     monkeypatch.setattr("stagemesh.client.clients.open_async", open_noted)
-    with known_callers(tmp_path, {"secret": "ada"}) as (checker, folder):
-        async with served(tokens=checker) as orchestrator:
-            describe(orchestrator, "text")
-            with process_credentials(None):
-                async with serving(orchestrator.endpoint, tls=folder) as address:
-                    for number in range(20):
-                        token = ("Authorization", f"Bearer guess-{number}")
-                        assert (await exchange(address, head("GET", "/v1/models", [token]))).status == 401
-                    guessed = len(opened)
-                    token = ("Authorization", "Bearer secret")
-                    assert (await exchange(address, head("GET", "/v1/models", [token]))).status == 200
+    async with (
+        served_with_tokens(tmp_path, {"secret": "ada"}) as (orchestrator, folder),
+        serving(orchestrator.endpoint, tls=folder) as address,
+    ):
+        for number in range(20):
+            token = ("Authorization", f"Bearer guess-{number}")
+            assert (await exchange(address, head("GET", "/v1/models", [token]))).status == 401
+        guessed = len(opened)
+        token = ("Authorization", "Bearer secret")
+        assert (await exchange(address, head("GET", "/v1/models", [token]))).status == 200
     assert guessed == 1

@@ -16,10 +16,9 @@ from stagemesh.client import AsyncClient
 from stagemesh.common.errors import UnavailableError
 from stagemesh.gateway.catalog import Catalog
 from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse
-from tests.client.scripted import admitted, ended, finished, served, text
-from tests.credentials import process_credentials
+from tests.client.scripted import admitted, ended, finished, text
 from tests.deployment import Deployment, deployed_for_module, eventually
-from tests.gateway.making import ask, asking, client, configured_gateway, error_of, gateway, known_callers
+from tests.gateway.making import ask, asking, client, configured_gateway, error_of, gateway, served_with_tokens
 from tests.system.pipelines import pipeline_file
 
 SLOW = """
@@ -121,19 +120,17 @@ async def test_requests_share_the_wait_for_an_orchestrator_that_does_not_answer(
 
 
 async def test_requests_have_the_tokens_of_their_callers(tmp_path: Path) -> None:
-    with known_callers(tmp_path, {"secret": "ada"}) as (checker, clients):
-        async with served(tokens=checker) as orchestrator:
-            orchestrator.scripts.append([admitted(), text("hi"), ended(), finished()])
-            with process_credentials(None):
-                async with asking(orchestrator, tls=clients, key="secret") as ai:
-                    assert (await ask(ai)).choices[0].message.content == "hi"
-                async with asking(orchestrator, tls=clients, key="wrong") as ai:
-                    with pytest.raises(openai.AuthenticationError, match="unknown"):
-                        await ai.models.retrieve("p")
-                async with asking(orchestrator, tls=clients) as ai:
-                    headers = {b"authorization": b"Bearer \xe9"}
-                    refused = await ai._client.get("http://gateway/v1/models", headers=headers)
-                    assert "characters" in error_of(refused, 401)["message"]
+    async with served_with_tokens(tmp_path, {"secret": "ada"}) as (orchestrator, clients):
+        orchestrator.scripts.append([admitted(), text("hi"), ended(), finished()])
+        async with asking(orchestrator, tls=clients, key="secret") as ai:
+            assert (await ask(ai)).choices[0].message.content == "hi"
+        async with asking(orchestrator, tls=clients, key="wrong") as ai:
+            with pytest.raises(openai.AuthenticationError, match="unknown"):
+                await ai.models.retrieve("p")
+        async with asking(orchestrator, tls=clients) as ai:
+            headers = {b"authorization": b"Bearer \xe9"}
+            refused = await ai._client.get("http://gateway/v1/models", headers=headers)
+            assert "characters" in error_of(refused, 401)["message"]
 
 
 def test_a_folder_without_certificates_is_an_error_at_the_start(tmp_path: Path) -> None:

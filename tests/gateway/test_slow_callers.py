@@ -12,14 +12,11 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.gateway import connections, limits, service
-from stagemesh.gateway.config import GatewayConfig
-from stagemesh.gateway.limits import Limits
 from tests.client.scripted import Pause, admitted, audio, ended, finished, text
 from tests.credentials import issue
 from tests.gateway.attacks import answer_of, attacked, connected, exchange, head, json_head, longest_block_s, upgrade
-from tests.gateway.making import describe
+from tests.gateway.making import REALTIME, describe, until, watched_limits
 
-REALTIME = "/v1/realtime?model=p"
 CHUNKED = head("POST", "/v1/completions", [("Content-Type", "application/json"), ("Transfer-Encoding", "chunked")])
 
 
@@ -111,8 +108,8 @@ async def test_a_caller_that_does_not_read_loses_its_connection(streams: bool, m
             writer.write(json_head("/v1/completions", len(content)) + content)
             # The server's end: this host has no more connections to the gateway.
             port = int(address.rpartition(":")[2])
-            await _until(lambda: port in _ports(established=True))
-            await _until(lambda: port not in _ports(established=True))
+            await until(lambda: port in _ports(established=True))
+            await until(lambda: port not in _ports(established=True))
 
 
 @pytest.mark.parametrize("tls", [False, True])
@@ -160,8 +157,7 @@ UNREAD: Mapping[str, tuple[bytes, bytes | None]] = {
 async def test_a_closed_connection_leaves_its_shares_although_its_peer_does_not_read(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared, paused = Limits(GatewayConfig("127.0.0.1:0", [["127.0.0.1:1"]])), asyncio.Event()
-    monkeypatch.setattr(service, "Limits", lambda config: shared)
+    shared, paused = watched_limits(monkeypatch), asyncio.Event()
     monkeypatch.setattr(service, "BODY_S", 1.5 if "ping" in name else 20)
     monkeypatch.setattr(connections, "_HEAD_S", 0.4)
     end_after = connections.WebSocketConnection.end_after
@@ -187,18 +183,13 @@ async def test_a_closed_connection_leaves_its_shares_although_its_peer_does_not_
         await paused.wait()
         assert shared.connections._held
         writer.write_eof() if then is None else writer.write(then)
-        await _until(lambda: not shared.connections._held and not shared.websockets._held)
+        await until(lambda: not shared.connections._held and not shared.websockets._held)
 
 
 def _ports(*, established: bool) -> set[int]:
     """Returns the local ports of the established connections of this host."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {int(line[1].split(":")[1], 16) for line in lines if (line[3] == "01") == established}
-
-
-async def _until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("second", [head("GET", "/health"), upgrade(REALTIME)], ids=["request", "upgrade"])

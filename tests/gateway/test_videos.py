@@ -105,24 +105,10 @@ def test_a_range_of_a_video_is_read(
     assert answer.content == (b"" if method == "HEAD" else part)
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        "",
-        "-",
-        "9-2",
-        "a-b",
-        "0-1,5-6",
-        "1000000000-",
-        "-0",
-        "0-\u0662",
-        "9" * 5000 + "-",
-        "0x0-9",
-        " 0-1",
-        "0--1",
-        "+0-1",
-    ],
-)
+BAD_RANGES = ("", "-", "9-2", "a-b", "0-1,5-6", "1000000000-", "-0", "0-\u0662", "9" * 5000 + "-")
+
+
+@pytest.mark.parametrize("wanted", [*BAD_RANGES, "0x0-9", " 0-1", "0--1", "+0-1"])
 def test_a_bad_range_is_rejected_and_leaves_no_file(content: tuple[str, bytes], wanted: str) -> None:
     url, whole = content
     for method in ("GET", "HEAD"):

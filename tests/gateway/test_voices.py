@@ -20,8 +20,7 @@ from stagemesh.v1.orchestrator_pb2 import EdgeDescription
 from stagemesh.v1.signature_pb2 import OptionSpec, Signature
 from stagemesh.v1.tensor_pb2 import TypedValue
 from tests.client.scripted import ScriptedOrchestrator, admitted, audio, ended, finished, served
-from tests.credentials import process_credentials
-from tests.gateway.making import asking, describe, error_of, known_callers, rejection, serving
+from tests.gateway.making import asking, describe, error_of, rejection, served_with_tokens, serving
 from tests.gateway.sounds import audio_file, encode, tone, wav
 from tests.limits import files_of_at_most
 
@@ -208,31 +207,30 @@ async def test_a_caller_has_a_limited_number_of_voices(tmp_path: Path, monkeypat
 async def test_callers_do_not_see_the_voices_of_others(tmp_path: Path) -> None:
     folder = tmp_path / "voices"
     callers = {"of-ada": "ada", "next-of-ada": "ada", "of-bob": "bob"}
-    with known_callers(tmp_path, callers) as (checker, clients):
-        async with served(tokens=checker) as orchestrator:
-            settings = {"tls": clients, "voices": str(folder)}
-            with process_credentials(None):
-                async with asking(orchestrator, key="of-ada", **settings) as ai:
-                    describe_speech(orchestrator)
-                    ada, bob, eve = ai, ai.with_options(api_key="of-bob"), ai.with_options(api_key="of-eve")
-                    await create(ada, "secret")
-                    assert await listed(bob) == {"alto": "built_in"}
-                    for refused in (bob.get("/audio/voices/secret", cast_to=object), bob.audio.voices.delete("secret")):
-                        with pytest.raises(openai.NotFoundError):
-                            await refused
-                    with pytest.raises(openai.BadRequestError, match="'secret'"):
-                        await speak(bob, "secret")
-                    await create(bob, "secret", ref_text="Mine.")
-                    await bob.audio.voices.delete("secret")
-                    assert set(await listed(ada.with_options(api_key="next-of-ada"))) == {"secret", "alto"}
-                    for refused in (create(eve), listed(eve), eve.audio.voices.delete("secret")):
-                        with pytest.raises(openai.AuthenticationError):
-                            await refused
-                    # A revoked token is refused at the next call.
-                    (tmp_path / "tokens.json").unlink()
-                    for refused in (listed(ada), speak(ada, "secret"), ada.audio.voices.delete("secret")):
-                        with pytest.raises(openai.AuthenticationError):
-                            await refused
+    async with (
+        served_with_tokens(tmp_path, callers) as (orchestrator, clients),
+        asking(orchestrator, key="of-ada", tls=clients, voices=str(folder)) as ai,
+    ):
+        describe_speech(orchestrator)
+        ada, bob, eve = ai, ai.with_options(api_key="of-bob"), ai.with_options(api_key="of-eve")
+        await create(ada, "secret")
+        assert await listed(bob) == {"alto": "built_in"}
+        for refused in (bob.get("/audio/voices/secret", cast_to=object), bob.audio.voices.delete("secret")):
+            with pytest.raises(openai.NotFoundError):
+                await refused
+        with pytest.raises(openai.BadRequestError, match="'secret'"):
+            await speak(bob, "secret")
+        await create(bob, "secret", ref_text="Mine.")
+        await bob.audio.voices.delete("secret")
+        assert set(await listed(ada.with_options(api_key="next-of-ada"))) == {"secret", "alto"}
+        for refused in (create(eve), listed(eve), eve.audio.voices.delete("secret")):
+            with pytest.raises(openai.AuthenticationError):
+                await refused
+        # A revoked token is refused at the next call.
+        (tmp_path / "tokens.json").unlink()
+        for refused in (listed(ada), speak(ada, "secret"), ada.audio.voices.delete("secret")):
+            with pytest.raises(openai.AuthenticationError):
+                await refused
     assert len(names_in(folder)) == 2
 
 
