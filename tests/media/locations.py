@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import boto3
+import pytest
 from moto.server import ThreadedMotoServer
 
+from stagemesh.common.errors import StagemeshError
 from stagemesh.common.media.store import MediaStore
 from stagemesh.common.process.media_config import MediaConfig
+from stagemesh.v1 import request_pb2
 
 
 def make_store(folder: Path, *, writer: str = "test", **config: object) -> MediaStore:
@@ -42,6 +45,32 @@ def join_store_threads() -> None:
             thread.join(5)
 
 
+async def failure(store: MediaStore, uri: str, **fields: Any) -> str:
+    """Returns the reason of the error with which a file cannot be fetched."""
+    with pytest.raises(StagemeshError) as caught:
+        (await store.fetch(request_pb2.MediaFile(uri=uri, **fields))).close()
+    return caught.value.reason
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Answers all requests, and prints nothing."""
+
+    content = b"content"
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        with suppress(ConnectionError):
+            self.wfile.write(self.content)
+
+    def log_message(self, *_: object) -> None:
+        """Prints nothing."""
+
+
 @contextmanager
 def web_server(content: bytes | None) -> Iterator[str]:
     """Serves `content` at every path of a web server. If it is None, the server never answers. Yields its URL."""
@@ -50,23 +79,7 @@ def web_server(content: bytes | None) -> Iterator[str]:
         with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
             yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         return
-    body = content
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-
-        def do_GET(self) -> None:
-            self.do_HEAD()
-            with suppress(ConnectionError):
-                self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Prints nothing."""
-
-    with running_server(Handler) as url:
+    with running_server(type("Handler", (Answering,), {"content": content})) as url:
         yield url
 
 
@@ -87,20 +100,12 @@ def running_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 def redirecting_server(target: str, *, status: int, methods: Sequence[str]) -> Iterator[str]:
     """Redirects requests by these methods to `target`, and answers others with 7 bytes. Yields its URL."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Answering):
         def do_HEAD(self) -> None:
             self.send_response(status if self.command in methods else 200)
             self.send_header("Location", target)
             self.send_header("Content-Length", "7")
             self.end_headers()
-
-        def do_GET(self) -> None:
-            self.do_HEAD()
-            with suppress(ConnectionError):
-                self.wfile.write(b"content")
-
-        def log_message(self, *_: object) -> None:
-            """Prints nothing."""
 
     with running_server(Handler) as url:
         yield url

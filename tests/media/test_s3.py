@@ -10,9 +10,8 @@ import pytest
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.media.store import MediaStore
 from stagemesh.common.media.stored_file import StoredFileWriter
-from stagemesh.v1 import request_pb2
 from tests.deployment import deployed
-from tests.media.locations import Bucket, s3_server
+from tests.media.locations import Bucket, failure, s3_server
 from tests.rpc.call_errors import raises
 from tests.system.pipelines import pipeline_file
 
@@ -41,12 +40,6 @@ async def written(store: MediaStore, content: bytes, *, name: str = "a.bin") -> 
     for start in range(0, len(content), PART_BYTES):
         await writer.write(content[start : start + PART_BYTES])
     return writer
-
-
-async def failure(store: MediaStore, uri: str, **fields: object) -> str:
-    with pytest.raises(StagemeshError) as caught:
-        (await store.fetch(request_pb2.MediaFile(uri=uri, **fields))).close()  # type: ignore[arg-type]
-    return caught.value.reason
 
 
 @pytest.mark.parametrize("size", [0, 5, 8 << 20, len(CONTENT)])
