@@ -8,6 +8,7 @@ import pytest
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.adapter_files import Sizes, read_adapter
 from tests.engines.vllm.tiny_adapter import set_config, write_adapter
+from tests.rpc.call_errors import raises
 
 LAYER = "base_model.model.model.layers.1.mlp.down_proj"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -50,9 +51,8 @@ def test_layers_must_match_the_model(tmp_path: Path) -> None:
 )
 def test_the_error_names_what_a_folder_lacks(spoil: Callable[[Path], object], message: str, tmp_path: Path) -> None:
     spoil(write_adapter(tmp_path))
-    with pytest.raises(InvalidRequestError, match=message) as caught:
+    with raises(InvalidRequestError, reason="INVALID_ADAPTER", match=message) as caught:
         read_adapter(str(tmp_path))
-    assert caught.value.reason == "INVALID_ADAPTER"
     assert str(tmp_path) in caught.value.message
 
 

@@ -16,6 +16,7 @@ from stagemesh.services.engines.options import request_options
 from stagemesh.services.models.speech_detection import TURNS, SpeechEvent, SpeechStream, Turns
 from tests.models.spoken import speak
 from tests.models.vocoding import parts
+from tests.rpc.call_errors import raises
 
 Audio = npt.NDArray[np.float32]
 
@@ -126,9 +127,8 @@ def test_options_move_the_events(speech: Audio) -> None:
 
 @pytest.mark.parametrize("rate_hz", [7_999, 48_001, "fast"])
 def test_other_sample_rates_are_rejected(rate_hz: int) -> None:
-    with pytest.raises(InvalidRequestError, match="8000 to 48000 Hz") as raised:
+    with raises(InvalidRequestError, reason="INVALID_MEDIA", match="8000 to 48000 Hz"):
         _events(QUIET, rate_hz=rate_hz)
-    assert raised.value.reason == "INVALID_MEDIA"
 
 
 def test_a_change_of_the_sample_rate_is_rejected() -> None:

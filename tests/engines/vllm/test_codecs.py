@@ -38,6 +38,7 @@ from tests.models.checkpoints import Change, change_weights, changed, renamed
 from tests.models.qwen2_5_omni import reference as qwen2_5_omni_reference
 from tests.models.qwen3_omni.reference import Conversation, Reference, Result
 from tests.models.qwen3_tts.prompts import requests, talker_rows, write_prompt
+from tests.rpc.call_errors import raises
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -402,7 +403,6 @@ _NORM = "talker.model.norm.weight"
     ids=["no talker", "no thinker", "no folder", "unknown weight", "missing part", "other shape"],
 )
 async def test_unloadable_models_are_named(tiny_qwen3_omni: Path, tmp_path: Path, change: Change, message: str) -> None:
-    with pytest.raises(NotReadyError, match=message) as caught:
+    with raises(NotReadyError, reason="LOAD_FAILED", match=message):
         async with started(changed(tiny_qwen3_omni, tmp_path, change), **options_of("qwen3_omni.talker")):
             pass
-    assert caught.value.reason == "LOAD_FAILED"

@@ -19,6 +19,7 @@ from tests.engines.support import as_prompt, collect, controls_of, packets, stag
 from tests.engines.vllm.engines import started
 from tests.engines.vllm.tiny_adapter import write_adapter
 from tests.engines.vllm.tiny_model import CHAT_TEMPLATE, MAX_MODEL_LEN, OPTIONS
+from tests.rpc.call_errors import raises
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
@@ -212,9 +213,8 @@ async def test_template_receives_each_role(text_engine: VllmEngine, role: Role, 
 async def test_wrong_template_arguments_are_rejected(
     text_engine: VllmEngine, arguments: dict[str, JsonValue], message: str
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=message) as caught:
+    with raises(InvalidRequestError, reason="INVALID_PROMPT", match=message):
         await collect(text_engine.submit(task(Conversation([HI], template_arguments=arguments))))
-    assert caught.value.reason == "INVALID_PROMPT"
 
 
 async def test_raw_text_goes_past_the_template(text_engine: VllmEngine) -> None:

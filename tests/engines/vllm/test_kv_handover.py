@@ -26,6 +26,7 @@ from tests.engines.support import OpenEdge, collect, controls_of, packets, token
 from tests.engines.vllm.engines import started
 from tests.engines.vllm.tiny_adapter import write_adapter
 from tests.engines.vllm.tiny_model import write_real_model
+from tests.rpc.call_errors import raises
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -191,9 +192,8 @@ async def test_ticket_of_another_prompt_is_not_read(pair: Pair, caplog: pytest.L
 async def test_unreadable_descriptor_is_an_error(pair: Pair) -> None:
     released: list[bool] = []
     ticket = OfferedTicket("vllm.kv", b"\x93", size_bytes=0, time_limit_s=9.0, on_release=lambda: released.append(True))
-    with pytest.raises(InvalidRequestError) as caught:
+    with raises(InvalidRequestError, reason="INVALID_TICKET"):
         await decoded(pair.decode, task("unreadable", 150), [Packet({}, tickets={KV_CACHE: ticket})])
-    assert caught.value.reason == "INVALID_TICKET"
     assert released
 
 
@@ -236,9 +236,8 @@ async def test_invalid_parameter_fails_the_request_alone(pair: Pair, key: str) -
     each = task(f"invalid-{key}", 150)
     for value in (*INVALID[key], [[1], "a"], None):
         sent = await damaged(pair.prefill, each, {key: value})
-        with pytest.raises(InvalidRequestError, match=rf"\$\.parameters\.{key}") as caught:
+        with raises(InvalidRequestError, reason="INVALID_TICKET", match=rf"\$\.parameters\.{key}"):
             await decoded(pair.decode, each, sent)
-        assert caught.value.reason == "INVALID_TICKET"
     assert await handed_over(pair, each) == await alone(pair, each)
     await pair.check_no_blocks()
 

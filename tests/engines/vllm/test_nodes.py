@@ -19,6 +19,7 @@ from tests.children import killed_at_end
 from tests.cli.commands import COMMAND
 from tests.engines.support import collect, stage_config, usage_of
 from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
+from tests.rpc.call_errors import raises
 
 SPREAD: dict[str, JsonValue] = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1"}
 
@@ -57,9 +58,8 @@ def test_a_feature_of_one_node_is_rejected(options: dict[str, JsonValue], messag
 
 def test_a_model_that_cannot_be_loaded_is_reported_with_its_place(tmp_path: Path) -> None:
     engine = VllmEngine(stage_config("vllm", model=str(tmp_path), options={**SPREAD, "node_rank": 1}))
-    with pytest.raises(NotReadyError, match=f"vLLM cannot load {tmp_path}") as caught:
+    with raises(NotReadyError, reason="LOAD_FAILED", match=f"vLLM cannot load {tmp_path}"):
         engine.start_workers()
-    assert caught.value.reason == "LOAD_FAILED"
 
 
 @pytest.mark.soak

@@ -9,6 +9,7 @@ from pydantic import JsonValue
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from tests.engines.vllm.engines import started, started_with_arena
 from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
+from tests.rpc.call_errors import raises
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -48,7 +49,6 @@ async def test_inner_layers_of_an_unsuited_model_are_rejected(tmp_path: Path) ->
 
 
 async def test_error_names_an_unreadable_model(tmp_path: Path) -> None:
-    with pytest.raises(NotReadyError, match="vLLM cannot load") as caught:
+    with raises(NotReadyError, reason="LOAD_FAILED", match="vLLM cannot load"):
         async with started(tmp_path, hidden_states={"layers": ["last", 1]}):
             pass
-    assert caught.value.reason == "LOAD_FAILED"

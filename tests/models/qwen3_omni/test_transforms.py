@@ -15,6 +15,7 @@ from stagemesh.connectors.packets import Packet
 from stagemesh.services.models.qwen3_omni.description import TextTokens
 from stagemesh.services.models.qwen3_omni.transforms import Talker2Code2Wav, Thinker2Talker
 from tests.models.vocoding import pieces
+from tests.rpc.call_errors import raises
 
 WIDTH = 8
 ANSWER = [40, 41, 42, 43]
@@ -136,9 +137,8 @@ def test_a_prompt_without_an_answer_is_rejected(tiny_qwen3_omni: Path, ending: s
         "incomplete header": [*answered, tokens.message_start, tokens.assistant],
         "message start": [tokens.message_start, tokens.user, 9, tokens.message_start],
     }
-    with pytest.raises(InvalidRequestError, match="begins no answer of the assistant") as caught:
+    with raises(InvalidRequestError, reason="INVALID_PROMPT", match="begins no answer of the assistant"):
         Thinker2Talker(tiny_qwen3_omni).push(Packet({"prompt_ids": np.array(prompts[ending], np.int32)}))
-    assert caught.value.reason == "INVALID_PROMPT"
 
 
 # -- from the talker to code2wav
