@@ -31,16 +31,15 @@ def _change_limit() -> None:
     ],
 )
 def test_a_change_is_named_and_undone(change: Callable[[], object], name: str) -> None:
-    before = (
-        dict(os.environ),
-        Path.cwd(),
-        resource.getrlimit(resource.RLIMIT_NOFILE),
-        signal.getsignal(signal.SIGUSR1),
-    )
+    before = _read_state()
     with pytest.raises(pytest.fail.Exception, match=name), unchanged():
         change()
-    after = (dict(os.environ), Path.cwd(), resource.getrlimit(resource.RLIMIT_NOFILE), signal.getsignal(signal.SIGUSR1))
-    assert after == before
+    assert _read_state() == before
+
+
+def _read_state() -> tuple[object, ...]:
+    limit, handler = resource.getrlimit(resource.RLIMIT_NOFILE), signal.getsignal(signal.SIGUSR1)
+    return dict(os.environ), Path.cwd(), limit, handler
 
 
 def test_the_settings_of_torch_are_restored() -> None:

@@ -186,7 +186,7 @@ class GatewayFuzzer:
                     async with asyncio.timeout(_CALL_S):
                         await call(path)
                 except TimeoutError:
-                    self._count(path, "still running")
+                    self.findings.codes["still running"] += 1
                 turn += at_once
 
         await asyncio.gather(*(work(turn) for turn in range(at_once)))
@@ -220,9 +220,10 @@ class GatewayFuzzer:
             http = self._random.choice(self._https)
             answer = await http.request(method, path, content=body, headers={"content-type": kind})
         except httpx.TransportError as exc:
-            self._count(path, type(exc).__name__, defect=f"{path}: {exc!r}; {body[:2000]!r}")
+            self.findings.codes[type(exc).__name__] += 1
+            self.findings.defects.append(f"{path}: {exc!r}; {body[:2000]!r}")
             return
-        self._count(path, str(answer.status_code))
+        self.findings.codes[str(answer.status_code)] += 1
         if answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR:
             self.findings.defects.append(f"{path}: {answer.text[:500]}\n{body[:2000]!r}")
 
@@ -242,7 +243,9 @@ class GatewayFuzzer:
             code = exc.rcvd.code if exc.rcvd is not None else _UNEXPECTED
         except websockets.InvalidStatus as exc:
             code = exc.response.status_code
-        self._count(path, str(code), defect=f"{path}: {sent!r:.2000}" if code in (_UNEXPECTED, 500) else "")
+        self.findings.codes[str(code)] += 1
+        if code in (_UNEXPECTED, 500):
+            self.findings.defects.append(f"{path}: {sent!r:.2000}")
 
     async def _drain(self, socket: websockets.ClientConnection) -> None:
         try:
@@ -251,8 +254,3 @@ class GatewayFuzzer:
                     await socket.recv()
         except TimeoutError:
             return
-
-    def _count(self, path: str, outcome: str, *, defect: str = "") -> None:
-        self.findings.codes[outcome] += 1
-        if defect:
-            self.findings.defects.append(defect)

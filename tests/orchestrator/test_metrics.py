@@ -19,6 +19,7 @@ from stagemesh.orchestrator.metrics.prometheus import SCALING_METRICS, Orchestra
 from stagemesh.orchestrator.orchestrator import Orchestrator as Core
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.v1 import request_pb2, stage_pb2
+from tests.deployment import metric_value
 from tests.orchestrator.mesh import load, poll
 from tests.orchestrator.running_pipeline import Orchestrator, running_pipeline
 
@@ -40,15 +41,9 @@ async def _scrape(orchestrator: Orchestrator) -> dict[str, Metric]:
     return {metric.name: metric for metric in text_string_to_metric_families(await asyncio.to_thread(read))}
 
 
-def _value(metrics: dict[str, Metric], sample: str, **labels: str) -> float:
-    """Returns the value of a sample, or 0 if it does not exist."""
-    samples = (each for metric in metrics.values() for each in metric.samples if each.name == sample)
-    return sum(each.value for each in samples if labels.items() <= each.labels.items())
-
-
 def _has_unfinished(metrics: dict[str, Metric]) -> bool:
     """Returns whether a request has failed or was cancelled."""
-    return any(_value(metrics, "stagemesh_requests_total", outcome=each) > 0 for each in ("failed", "cancelled"))
+    return any(metric_value(metrics, "stagemesh_requests_total", outcome=each) > 0 for each in ("failed", "cancelled"))
 
 
 @pytest.mark.parametrize("connector", ["shm", "grpc", "nixl"])
@@ -66,19 +61,19 @@ async def test_bytes_and_seconds_are_those_of_the_clients(tmp_path: Path, connec
             sent += [edge for report in result.finished.stages.values() for edge in report.edges]
             tokens += sum(report.usage.output_tokens for report in result.finished.stages.values())
         metrics = await _scrape(orchestrator)
-    assert _value(metrics, "stagemesh_requests_total", outcome="finished") == 5
+    assert metric_value(metrics, "stagemesh_requests_total", outcome="finished") == 5
     edge = "source->relay"
-    assert _value(metrics, "stagemesh_edge_bytes_total", edge=edge) == sum(each.size_bytes for each in sent) > 0
-    assert _value(metrics, "stagemesh_edge_chunks_total", edge=edge) == sum(each.chunks for each in sent) > 0
-    assert _value(metrics, "stagemesh_edge_links", edge=edge, connector=connector) == 1
-    assert _value(metrics, "stagemesh_stage_output_tokens_total") == tokens
-    seconds = _value(metrics, "stagemesh_request_seconds_sum")
+    assert metric_value(metrics, "stagemesh_edge_bytes_total", edge=edge) == sum(each.size_bytes for each in sent) > 0
+    assert metric_value(metrics, "stagemesh_edge_chunks_total", edge=edge) == sum(each.chunks for each in sent) > 0
+    assert metric_value(metrics, "stagemesh_edge_links", edge=edge, connector=connector) == 1
+    assert metric_value(metrics, "stagemesh_stage_output_tokens_total") == tokens
+    seconds = metric_value(metrics, "stagemesh_request_seconds_sum")
     assert 0.99 * least_s <= seconds <= most_s
-    assert _value(metrics, "stagemesh_request_seconds_count") == 5
-    assert _value(metrics, "stagemesh_request_queue_seconds_count") == 5
-    assert _value(metrics, "stagemesh_stage_step_seconds_count", stage="source") == 5
-    assert 0 < _value(metrics, "stagemesh_request_first_output_seconds_sum") < seconds
-    assert math.isclose(_value(metrics, "stagemesh_replicas", state="ready"), 2)
+    assert metric_value(metrics, "stagemesh_request_seconds_count") == 5
+    assert metric_value(metrics, "stagemesh_request_queue_seconds_count") == 5
+    assert metric_value(metrics, "stagemesh_stage_step_seconds_count", stage="source") == 5
+    assert 0 < metric_value(metrics, "stagemesh_request_first_output_seconds_sum") < seconds
+    assert math.isclose(metric_value(metrics, "stagemesh_replicas", state="ready"), 2)
 
 
 SPEAKING = """\
@@ -101,12 +96,12 @@ async def test_underruns_are_those_of_the_clients(tmp_path: Path) -> None:
             total += sum(waits)
         metrics = await _scrape(orchestrator)
     assert total > 3 * 0.3, "the stage is too slow for its listeners"
-    seconds = _value(metrics, "stagemesh_stage_audio_underrun_seconds_total", stage="sound")
+    seconds = metric_value(metrics, "stagemesh_stage_audio_underrun_seconds_total", stage="sound")
     assert math.isclose(seconds, total, rel_tol=0.2)
     name = "stagemesh_stage_audio_longest_underrun_seconds"
-    assert _value(metrics, f"{name}_count", stage="sound") == 3
-    assert _value(metrics, f"{name}_bucket", stage="sound", le="0.05") == 0
-    assert math.isclose(_value(metrics, f"{name}_sum", stage="sound"), sum(longest), rel_tol=0.2)
+    assert metric_value(metrics, f"{name}_count", stage="sound") == 3
+    assert metric_value(metrics, f"{name}_bucket", stage="sound", le="0.05") == 0
+    assert math.isclose(metric_value(metrics, f"{name}_sum", stage="sound"), sum(longest), rel_tol=0.2)
 
 
 async def _waits(response_stream: AsyncResponseStream) -> AsyncIterator[float]:
@@ -131,7 +126,7 @@ async def test_recoveries_and_errors_have_their_causes(tmp_path: Path) -> None:
         with pytest.raises(StagemeshError) as caught:
             await orchestrator.client.generate("hello", timeout_s=0.3).result()
         metrics = await poll(lambda: _scrape(orchestrator), until=_has_unfinished, timeout_s=60)
-    assert _value(metrics, "stagemesh_stage_recoveries_total", stage="relay") >= 1
+    assert metric_value(metrics, "stagemesh_stage_recoveries_total", stage="relay") >= 1
     reasons = {
         each.labels["reason"]
         for each in metrics["stagemesh_stage_recoveries"].samples
