@@ -28,6 +28,12 @@ class Ran:
         """Standard error on one line, without the frame around usage errors."""
         return " ".join(self.stderr.replace("│", " ").split())
 
+    @property
+    def output(self) -> str:
+        """Standard output. Asserts that the command has succeeded."""
+        self.check(0)
+        return self.stdout
+
     def check(self, code: int, *words: str) -> None:
         """Asserts the exit status, and that standard error contains the words."""
         assert (self.exit_code, [each for each in words if each not in self.error_text]) == (code, []), self.stderr

@@ -63,8 +63,7 @@ async def test_options_reach_the_server(orchestrator: ScriptedOrchestrator) -> N
     orchestrator.talks.append(["open", opened(), "close"])
     options = ["--system", "Be brief.", "--max-tokens", "9", "--option", "speed=1.5", "--outputs", "audio"]
     options += ["--stage-parameter", "talker.voice=alto", "--timeout", "2.5", "--session-id", "s", "--caller", "me"]
-    ran = await run_process("converse", "--server", orchestrator.endpoint, "--seed", "3", *options)
-    assert ran.exit_code == 0, ran.stderr
+    (await run_process("converse", "--server", orchestrator.endpoint, "--seed", "3", *options)).check(0)
     sent = orchestrator.events[0][0].open
     assert (sent.conversation.messages[0].role, sent.conversation.messages[0].content) == (ROLE_SYSTEM, "Be brief.")
     assert (sent.parameters.sampling.max_tokens, sent.parameters.options["speed"].number) == (9, 1.5)

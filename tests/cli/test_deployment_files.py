@@ -18,8 +18,7 @@ from tests.system.pipelines import relays
 
 def _orchestrator(folder: Path, *arguments: str) -> OrchestratorConfig:
     file = folder / "orchestrator.json"
-    ran = invoke("config", "orchestrator", str(relays(folder)), "--output", str(file), *arguments)
-    assert ran.exit_code == 0, ran.stderr
+    invoke("config", "orchestrator", str(relays(folder)), "--output", str(file), *arguments).check(0)
     return load_config(OrchestratorConfig, file)
 
 

@@ -17,9 +17,7 @@ def test_the_timeline_of_a_request_that_has_ended(relays_up: Deployment, tmp_pat
     with relays_up.client() as client:
         client.generate("hello", request_id="ended").result()
     file = tmp_path / "trace.json"
-    ran = _trace(relays_up, "ended", "-o", str(file))
-    assert ran.exit_code == 0, ran.stderr
-    lines = ran.stdout.splitlines()
+    lines = _trace(relays_up, "ended", "-o", str(file)).output.splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["request", "queue"]
     assert {line.split()[0] for line in lines if "█" in line} >= {"request", "source", "relay", "frames", "first"}
     events = json.loads(file.read_text())["traceEvents"]

@@ -17,9 +17,7 @@ async def job(jobs_up: Deployment, command: str, *arguments: str) -> Ran:
 
 
 async def document(jobs_up: Deployment, command: str, *arguments: str) -> Any:
-    ran = await job(jobs_up, command, *arguments, "--json")
-    assert ran.exit_code == 0, ran.stderr
-    return json.loads(ran.stdout)
+    return json.loads((await job(jobs_up, command, *arguments, "--json")).output)
 
 
 async def test_a_job_is_submitted_watched_and_downloaded(jobs_up: Deployment, tmp_path: Path) -> None:

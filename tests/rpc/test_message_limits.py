@@ -197,13 +197,11 @@ async def test_a_message_is_not_parsed_before_its_caller_is_known(
     monkeypatch.setattr("stagemesh.rpc.call_limits.parse_message", lambda *_, **__: parsed.append(1))
     with process_credentials(issue(tmp_path, "orchestrator/main")):
         add_token(tmp_path / "tokens", "secret", TokenEntry("alice"))
-        serving = served(TokenChecker(TokenConfig(file=str(tmp_path / "tokens"))))
-        endpoint = await serving.__aenter__()
-    with process_credentials(issue(tmp_path, "client/unused")):
-        channel = open_channel(endpoint)
-    async with channel:
-        error = await error_of(call(channel, many("outputs")))
-    await serving.__aexit__(None, None, None)
+        async with served(TokenChecker(TokenConfig(file=str(tmp_path / "tokens")))) as endpoint:
+            with process_credentials(issue(tmp_path, "client/unused")):
+                channel = open_channel(endpoint)
+            async with channel:
+                error = await error_of(call(channel, many("outputs")))
     assert (type(error), error.reason, parsed) == (UnauthenticatedError, "NO_TOKEN", [])
 
 
@@ -224,16 +222,14 @@ async def test_a_caller_whose_large_messages_are_rejected_waits_and_others_do_no
 
 async def test_rejected_messages_of_open_services_count_for_the_certificate(tmp_path: Path) -> None:
     with process_credentials(issue(tmp_path, "orchestrator/main")):
-        serving = served()
-        endpoint = await serving.__aenter__()
-    reasons = list[str]()
-    for name in ["client/alice"] * 20 + ["client/bob"]:
-        with process_credentials(issue(tmp_path, name)):
-            channel = open_channel(endpoint)
-        async with channel:
-            check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
-            reasons.append((await error_of(check(b"\xff" * (4 << 20), timeout=20))).reason)
-    await serving.__aexit__(None, None, None)
+        async with served() as endpoint:
+            reasons = list[str]()
+            for name in ["client/alice"] * 20 + ["client/bob"]:
+                with process_credentials(issue(tmp_path, name)):
+                    channel = open_channel(endpoint)
+                async with channel:
+                    check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+                    reasons.append((await error_of(check(b"\xff" * (4 << 20), timeout=20))).reason)
     assert (reasons[0], reasons[-2], reasons[-1]) == ("MALFORMED_MESSAGE", "CALL_LIMIT", "MALFORMED_MESSAGE")
 
 

@@ -8,7 +8,7 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -22,10 +22,9 @@ from stagemesh.client import Client
 from stagemesh.common.wire.versions import own_protocol
 from stagemesh.rpc.credentials import CA, CERTIFICATE, KEY
 from stagemesh.v1 import stage_pb2
-from tests.client.scripted import served
 from tests.credentials import issue
 from tests.deployment import Deployment, deployed
-from tests.gateway.making import configured_gateway, describe, known_callers
+from tests.gateway.making import configured_gateway, served_with_tokens
 from tests.system.added_transforms import add_function
 from tests.system.pipelines import pipeline_file
 from tests.system.split_stage import write_pipeline
@@ -308,20 +307,14 @@ def test_every_listening_socket_is_authenticated_or_named_by_the_operator(start:
 
 async def test_a_gateway_of_tokens_answers_with_a_token_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listen = f"127.0.0.1:{PortPicker().pick()}"
-    with known_callers(tmp_path, {"secret": "ada"}) as (checker, clients):
+    async with served_with_tokens(tmp_path, {"secret": "ada"}) as (orchestrator, clients):
         https = issue(tmp_path, "client/gateway")
         monkeypatch.setenv("SSL_CERT_FILE", str(https / CA))
-        async with served(tokens=checker) as orchestrator:
-            describe(orchestrator, "text")
-            arguments = ("--listen", listen, "--server", orchestrator.endpoint, "--tls", clients, "--https", str(https))
-            before = find_listeners(os.getpid())
-            with configured_gateway(*arguments, url=f"https://{listen}") as url:
-                opened = find_listeners(os.getpid()) - before
-                tokens: Sequence[dict[str, str]] = (
-                    {},
-                    {"authorization": "Bearer wrong"},
-                    {"authorization": "Bearer secret"},
-                )
-                models = [await asyncio.to_thread(httpx.get, f"{url}/v1/models/p", headers=each) for each in tokens]
+        arguments = ("--listen", listen, "--server", orchestrator.endpoint, "--tls", clients, "--https", str(https))
+        before = find_listeners(os.getpid())
+        with configured_gateway(*arguments, url=f"https://{listen}") as url:
+            opened = find_listeners(os.getpid()) - before
+            tokens = [dict[str, str](), *({"authorization": f"Bearer {each}"} for each in ("wrong", "secret"))]
+            models = [await asyncio.to_thread(httpx.get, f"{url}/v1/models/p", headers=each) for each in tokens]
     assert [each.address for each in opened] == [listen]
     assert [each.status_code for each in models] == [401, 401, 200]
