@@ -1,6 +1,5 @@
 """Qwen-Image-Edit: a prompt has an input image, and invalid images are rejected."""
 
-import io
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.diffusion.tiny.pipelines import write_qwen_image_edit
 from tests.engines.support import collect
 from tests.engines.vllm.media_files import encoded, pixels
 from tests.module_fixtures import made_for_module
+from tests.pictures import encoded_image
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
@@ -62,16 +62,10 @@ def damaged(at: int) -> bytes:
     return bytes(data)
 
 
-def bomb() -> bytes:
-    file = io.BytesIO()
-    Image.new("1", (9_500, 9_500)).save(file, "PNG")
-    return file.getvalue()
-
-
 UNREADABLE = (
     *(b"", b"not an image", encoded(PIXELS)[:200], damaged(8), damaged(60), b"RIFF\x24\x00\x00\x00WAVEfmt "),
     # Pillow would read the first, and start Ghostscript for the second.
-    *(encoded(PIXELS, "TIFF"), encoded(PIXELS, "EPS"), bomb()),
+    *(encoded(PIXELS, "TIFF"), encoded(PIXELS, "EPS"), encoded_image(Image.new("1", (9_500, 9_500)))),
 )
 
 

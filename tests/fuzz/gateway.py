@@ -11,10 +11,12 @@ from urllib.parse import quote
 
 import httpx
 import websockets
+from PIL import Image
 
 from tests.fuzz.messages import mutated
 from tests.fuzz.rpcs import Findings
 from tests.gateway.sounds import tone, wav
+from tests.pictures import encoded_image
 
 _CALL_S = 2.0
 """The time after which a call that still runs is cancelled, in seconds."""
@@ -28,9 +30,7 @@ _DEEP, _DEPTH = "@deep", 20_000
 _UNEXPECTED = 1011
 """The code with which a server closes a WebSocket after an exception."""
 
-PNG = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-)
+PNG = encoded_image(Image.new("RGB", (1, 1)))
 WAV = wav(tone(0.05))
 _PCM = base64.b64encode(bytes(4800)).decode()
 _IMAGE_URL = "data:image/png;base64," + base64.b64encode(PNG).decode()

@@ -17,8 +17,10 @@ from stagemesh.gateway.routes import models
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 from tests.gateway.making import RATE_HZ, client, error_of, gateway, making
 from tests.gateway.sounds import tone, wav
+from tests.pictures import encoded_image
 
 MODEL = "maker"
+PNG = ("image.png", encoded_image(Image.new("RGB", (4, 4))), "image/png")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,7 @@ def test_choices_have_their_index(ai: openai.OpenAI) -> None:
 
 
 def test_media_are_parts_of_a_message(ai: openai.OpenAI) -> None:
-    image, sound = (base64.b64encode(data).decode() for data in (_png()[1], wav(tone(0.1))))
+    image, sound = (base64.b64encode(data).decode() for data in (PNG[1], wav(tone(0.1))))
     parts = [
         {"type": "text", "text": "see"},
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}},
@@ -160,14 +162,13 @@ def test_images_have_the_size(ai: openai.OpenAI) -> None:
 
 
 def test_images_are_edited(ai: openai.OpenAI, url: str) -> None:
-    first, second = _png(), _png()
-    answer = ai.images.edit(model=MODEL, image=[first, second], prompt="red", size="16x16", n=2)
+    answer = ai.images.edit(model=MODEL, image=[PNG, PNG], prompt="red", size="16x16", n=2)
     images = [Image.open(io.BytesIO(base64.b64decode(each.b64_json or ""))) for each in answer.data or ()]
     assert [(image.size, image.getpixel((0, 0))) for image in images] == [((16, 16), (200, 0, 200))] * 2
     form = {"model": MODEL, "prompt": "red", "sharpness": "3"}
     for files, fields, param in (
-        ({"image": _png()}, form, "sharpness"),
-        ({"mask": _png()}, {}, "mask"),
+        ({"image": PNG}, form, "sharpness"),
+        ({"mask": PNG}, {}, "mask"),
         ({"image": ("a.txt", b"text", "text/plain")}, {}, "image"),
         ({}, {"model": MODEL}, "image"),
     ):
@@ -249,12 +250,6 @@ def test_metrics_count_requests_and_have_their_own_port(url: str, metrics_listen
     assert 'stagemesh_gateway_requests_total{endpoint="/v1/chat/completions",status="200"}' in text
     assert 'stagemesh_gateway_requests_total{endpoint="other",status="404"}' in text
     assert "process_cpu_seconds_total" in text
-
-
-def _png() -> tuple[str, bytes, str]:
-    file = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(file, "PNG")
-    return "image.png", file.getvalue(), "image/png"
 
 
 def test_connectors_and_states_that_the_gateway_does_not_know_are_shown_as_numbers() -> None:

@@ -1,4 +1,3 @@
-import io
 import tempfile
 from collections.abc import AsyncGenerator, Iterator
 from functools import partial
@@ -17,6 +16,7 @@ from stagemesh.gateway.routes import videos as route
 from stagemesh.v1 import jobs_pb2
 from tests.deployment import Deployment, deployed, eventually
 from tests.gateway.making import client
+from tests.pictures import encoded_image
 from tests.system.pipelines import pipeline_file
 
 # The client warns that OpenAI ends its own service.
@@ -54,11 +54,7 @@ def videos(up: Deployment) -> Iterator[openai.resources.Videos]:
         yield made.videos
 
 
-def picture() -> io.BytesIO:
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), (200, 0, 0)).save(buffer, "PNG")
-    buffer.name = "reference.png"
-    return buffer
+PICTURE = ("reference.png", encoded_image(Image.new("RGB", (8, 8), (200, 0, 0))))
 
 
 def completed(videos: openai.resources.Videos, video_id: str) -> openai.types.Video:
@@ -67,7 +63,7 @@ def completed(videos: openai.resources.Videos, video_id: str) -> openai.types.Vi
 
 
 def test_a_video_is_made_of_a_picture_and_read(videos: openai.resources.Videos) -> None:
-    created = videos.create(model="film", prompt="a boat", input_reference=picture())
+    created = videos.create(model="film", prompt="a boat", input_reference=PICTURE)
     assert (created.object, created.model, created.prompt) == ("video", "film", "a boat")
     assert created.status in {"queued", "in_progress"}
     video = completed(videos, created.id)
@@ -83,7 +79,7 @@ def test_a_video_is_made_of_a_picture_and_read(videos: openai.resources.Videos) 
 def content(up: Deployment) -> Iterator[tuple[str, bytes]]:
     """Returns the URL of a video, and its bytes."""
     with client(url := f"http://{up.statuses['gateway']['endpoint']}") as ai:
-        video = completed(ai.videos, ai.videos.create(model="film", prompt="a boat", input_reference=picture()).id)
+        video = completed(ai.videos, ai.videos.create(model="film", prompt="a boat", input_reference=PICTURE).id)
         yield f"{url}/v1/videos/{video.id}/content", ai.videos.download_content(video.id).read()
 
 
@@ -131,7 +127,7 @@ def test_a_range_that_does_not_apply_is_ignored(content: tuple[str, bytes]) -> N
 
 
 def test_videos_are_listed_in_pages_and_deleted(videos: openai.resources.Videos) -> None:
-    ids = [videos.create(model="film", prompt=prompt, input_reference=picture()).id for prompt in ("one", "two")]
+    ids = [videos.create(model="film", prompt=prompt, input_reference=PICTURE).id for prompt in ("one", "two")]
     assert [video.id for video in list(videos.list(limit=1))[:2]] == ids[::-1]
     assert [video.id for video in videos.list(order="asc")][-2:] == ids
     for video_id in ids:

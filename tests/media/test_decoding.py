@@ -20,6 +20,7 @@ from stagemesh.services.engines.media_decoding import read_audio, read_image, re
 from stagemesh.services.engines.prompts import MediaFile
 from tests.engines.vllm.media_files import video_file
 from tests.gateway.sounds import audio_file, encode, hours_of_silence, tone, wav
+from tests.pictures import encoded_image
 from tests.rpc.call_errors import raises
 
 PLENTY = 1 << 30
@@ -64,9 +65,7 @@ def test_common_video_codecs_are_decoded(codec: str, container: str) -> None:
 
 
 def test_the_picture_of_a_cover_does_not_matter() -> None:
-    cover = io.BytesIO()
-    Image.new("RGB", (30, 30)).save(cover, "PNG")
-    content = b"\0image/png\0\x03\0" + cover.getvalue()
+    content = b"\0image/png\0\x03\0" + encoded_image(Image.new("RGB", (30, 30)))
     frame = b"APIC" + struct.pack(">I", len(content)) + b"\0\0" + content
     tag = b"ID3\x03\0\0" + bytes((len(frame) >> shift) & 127 for shift in (21, 14, 7, 0)) + frame
     data = tag + encode(tone(1.0), "audio/mpeg")
@@ -126,12 +125,11 @@ def test_decoding_stops_when_its_request_has_ended() -> None:
 def test_no_reader_of_a_stage_continues_after_its_request_has_ended() -> None:
     ended = DecodedBytes(PLENTY)
     ended.close()
-    image = io.BytesIO()
-    Image.new("RGB", (30, 30)).save(image, "PNG")
+    image = encoded_image(Image.new("RGB", (30, 30)))
     video = black_video("mpeg4", "avi")
     for call in (
         lambda: read_audio(MediaFile("audio", wav(tone(1.0)), "audio/wav"), ended),
-        lambda: read_image(MediaFile("image", image.getvalue(), "image/png"), ended),
+        lambda: read_image(MediaFile("image", image, "image/png"), ended),
         lambda: read_video(video, ended, max_frames=4),
     ):
         with pytest.raises(CancelledRequestError):

@@ -72,8 +72,7 @@ OUTSIDE = (
 @pytest.mark.parametrize("uri", OUTSIDE)
 async def test_a_reference_outside_the_roots_is_rejected(tmp_path: Path, uri: str) -> None:
     placed(tmp_path, "../secret")
-    given = uri.format(store=tmp_path / "store")
-    assert await failure(make_store(tmp_path), given) == "REFERENCE_NOT_ALLOWED"
+    assert await failure(make_store(tmp_path), uri.format(store=tmp_path / "store")) == "REFERENCE_NOT_ALLOWED"
 
 
 @pytest.mark.parametrize("link", ["file", "folder"])

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from stagemesh.services.engines.prompts import MediaFile, Samples
+from tests.pictures import encoded_image
 
 Floats = npt.NDArray[np.float32]
 
@@ -21,9 +22,7 @@ def pixels(width: int = 56, height: int = 56, *, seed: int = 0) -> npt.NDArray[n
 
 def encoded(image: npt.NDArray[np.uint8], file_format: str = "PNG") -> bytes:
     """Returns an image as a file's bytes."""
-    file = io.BytesIO()
-    Image.fromarray(image).save(file, file_format)
-    return file.getvalue()
+    return encoded_image(Image.fromarray(image), file_format)
 
 
 def image(width: int = 56, height: int = 56, *, seed: int = 0) -> MediaFile:

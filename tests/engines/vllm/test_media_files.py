@@ -1,6 +1,5 @@
 """Media files from callers are decoded within limits, or rejected."""
 
-import io
 import re
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ from stagemesh.services.engines.media_decoding import read_audio, read_image, re
 from stagemesh.services.engines.prompts import MediaFile, Samples
 from tests.engines.vllm.media_files import encoded, gray_video, pixels, tone
 from tests.gateway.sounds import wav
+from tests.pictures import encoded_image
 from tests.rpc.call_errors import raises
 
 PLENTY = 64 << 20
@@ -115,11 +115,10 @@ def test_unreadable_media_are_rejected(read: Reader, media: MediaFile | Samples,
 
 
 def test_decompression_bomb_is_rejected_before_decoding() -> None:
-    bomb = io.BytesIO()
-    Image.new("1", (9_000, 9_000)).save(bomb, "PNG")
-    assert len(bomb.getvalue()) < 1 << 20
+    bomb = encoded_image(Image.new("1", (9_000, 9_000)))
+    assert len(bomb) < 1 << 20
     with pytest.raises(InvalidRequestError, match="when decoded"):
-        read_image(image_file(bomb.getvalue()), DecodedBytes(PLENTY))
+        read_image(image_file(bomb), DecodedBytes(PLENTY))
 
 
 def test_all_media_of_a_request_share_one_limit() -> None:

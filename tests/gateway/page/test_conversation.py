@@ -1,6 +1,5 @@
 """Prompts on the page: answers that are read, heard, seen and interrupted."""
 
-import io
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from tests.gateway.making import describe, known_callers, serving
 from tests.gateway.page.visiting import answer, samples, send, visiting
 from tests.gateway.test_realtime import RATE_HZ, messages, said, spoken, wav_samples
 from tests.orchestrator.mesh import poll
+from tests.pictures import encoded_image
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -27,9 +27,8 @@ WORDS = [f"word{number} " for number in range(200)]
 
 def image(number: int, *, preview: bool) -> GenerateResponse:
     """Returns a whole image, which has `number` as its width."""
-    file = io.BytesIO()
-    Image.new("RGB", (number, 8), (200, 60, 90)).save(file, "PNG")
-    media = Media(media_type="image/png", data=file.getvalue(), last=True, preview=preview)
+    data = encoded_image(Image.new("RGB", (number, 8), (200, 60, 90)))
+    media = Media(media_type="image/png", data=data, last=True, preview=preview)
     return GenerateResponse(output=Output(name="image", image=media))
 
 
