@@ -7,7 +7,6 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +99,10 @@ class VllmEngine:
     async def start(self, report: Callable[[str], None]) -> None:
         loop = asyncio.get_running_loop()
         report("importing vLLM")
-        report_soon = partial(loop.call_soon_threadsafe, report)
+
+        def report_soon(line: str) -> None:
+            loop.call_soon_threadsafe(report, line)
+
         await loop.run_in_executor(self._thread, self._load, report_soon, loop)
         llm = self.control.llm
         # Otherwise vLLM would query its core at the first request, and would wait forever if the core had terminated.
