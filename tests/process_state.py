@@ -18,17 +18,8 @@ from stagemesh.rpc.credentials import PROCESS, Credentials
 
 # pytest names the current test. Libraries read or set the others when they are loaded, and never again.
 _NOT_OURS = (
-    "PYTEST_",
-    "FFPA_",
-    "KMP_",
-    "NIXL_",
-    "PYTORCH_NVML_",
-    "TILELANG_",
-    "TORCHAO_",
-    "TORCHINDUCTOR_",
-    "TQDM_",
-    "TRITON_",
-    "UCX_",
+    *("PYTEST_", "FFPA_", "KMP_", "NIXL_", "PYTORCH_NVML_", "TILELANG_", "TORCHAO_", "TORCHINDUCTOR_", "TQDM_"),
+    *("TRITON_", "UCX_"),
 )
 # pytest-timeout owns SIGALRM, and nothing can handle SIGKILL and SIGSTOP.
 _SIGNALS = set(signal.Signals) - {signal.SIGALRM, signal.SIGKILL, signal.SIGSTOP}
