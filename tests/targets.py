@@ -32,8 +32,10 @@ TARGETS = {
             f"tests/repository/test_{name}.py"
             for name in ("docs_site", "installations", "light_client", "release", "wheel")
         ),
+        "tests/conformance/test_other_languages.py",
         "tests/gateway/page",
         "tests/gateway/test_livekit.py",
+        "tests/cpp",
         "tests/go",
         "tests/typescript",
     ),

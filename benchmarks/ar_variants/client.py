@@ -109,4 +109,5 @@ def _binding(consumer: Consumer) -> stage_pb2.OutputBinding:
         connector=chunk_pb2.CONNECTOR_SHM,
         tensors=[STATES],
         tokens=stage_pb2.TOKEN_SELECTION_ALL,
+        attempt=1,
     )

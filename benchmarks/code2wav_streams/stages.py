@@ -52,7 +52,7 @@ class ScriptedTalker:
                 if rate:
                     await asyncio.sleep(max(0.0, began_s + (number + 1) / rate - loop.time()))
                 yield Emission(Packet({"codes": codes[number : number + 1]}))
-            yield Usage(output_tokens=count, steps=count)
+            yield Usage(output_tokens=count, engine_steps=count)
         finally:
             self._running -= 1
 

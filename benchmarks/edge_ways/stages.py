@@ -74,7 +74,7 @@ class EmittingEngine(_TimedEngine):
             tensor = np.zeros(TENSOR_BYTES, np.uint8)
             tensor[:8] = np.array([time.monotonic_ns()]).view(np.uint8)
             yield Emission(Packet({"x": tensor}))
-        yield Usage(steps=task.seed)
+        yield Usage(engine_steps=task.seed)
 
 
 class NotingEngine(_TimedEngine):
@@ -157,7 +157,7 @@ class FirstStage(StageEnd):
 
         def make_request(name: str) -> stage_pb2.ExecuteStepRequest:
             binding = stage_pb2.OutputBinding(
-                edge=_EDGE, consumer="second-0", endpoint=self._consumer, connector=chunk_pb2.CONNECTOR_AUTO
+                edge=_EDGE, consumer="second-0", endpoint=self._consumer, connector=chunk_pb2.CONNECTOR_AUTO, attempt=1
             )
             request = _request(name, count)
             request.input.text = "emit"
@@ -187,7 +187,7 @@ class SecondStage(StageEnd):
 
         def make_request(name: str) -> stage_pb2.ExecuteStepRequest:
             request = _request(name, count)
-            request.inputs.append(stage_pb2.InputBinding(edge=_EDGE, producer="first-0"))
+            request.inputs.append(stage_pb2.InputBinding(edge=_EDGE, producer="first-0", attempt=1))
             return request
 
         await self.execute(make_request, on_accepted=lambda: self.peers[0].send("accepted"))

@@ -426,7 +426,7 @@ def test_a_timeline_shows_a_moved_step_and_its_successor() -> None:
     rebinding = admin_pb2.StepRebinding(at_s=1.2, edges=["a->b"])
     steps = [
         admin_pb2.StepStatus(stage="a", replica="a-0", attempt=1, ended_s=1.0, error=error),
-        admin_pb2.StepStatus(stage="a", replica="a-1", attempt=2, accepted_s=1.5, resumed_steps=7),
+        admin_pb2.StepStatus(stage="a", replica="a-1", attempt=2, accepted_s=1.5, resumed_engine_steps=7),
         admin_pb2.StepStatus(stage="b", replica="b-0", attempt=1, accepted_s=0.5, rebindings=[rebinding]),
     ]
     events = [moment.event for moment in moments(admin_pb2.GetRequestResponse(steps=steps))]

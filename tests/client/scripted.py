@@ -177,7 +177,9 @@ def queued(position: int, *, expected_wait_s: float = 1.5) -> GenerateResponse:
 
 def progress(stage: str, *, steps: int, index: int = 0) -> GenerateResponse:
     """Returns the progress of a stage."""
-    return GenerateResponse(progress=RequestProgress(stage=stage, index=index, progress=StepProgress(steps=steps)))
+    return GenerateResponse(
+        progress=RequestProgress(stage=stage, index=index, progress=StepProgress(engine_steps=steps))
+    )
 
 
 def text(delta: str, *, output: str = "text", index: int = 0) -> GenerateResponse:
@@ -198,7 +200,7 @@ def audio(samples: Sequence[float], *, sample_rate_hz: int = 24000, index: int =
 
 def finished(choices: int = 1, *, talker: "FinishReason.ValueType | None" = None) -> GenerateResponse:
     """Returns the last event of a request. `talker` is why a second stage ended. None omits this stage."""
-    stage = StepFinished(usage=Usage(prompt_tokens=5, output_tokens=2, steps=2), timings=Timings(finished_s=0.5))
+    stage = StepFinished(usage=Usage(prompt_tokens=5, output_tokens=2, engine_steps=2), timings=Timings(finished_s=0.5))
     stage.edges.add(edge="thinker->vocoder", connector=chunk_pb2.CONNECTOR_SHM, chunks=3, size_bytes=300)
     choice = FinishedChoice(stages={"thinker": stage})
     if talker is not None:

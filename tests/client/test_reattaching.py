@@ -48,11 +48,11 @@ async def test_a_request_that_a_stopping_server_has_not_accepted_is_sent_again(
 
 
 async def test_the_next_call_sends_received_positions(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
-    orchestrator.scripts.append([admitted(seed=9), text("Zoë "), audio([0.5, 1]), text("!"), Pause.BREAK])
+    orchestrator.scripts.append([admitted(seed=9), text("Zoë 😀e\u0301"), audio([0.5, 1]), text("€!"), Pause.BREAK])
     orchestrator.scripts.append([admitted(seed=9), finished()])
     await generate(orchestrator.endpoint)
     first, second = orchestrator.requests
-    assert _positions(second) == {"text": 5, "audio": 2}
+    assert _positions(second) == {"text": 16, "audio": 2}
     assert (second.parameters.seed, second.earlier_calls, second.request_id) == (9, 1, first.request_id)
     assert (_positions(first), first.earlier_calls) == ({}, 0)
     assert not first.HasField("admitted_call")
@@ -109,7 +109,7 @@ async def test_progress_is_not_reported_twice(orchestrator: ScriptedOrchestrator
     steps = [progress("thinker", steps=step) for step in (1, 2, 3)]
     orchestrator.scripts.extend([[admitted(), *steps[:2], Pause.BREAK], [admitted(), *steps, finished()]])
     events = await generate(orchestrator.endpoint)
-    assert [event.steps for event in events if isinstance(event, Progress)] == [1, 2, 3]
+    assert [event.engine_steps for event in events if isinstance(event, Progress)] == [1, 2, 3]
 
 
 async def test_the_search_for_a_lost_request_is_bounded(orchestrator: ScriptedOrchestrator, generate: Generate) -> None:
@@ -225,7 +225,7 @@ async def test_each_choice_continues_where_it_was(orchestrator: ScriptedOrchestr
         async for event in events:
             builder.add(event)
             if isinstance(event, Progress):
-                steps.append((event.index, event.steps))
+                steps.append((event.index, event.engine_steps))
     result = builder.build()
     assert [(choice.seed, choice.text) for choice in result.choices] == [(2**63 - 1, "You?"), (0, "Hi there")]
     assert (result.text, result.seed, steps) == ("You?", 2**63 - 1, [(0, 2), (1, 3), (0, 3)])

@@ -143,18 +143,19 @@ async def test_an_interruption_is_confirmed_although_the_orchestrator_is_lost(
     assert not any(event.fields.get("error") for event in talk.events if event.kind == "ended")
 
 
+@pytest.mark.parametrize("heard", [{"audio": 50}, {"text": 9}], ids=str)
 async def test_a_truncation_is_confirmed_although_the_orchestrator_is_lost(
-    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator, converse: Converse
+    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator, converse: Converse, heard: dict[str, int]
 ) -> None:
     sound = generated(1, audio([0.0] * 100))
-    answer: Talk = [text(1, "one two three four"), sound, turn_ended(1, "one two three four")]
+    answer: Talk = [text(1, "öne twö three four"), sound, turn_ended(1, "öne twö three four")]
     orchestrator.talks.append([opened(), "commit", committed(1), *answer, "truncate", Pause.BREAK])
     other.talks.append([opened(), "commit", committed(2), turn_ended(2), "close"])
     async with converse(orchestrator, other) as talk:
         await talk.say("count")
-        assert await talk.truncate(positions={"audio": 50}) == "one two"
+        assert await talk.truncate(positions=heard) == "öne twö"
         await talk.say("again")
-    assert _restored(other.events[0]) == [[(ROLE_USER, "count"), (ROLE_ASSISTANT, "one two")]]
+    assert _restored(other.events[0]) == [[(ROLE_USER, "count"), (ROLE_ASSISTANT, "öne twö")]]
 
 
 async def test_an_orchestrator_that_knows_an_older_state_forgets_it_first(

@@ -141,6 +141,22 @@ async def test_a_truncation_names_what_was_heard(orchestrator: ScriptedOrchestra
     assert others == [{"text": 6, "audio": 2}, {"audio": 1}, {"text": 0}]
 
 
+async def test_a_text_is_truncated_between_characters(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
+    answer = "Zoë 🙂"
+    turn: Talk = ["commit", committed(1), text(1, answer), turn_ended(1, answer)]
+    confirmed: Talk = ["truncate", truncated(1, answer), "truncate", truncated(1, "Zoë")]
+    async with open_session(converse, orchestrator, *turn, *confirmed) as talk:
+        await talk.ask("hello")
+        await talk.read_answer()
+        assert await talk.truncate() == answer
+        for position in (3, 6, 7, 8):
+            with raises(errors.InvalidRequestError, reason="INVALID_POSITION", match=f"position {position} is within"):
+                await talk.truncate(positions={"text": position})
+        assert await talk.truncate(positions={"text": 4}) == "Zoë"
+    sent = [event.truncate for event in orchestrator.events[0] if event.HasField("truncate")]
+    assert [[at.position for at in each.positions] for each in sent] == [[9], [4]]
+
+
 async def test_audio_cannot_be_truncated_without_audio(orchestrator: ScriptedOrchestrator, converse: Converse) -> None:
     async with open_session(converse, orchestrator, *ANSWER[:2], turn_ended(1)) as talk:
         await talk.ask("hello")

@@ -40,12 +40,17 @@ def test_the_order_of_lists_and_abilities_of_the_engine_make_no_difference() -> 
     [
         ("accepts (text)", replace(SIGNATURE, optional=frozenset())),
         ("emits (audio)", replace(SIGNATURE, emits={})),
-        ("options (speed, voice)", replace(SIGNATURE, options={"speed": OptionSpec(1, 0.5, 2.0)})),
+        ("options (speed)", replace(SIGNATURE, options={"speed": OptionSpec(1, 0.5, 2.0)})),
+        ("options (pitch)", replace(SIGNATURE, options={**SIGNATURE.options, "pitch": OptionSpec(1.0)})),
         ("adapters", replace(SIGNATURE, adapters=True)),
     ],
 )
 def test_another_signature_is_named_by_its_field(field: str, other: Signature) -> None:
     assert differing_fields(signature_to_wire(SIGNATURE), other) == [field]
+
+
+def test_further_options_make_no_difference() -> None:
+    assert differing_fields(signature_to_wire(SIGNATURE), replace(SIGNATURE, options={})) == []
 
 
 def test_descriptions_and_unknown_fields_make_no_difference() -> None:

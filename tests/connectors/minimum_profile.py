@@ -122,6 +122,8 @@ class MinimumConsumer:
                     credit_limit_bytes=flow.received_bytes + WINDOW_BYTES,
                     connector=content.connector,
                     opening=content.opening,
+                    window_bytes=WINDOW_BYTES,
+                    credit_limit_chunks=1 << 32,
                 )
                 return [Reply(opened=opened)]
             case "demand":
@@ -174,7 +176,7 @@ class Sending:
 
     def __init__(self, call: Any, key: chunk_pb2.EdgeKey, identity: Identity) -> None:
         self._call, self._key, self._identity = call, key, identity
-        self._sent_bytes = self._limit_bytes = self._window_bytes = self._inline_limit_bytes = 0
+        self._sent_bytes = self._limit_bytes = self._window_bytes = self._inline_limit_bytes = self._limit_chunks = 0
         self._is_committed = False
 
     async def open(self) -> None:
@@ -188,7 +190,7 @@ class Sending:
         size_bytes = chunk.data.size_bytes
         if 2 * size_bytes > self._window_bytes and self._sent_bytes + size_bytes > self._limit_bytes:
             await self._put(Item(demand=stage_pb2.CreditDemand(key=self._key, size_bytes=size_bytes)))
-        while self._sent_bytes + size_bytes > self._limit_bytes:
+        while self._sent_bytes + size_bytes > self._limit_bytes or seq >= self._limit_chunks:
             await self._receive()
         self._sent_bytes += size_bytes
         for item in items_of(self._key, seq, chunk, is_inline=size_bytes <= self._inline_limit_bytes):
@@ -209,13 +211,21 @@ class Sending:
                 case "rejected":
                     raise FlowRejectedError(reply.rejected.error)
                 case "opened":
-                    self._window_bytes = self._limit_bytes = reply.opened.credit_limit_bytes
+                    self._window_bytes = reply.opened.window_bytes
+                    self._limit_bytes, self._limit_chunks = (
+                        reply.opened.credit_limit_bytes,
+                        reply.opened.credit_limit_chunks,
+                    )
                 case "ack":
-                    self._limit_bytes = max(self._limit_bytes, reply.ack.credit_limit_bytes)
+                    self._raise(reply.ack)
                 case "credit":
-                    self._limit_bytes = max(self._limit_bytes, reply.credit.credit_limit_bytes)
+                    self._raise(reply.credit)
                 case "commit":
                     self._is_committed = True
+
+    def _raise(self, grant: stage_pb2.ChunkAck | stage_pb2.CreditGrant) -> None:
+        self._limit_bytes = max(self._limit_bytes, grant.credit_limit_bytes)
+        self._limit_chunks = max(self._limit_chunks, grant.credit_limit_chunks)
 
 
 async def send_on(
@@ -245,15 +255,11 @@ def items_of(key: chunk_pb2.EdgeKey, seq: int, chunk: Chunk, *, is_inline: bool)
             tensor.inline = each
         elif each:
             region = tensor.streamed
-            region.transfer_id, region.offset, region.size_bytes = seq + 1, offset, len(each)
+            region.offset, region.size_bytes = offset, len(each)
         offset += len(each)
     pieces = [
         chunk_pb2.ChunkFragment(
-            key=key,
-            transfer_id=seq + 1,
-            total_bytes=len(content),
-            offset=start,
-            payload=content[start : start + (256 << 10)],
+            key=key, seq=seq, total_bytes=len(content), offset=start, payload=content[start : start + (256 << 10)]
         )
         for start in range(0, 0 if is_inline else len(content), 256 << 10)
     ]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagemesh.common.wire.chunk_sizes import FramesPolicy, PlayoutPace, PlayoutSizes
+from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.connectors.packets import Packet
 
@@ -161,13 +162,18 @@ def test_a_pace_has_positive_numbers(wrong: tuple[float, float, dict[int, float]
         PlayoutPace(*wrong)
 
 
+def _at(rows: Array, start: int, end: int) -> Packet:
+    return Packet({"x": rows[start:end]}, {"token_start": int(start)})
+
+
 @given(lengths=st.lists(st.integers(0, 40), max_size=12), context=st.sampled_from([0, 3]))
 def test_chunks_contain_each_row_once_and_have_permitted_sizes(lengths: list[int], context: int) -> None:
     chunker = Chunker(FramesPolicy(25, (1, 2, 4, 8, 16), context, GPU_PACE))
     rows = np.arange(sum(lengths))
     ends = np.cumsum([0, *lengths])
-    chunks = [chunk for start, end in pairwise(ends) for chunk in chunker.push(Packet({"x": rows[start:end]}))]
+    chunks = [chunk for start, end in pairwise(ends) for chunk in chunker.push(_at(rows, start, end))]
     last = chunker.finish()
+    assert all(chunk.metadata["token_start"] == chunk.tensors["x"][0] for chunk in (*chunks, *last))
     own = [chunk.tensors["x"][int(str(chunk.metadata.get("context_frames", 0))) :] for chunk in [*chunks, *last]]
     assert np.array_equal(np.concatenate([rows[:0], *own]), rows)
     assert {len(each) for each in own[: len(chunks)]} <= set(SIZES)

@@ -168,7 +168,7 @@ class DataPlaneModel(RuleBasedStateMachine):
     @invariant()
     def credit_is_kept(self) -> None:
         for flow in getattr(self, "flows", {}).values():
-            assert flow.outlet.chunks.sent_bytes <= max(flow.outlet.attempt.limit_bytes, WINDOW_BYTES)
+            assert flow.outlet.chunks.sent_bytes <= max(flow.outlet.attempt.credit.size_bytes, WINDOW_BYTES)
             credit = flow.inlet.attempt._credit
             assert credit.received_bytes - credit._consumed_bytes <= WINDOW_BYTES
             assert flow.read_count <= len(flow.sizes)

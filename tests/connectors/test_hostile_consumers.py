@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import grpc
 import pytest
 
-from stagemesh.common.errors import InvalidChunkError, NotReadyError, StagemeshError, UnavailableError
+from stagemesh.common.errors import InternalError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import AUTO, GRPC, SHM, ConnectorName
 from stagemesh.common.wire.chunk_sizes import StepPolicy
 from stagemesh.common.wire.versions import OFFERS, own_protocol
@@ -22,7 +22,7 @@ from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream.connection import ProducerSession
 from stagemesh.connectors.wire import key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
-from tests.connectors.handmade_producers import KEY, dialled, hello
+from tests.connectors.handmade_producers import KEY, dialled, hello, opening
 from tests.connectors.hosts import serving, started_host
 from tests.connectors.minimum_profile import put_chunk_handler, stage_service
 from tests.connectors.relays import relayed
@@ -40,7 +40,13 @@ Answer: TypeAlias = Callable[[Any], list[Reply]]
 
 def opened(item: stage_pb2.OpenEdge, *, next_seq: int = 0, limit_bytes: int = CREDIT_BYTES) -> list[Reply]:
     opened = stage_pb2.EdgeOpened(
-        key=item.key, next_seq=next_seq, credit_limit_bytes=limit_bytes, connector=item.connector, opening=item.opening
+        key=item.key,
+        next_seq=next_seq,
+        credit_limit_bytes=limit_bytes,
+        connector=item.connector,
+        opening=item.opening,
+        window_bytes=limit_bytes,
+        credit_limit_chunks=1 << 32,
     )
     return [Reply(opened=opened)]
 
@@ -157,6 +163,7 @@ FALSE_ANSWERS: list[tuple[str, str, Answer, str | None]] = [
     ("opened beyond what was sent", "open", lambda item: opened(item, next_seq=9), "never sent"),
     ("opened beyond all numbers", "open", lambda item: opened(item, next_seq=HUGE), "never sent"),
     ("commit before the end", "open", lambda item: opened(item) + _committed(item), "committed"),
+    ("opened before what was acknowledged", "chunk", lambda item: _acked(item) + _resync(item), "chunk 0 again"),
     ("resync without end", "open", _resync, "again and again"),
     ("opened and resync without end", "open", lambda item: opened(item) + _resync(item), "again and again"),
     ("acks that say nothing new", "open", lambda item: opened(item) + _acked_so_far(item) + _resync(item), "again"),
@@ -211,13 +218,37 @@ async def test_consumer_with_too_many_replies_is_disconnected_at_once() -> None:
     session = ProducerSession("b-0", lambda _: stage_pb2.PutItem())
     unread = stage_pb2.PutChunkResponse(replies=[Reply(accept=stage_pb2.AcceptTickets())] * 5000)
     began_s = time.thread_time()
-    for data, problem in (
-        (b"\x12\0" * (4 << 20), "more than 131,072 values"),
-        (unread.SerializeToString(), "read 4096"),
-    ):
-        with pytest.raises(InvalidChunkError, match=problem):
-            session.received(data)
+    with pytest.raises(InternalError, match=r"b-0 sent an answer that cannot be read: .* more than 131,072 values"):
+        session.received(b"\x12\0" * (4 << 20))
+    with pytest.raises(InternalError, match="read 4096"):
+        session.received(unread.SerializeToString())
     assert time.thread_time() - began_s < 2
+
+
+REJECTED = stage_pb2.PutChunkResponse(replies=_rejected(opening().open, code=3, message="BAD")).SerializeToString()
+UNREADABLE = {
+    "INTERNAL": (REJECTED.replace(b"BAD", b"\xff\xfe\xfd"), "replica b-0 sent an answer .* is not UTF-8"),
+    "MESSAGE_TOO_LARGE": (bytes(9 << 20), "b-0 at .* is too large .*9437184 vs. 8388608"),
+}
+
+
+@pytest.mark.parametrize("reason", UNREADABLE)
+async def test_an_answer_that_cannot_be_received_fails_its_flows_with_the_cause(reason: str) -> None:
+    answer, problem = UNREADABLE[reason]
+
+    async def put_chunk(requests: AsyncIterator[bytes], _context: object) -> AsyncIterator[bytes]:
+        yield Consumer().welcome.SerializeToString()
+        async for data in requests:
+            if stage_pb2.PutChunkRequest.FromString(data).items:
+                yield answer
+
+    make: Any = grpc.stream_stream_rpc_method_handler
+    options = [("grpc.max_send_message_length", -1)]
+    async with serving(stage_service(PutChunk=make(put_chunk)), options=options) as endpoint:
+        plane = DataPlane(replica="a-0", pipeline="p", generation="g", arena_bytes=1 << 20)
+        with raises(StagemeshError, reason=reason, match=problem):
+            await Scene(Consumer(), plane, endpoint).send()
+        await plane.close()
 
 
 @pytest.mark.parametrize("limit_bytes", [HUGE, 1 << 40])

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import itertools
 import time
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
@@ -12,12 +13,14 @@ import grpc
 import numpy as np
 import pytest
 
-from stagemesh.common.errors import OverloadedError, StagemeshError, UnavailableError
+from stagemesh.common.errors import Code, OverloadedError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import NIXL, ConnectorName
 from stagemesh.common.wire.encoding import varint
 from stagemesh.conformance import packet, until
 from stagemesh.connectors import wire
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, MemoryAccount, Producer
+from stagemesh.connectors.flow import flow_control
+from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.fragments import decode_fragment, first_key
 from stagemesh.connectors.packets import EdgeKey, Packet
 from stagemesh.connectors.wire import FlowDigest, PacketShape, fill_inline, fill_metadata, key_to_wire
@@ -28,6 +31,7 @@ from stagemesh.v1.tensor_pb2 import StreamedRegion
 from tests.connectors.handmade_producers import KEY, WIRE_KEY, Peer, chunk, dialled, hello, open_peer, opening, peer
 from tests.connectors.hosts import started_host
 from tests.connectors.local_sockets import connect
+from tests.rpc.call_errors import error_of
 
 HUGE = (1 << 64) - 1
 BUSY_S = 1.0
@@ -61,6 +65,20 @@ def _demand(size_bytes: int) -> stage_pb2.PutItem:
     return stage_pb2.PutItem(demand=stage_pb2.CreditDemand(key=WIRE_KEY, size_bytes=size_bytes))
 
 
+def _checked(content: bytes, sent: bytes) -> ChunkData:
+    """Returns a chunk with the checksum of `sent`."""
+    data = _tensor(inline=content)
+    data.checksum.algorithm, data.checksum.value = chunk_pb2.CHECKSUM_ALGORITHM_CRC32, zlib.crc32(sent)
+    return data
+
+
+def _streamed(*offsets: int) -> list[stage_pb2.PutItem]:
+    """Returns a chunk of two tensors of 4 bytes at these offsets of its fragment."""
+    tensors = [_tensor(name=str(at), streamed=StreamedRegion(offset=at, size_bytes=4)).tensors[0] for at in offsets]
+    fragment = _fragment(total_bytes=8, payload=b"12345678")
+    return [fragment, chunk(data=ChunkData(tensors=tensors, size_bytes=8))]
+
+
 GOOD, BAD = chunk(data=_tensor(inline=b"1234")), chunk(data=_tensor(inline=b"12345"))
 
 
@@ -77,7 +95,7 @@ GOOD, BAD = chunk(data=_tensor(inline=b"1234")), chunk(data=_tensor(inline=b"123
         pytest.param(_tensor(inline=b"1234", dtype=0), id="no dtype"),
         pytest.param(_tensor(), id="no location"),
         pytest.param(_tensor(shm=tensor_pb2.ShmRegion(offset=0, size_bytes=4)), id="shm that was not agreed on"),
-        pytest.param(_tensor(streamed=StreamedRegion(transfer_id=7, size_bytes=4)), id="pieces that never came"),
+        pytest.param(_tensor(streamed=StreamedRegion(size_bytes=4)), id="pieces that never came"),
         pytest.param(ChunkData(size_bytes=9), id="size against tensors"),
         pytest.param(ChunkData(tensors=[_tensor(inline=b"1234").tensors[0]] * 2, size_bytes=8), id="same name twice"),
         pytest.param(ChunkData(tensors=[tensor_pb2.Tensor()] * 10**6), id="a million tensors"),
@@ -85,6 +103,7 @@ GOOD, BAD = chunk(data=_tensor(inline=b"1234")), chunk(data=_tensor(inline=b"123
         pytest.param(_texts(1, 2000), id="long metadata"),
         pytest.param(ChunkData(metadata={"x" * 257: tensor_pb2.TypedValue(flag=True)}), id="long name of metadata"),
         pytest.param(_tensor(name="x" * 257, inline=b"1234"), id="long name of a tensor"),
+        pytest.param(ChunkData(metadata={"preview": tensor_pb2.TypedValue(flag=True)}), id="metadata that is a field"),
     ],
 )
 async def test_malformed_chunk_is_rejected(data: ChunkData) -> None:
@@ -97,20 +116,25 @@ async def test_malformed_chunk_is_rejected(data: ChunkData) -> None:
     ("item", "reason"),
     [
         pytest.param(chunk(data=_tensor(inline=b"1234"), seq=1), "SEQUENCE_GAP", id="gap in the sequence"),
-        pytest.param(_fragment(transfer_id=1, total_bytes=2 << 20), "CREDIT_EXCEEDED", id="large fragment"),
-        pytest.param(_fragment(transfer_id=1, total_bytes=HUGE), "CREDIT_EXCEEDED", id="huge fragment"),
+        pytest.param(_fragment(total_bytes=2 << 20), "CREDIT_EXCEEDED", id="large fragment"),
+        pytest.param(_fragment(total_bytes=HUGE), "CREDIT_EXCEEDED", id="huge fragment"),
         pytest.param(_large_chunk(2 << 20), "CREDIT_EXCEEDED", id="large chunk"),
         pytest.param(_large_chunk(HUGE), "CREDIT_EXCEEDED", id="huge chunk"),
+        pytest.param(chunk(data=_checked(b"1234", b"1243")), "CHECKSUM_MISMATCH", id="damaged bytes"),
+        pytest.param(chunk(data=_tensor(device={"kind": "cuda_ipc"})), "UNKNOWN_KIND", id="memory of a device"),
+        pytest.param(
+            [GOOD, chunk(data=_tensor(inline=b"1234", first_row=5), seq=1)], "INVALID_CHUNK", id="missing rows"
+        ),
+        pytest.param(_streamed(0, 2), "INVALID_CHUNK", id="tensors that overlap"),
+        pytest.param(_streamed(4, 0), "INVALID_CHUNK", id="tensors in another order"),
         pytest.param(_demand(1 << 60), "CHUNK_TOO_LARGE", id="large demand"),
         pytest.param(_demand(HUGE), "CHUNK_TOO_LARGE", id="huge demand"),
         pytest.param(chunk(end=chunk_pb2.ChunkEnd(count=3)), "DIGEST_MISMATCH", id="end of other chunks"),
         pytest.param(chunk(NOBODYS, data=_tensor(inline=b"1234")), "UNKNOWN_FLOW", id="unknown request"),
         pytest.param(opening(connector=chunk_pb2.CONNECTOR_AUTO), "CONNECTOR_UNAVAILABLE", id="no chosen connector"),
+        pytest.param(_fragment(total_bytes=1 << 20, payload=bytes((1 << 20) + 1)), "INVALID_CHUNK", id="too large"),
         pytest.param(
-            _fragment(transfer_id=1, total_bytes=1 << 20, payload=bytes((1 << 20) + 1)), "INVALID_CHUNK", id="too large"
-        ),
-        pytest.param(
-            [_fragment(transfer_id=1, total_bytes=size, offset=at) for at, size in enumerate((3, 9))],
+            [_fragment(total_bytes=size, offset=at) for at, size in enumerate((3, 9))],
             "INVALID_CHUNK",
             id="another total_bytes",
         ),
@@ -122,6 +146,50 @@ async def test_message_beyond_the_state_of_its_flow_is_rejected(
     async with open_peer() as one:
         await one.put(*(item if isinstance(item, list) else [item]))
         assert await one.reason() == reason
+
+
+async def test_a_right_checksum_and_one_of_another_algorithm_are_accepted() -> None:
+    other = _checked(b"1234", b"1243")
+    other.checksum.algorithm = 99  # type: ignore[assignment]
+    other.tensors[0].first_row = 4
+    async with open_peer() as one:
+        await one.put(chunk(data=_checked(b"1234", b"1234")), chunk(data=other, seq=1))
+        assert [(await anext(one.inlet)).tensors["x"].tobytes() for _ in range(2)] == [b"1234"] * 2
+
+
+async def test_chunks_have_a_credit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow_control, "WINDOW_CHUNKS", 4)
+    async with open_peer() as one:
+        numbers = itertools.count()
+        for _ in range(4):
+            await one.put(chunk(data=ChunkData(), seq=next(numbers)))
+        assert len([await anext(one.inlet) for _ in range(4)]) == 4
+        await until(lambda: one.inlet.attempt._credit._reported_chunks == 8, timeout_s=5)
+        await one.put(*[chunk(data=ChunkData(), seq=next(numbers)) for _ in range(5)])
+        assert await one.reason() == "CREDIT_EXCEEDED"
+        (rejection,) = [error async for error in _errors_of(one.inlet)]
+    assert "the chunks before 8 were granted" in rejection.message
+
+
+async def _errors_of(inlet: Inlet) -> AsyncIterator[StagemeshError]:
+    try:
+        async for _ in inlet:
+            pass
+    except StagemeshError as exc:
+        yield exc
+
+
+async def test_a_committed_flow_is_unknown_to_other_replicas() -> None:
+    async with open_peer() as one:
+        await one.put(chunk(end=FlowDigest().end()))
+        assert [packet async for packet in one.inlet] == []
+        await one.inlet.aclose()
+        assert await one.answer("commit")
+        await one.put(opening())
+        assert await one.answer("commit")
+        async with dialled(one.host, hello(replica="x-0")) as stranger:
+            await stranger.put(opening())
+            assert await stranger.reason() == "UNKNOWN_FLOW"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +213,7 @@ async def test_unread_chunks_without_payload_are_limited(data: ChunkData, monkey
 async def test_duplicate_is_dropped_silently() -> None:
     async with open_peer() as one:
         for seq in (0, 0, 1):
-            await one.put(chunk(data=_tensor(inline=b"1234"), seq=seq))
+            await one.put(chunk(data=_tensor(inline=b"1234", first_row=4 * seq), seq=seq))
         while (await one.answer("ack")).ack.next_seq < 2:
             pass
         assert one.inlet.attempt.next_seq == 2
@@ -156,8 +224,8 @@ async def test_duplicate_is_dropped_silently() -> None:
 )
 async def test_fragment_out_of_order_is_rejected(total_bytes: int, offset: int) -> None:
     async with open_peer() as one:
-        for number in range(HUGE - 4, HUGE):
-            await one.put(opening(), _fragment(transfer_id=number, total_bytes=total_bytes, offset=offset))
+        for _ in range(4):
+            await one.put(opening(), _fragment(total_bytes=total_bytes, offset=offset))
         assert (await one.answer("rejected")).rejected.error.reason == "FRAGMENT_GAP"
 
 
@@ -192,7 +260,7 @@ async def test_rejected_flow_harms_no_other() -> None:
         digest, shape = FlowDigest(), PacketShape(packet(0))
         digest.add(shape)
         data = ChunkData()
-        fill_inline(data, packet(0).tensors, shape)
+        fill_inline(data, packet(0).tensors, shape, first_rows=[0] * len(packet(0).tensors))
         fill_metadata(data, packet(0).metadata)
         await one.put(chunk(OTHER, data=data), chunk(OTHER, seq=1, end=digest.end()))
         assert [got.metadata["seq"] async for got in inlet] == [0]
@@ -221,6 +289,18 @@ def test_the_fields_around_a_payload_are_not_walked(place: str) -> None:
     began_s = time.thread_time()
     assert decode_fragment(b"\x12" + varint(len(item)) + item) is None
     assert time.thread_time() - began_s < BUSY_S
+
+
+@pytest.mark.parametrize("size_bytes", [0, 9 << 20], ids=["not UTF-8", "too large"])
+async def test_a_message_that_cannot_be_received_ends_the_stream_with_the_cause(size_bytes: int) -> None:
+    damaged = hello(pipeline="BAD").SerializeToString().replace(b"BAD", b"\xff\xfe\xfd") + bytes(size_bytes)
+    options = [("grpc.max_send_message_length", -1)]
+    async with started_host("b-0") as host, grpc.aio.insecure_channel(host.endpoint, options=options) as channel:
+        make_call: Any = channel.stream_stream
+        error = await error_of(make_call("/stagemesh.v1.StageService/PutChunk")(iter([damaged]), timeout=20))
+    assert error.code is Code.INVALID_ARGUMENT
+    assert error.reason == ("MESSAGE_TOO_LARGE" if size_bytes else "MALFORMED_MESSAGE")
+    assert ("9437" if size_bytes else "PutChunkRequest: it is damaged, or a string in it is not UTF-8") in error.message
 
 
 @pytest.mark.parametrize("data", [b"", b"\x12", b"\x12\0", b"\x12\1\x0f", b"\x12" + b"\xff" * 11])
@@ -325,7 +405,9 @@ async def test_producer_without_identity_is_rejected(field: str) -> None:
 async def test_false_claim_of_the_same_host_is_rejected() -> None:
     async with peer() as one:
         lie = stage_pb2.ArenaAdvertisement(process_id=1, size_bytes=1 << 20, token=b"x" * 16).SerializeToString()
-        await one.put(stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_SHM, offer=lie)))
+        await one.put(
+            stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_SHM, offer=lie, name="shm"))
+        )
         assert (await one.answer("offer_answer")).offer_answer.error.reason == "CONNECTOR_UNAVAILABLE"
         one.host.plane.open_inlet(KEY, producer="a-0")
         await one.put(opening(connector=chunk_pb2.CONNECTOR_SHM))
@@ -426,7 +508,7 @@ async def test_flow_that_shares_a_failed_reader_is_opened_again(item: stage_pb2.
         assert (await one.answer("opened")).opened.key == key
 
 
-OFFER = stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_NIXL))
+OFFER = stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_NIXL, name="nixl"))
 
 
 async def test_repeated_offers_on_two_streams_leave_one_reader_open() -> None:

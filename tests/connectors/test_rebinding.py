@@ -113,7 +113,8 @@ async def test_producer_that_resumes_from_a_checkpoint_may_cut_at_other_rows() -
             await former.send(one)
         got = [await anext(inlet) for _ in range(5)]
         rebind_into(inlet, b, a2, attempt=2, first_rows={"x": 14})
-        rest = await exchange(out(a2, b, attempt=2, policy=FramesPolicy(5)), inlet, rows(8, start=14))
+        again = out(a2, b, attempt=2, policy=FramesPolicy(5), first_rows={"x": 14})
+        rest = await exchange(again, inlet, rows(8, start=14))
         numbers = np.concatenate([one.tensors["x"] for one in (*got, *rest)])
         assert numbers.tolist() == list(range(70))
 

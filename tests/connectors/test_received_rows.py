@@ -1,7 +1,7 @@
 """Packets that arrive: each row of successive producers once and in order, and several flows at once."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 
 import numpy as np
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
 from stagemesh.connectors.flow.inlet import merge
-from stagemesh.connectors.flow.received_rows import PacketQueue, add_rows
-from stagemesh.connectors.packets import MetadataValue, Packet
+from stagemesh.connectors.flow.received_rows import PacketQueue
+from stagemesh.connectors.packets import CONTEXT, MetadataValue, Packet, RowCounter, rows_of
 from tests.rpc.call_errors import raises
 
 _NAMES: tuple[str, ...] = ("x", "y")
@@ -38,27 +38,46 @@ def cut(rows: dict[str, int], lengths: list[tuple[int, int]]) -> list[dict[str, 
     return [*cuts, left]
 
 
+class Receiver(PacketQueue):
+    """The packets of one edge, whose producer counts the rows that it sends."""
+
+    def __init__(self) -> None:
+        super().__init__(edge="e")
+        self._positions = RowCounter({})
+
+    def begin(self, first_rows: Mapping[str, int]) -> None:
+        super().begin(first_rows)
+        self._positions = RowCounter(first_rows)
+
+    def take(self, packet: Packet) -> Packet | None:
+        """Returns the new part of a packet that follows the one before."""
+        context = packet.metadata.get(CONTEXT, 0)
+        assert isinstance(context, int)
+        return self.new_part(packet, self._positions.add(rows_of(packet), context=context))
+
+
 lengths = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8)
 
 
 @given(data=st.data(), total=st.tuples(st.integers(0, 20), st.integers(0, 20)))
 def test_each_row_is_delivered_once_and_in_order(data: st.DataObject, total: tuple[int, int]) -> None:
-    rows, count = dict(zip(_NAMES, total, strict=True)), PacketQueue(edge="e")
+    rows, count = dict(zip(_NAMES, total, strict=True)), Receiver()
     taken: list[Packet] = []
     begin = dict.fromkeys(_NAMES, 0)
     for _ in range(data.draw(st.integers(0, 3))):
         coming = packets(begin, cut({name: rows[name] - begin[name] for name in _NAMES}, data.draw(lengths)))
         for one in coming[: data.draw(st.integers(0, len(coming)))]:
-            new = count.new_part(one)
+            new = count.take(one)
             taken += [new] if new is not None else []
         here = dict.fromkeys(_NAMES, 0)
         for one in taken:
-            add_rows(here, one)
+            for name, number in rows_of(one):
+                here[name] += number
         begin = {name: data.draw(st.integers(0, here[name])) for name in _NAMES}
         count.check_rows(begin)
         count.begin(begin)
     for one in packets(begin, cut({name: rows[name] - begin[name] for name in _NAMES}, data.draw(lengths))):
-        new = count.new_part(one)
+        new = count.take(one)
         taken += [new] if new is not None else []
     count.accept_end()
     for name in _NAMES:
@@ -67,57 +86,72 @@ def test_each_row_is_delivered_once_and_in_order(data: st.DataObject, total: tup
 
 
 @pytest.fixture
-def count() -> PacketQueue:
-    return PacketQueue(edge="e")
+def count() -> Receiver:
+    return Receiver()
 
 
-def test_packet_without_new_rows_is_dropped(count: PacketQueue) -> None:
+def test_packet_without_new_rows_is_dropped(count: Receiver) -> None:
     one = Packet({"x": np.arange(3), "n": np.array(7)})
-    assert count.new_part(one) is one
+    assert count.take(one) is one
     count.begin({})
-    assert count.new_part(one) is None
+    assert count.take(one) is None
     count.accept_end()
-    assert count.new_part(one) is one
+    assert count.take(one) is one
 
 
-def test_missing_rows_are_reported(count: PacketQueue) -> None:
-    count.new_part(Packet({"x": np.arange(3)}))
+def test_missing_rows_are_reported(count: Receiver) -> None:
+    count.take(Packet({"x": np.arange(3)}))
     count.check_rows({"x": 3})
     with pytest.raises(NotReadyError, match="begins at row 4 of tensor 'x', but only 3 of its rows") as caught:
         count.check_rows({"x": 4})
     assert caught.value.reason == "ROWS_MISSING"
-    assert caught.value.metadata == {"edge": "e", "tensor": "x", "rows": "3"}
+    assert (caught.value.metadata, caught.value.facts) == ({"edge": "e", "tensor": "x"}, {"rows": 3})
 
 
-def test_repeated_context_is_counted_from_the_beginning_alone(count: PacketQueue) -> None:
+def test_repeated_context_is_counted_from_the_beginning_alone(count: Receiver) -> None:
     chunks = [_with(Packet({"x": np.arange(start, start + 4)}), context_frames=bool(start)) for start in (0, 3)]
-    assert [count.new_part(one) for one in chunks] == chunks
+    assert [count.take(one) for one in chunks] == chunks
     with pytest.raises(NotReadyError):
         count.check_rows({"x": 4})
     count.begin({})
-    assert [count.new_part(one) for one in chunks] == [None, None]
+    assert [count.take(one) for one in chunks] == [None, None]
     count.accept_end()
 
 
-def test_context_cut_at_other_rows_is_rejected(count: PacketQueue) -> None:
-    count.new_part(_with(Packet({"x": np.arange(4)}), context_frames=0))
+def test_context_stays_in_front_of_new_rows(count: Receiver) -> None:
+    count.take(_with(Packet({"x": np.arange(4)}), context_frames=0))
     count.begin({})
-    with raises(InvalidChunkError, reason="ATTEMPTS_DIFFER"):
-        count.new_part(_with(Packet({"x": np.arange(6)}), context_frames=2))
+    assert count.take(_with(Packet({"x": np.arange(3)}), context_frames=0)) is None
+    new = count.take(_with(Packet({"x": np.arange(1, 6)}), context_frames=2))
+    assert new is not None
+    assert (new.tensors["x"].tolist(), new.metadata["context_frames"]) == ([2, 3, 4, 5], 2)
 
 
-def test_token_at_which_a_packet_starts_moves_with_its_rows(count: PacketQueue) -> None:
-    count.new_part(_with(Packet({"x": np.arange(5)}), token_start=0))
+@pytest.mark.parametrize(
+    ("first_row", "context"),
+    [(12, None), (9, None), (0, None), (2**64 - 2, None), (10, 2), (9, 4)],
+    ids=["missing rows", "repeated row", "row 0 again", "beyond all rows", "context of other rows", "too much context"],
+)
+def test_rows_that_do_not_follow_are_rejected(count: Receiver, first_row: int, context: int | None) -> None:
+    count.new_part(Packet({"x": np.arange(3)}), [7])
+    metadata: dict[str, MetadataValue] = {} if context is None else {"context_frames": context}
+    with pytest.raises(InvalidChunkError, match="row 10 is next"):
+        count.new_part(Packet({"x": np.arange(3)}, metadata), [first_row])
+    assert count.new_part(Packet({"x": np.arange(3)}), [10]) is not None
+
+
+def test_token_at_which_a_packet_starts_moves_with_its_rows(count: Receiver) -> None:
+    count.take(_with(Packet({"x": np.arange(5)}), token_start=0))
     count.begin({"x": 3})
-    new = count.new_part(_with(Packet({"x": np.arange(3, 8)}), token_start=3))
+    new = count.take(_with(Packet({"x": np.arange(3, 8)}), token_start=3))
     assert new is not None
     assert (new.tensors["x"].tolist(), new.metadata["token_start"]) == ([5, 6, 7], 5)
 
 
-def test_producer_with_fewer_rows_than_before_is_rejected(count: PacketQueue) -> None:
-    count.new_part(Packet({"x": np.arange(5)}))
+def test_producer_with_fewer_rows_than_before_is_rejected(count: Receiver) -> None:
+    count.take(Packet({"x": np.arange(5)}))
     count.begin({})
-    count.new_part(Packet({"x": np.arange(4)}))
+    count.take(Packet({"x": np.arange(4)}))
     with raises(InvalidChunkError, reason="ATTEMPTS_DIFFER", match="fewer rows"):
         count.accept_end()
 

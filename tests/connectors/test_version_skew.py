@@ -111,7 +111,7 @@ async def test_a_consumer_refuses_an_unknown_connector() -> None:
     async with _producer() as producer:
         inlet = producer.host.plane.open_inlet(KEY, producer="a-0")
         await producer.put(_open(KEY, LATER))
-        assert "900 is unknown" in (await producer.answer("rejected")).rejected.error.message
+        assert "opened with connector 900" in (await producer.answer("rejected")).rejected.error.message
         await inlet.aclose()
 
 

@@ -13,12 +13,14 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.plugins.connectors import GRPC
 from stagemesh.common.wire.tensors import DTYPES, Tensors
 from stagemesh.conformance import Host, assert_same, exchange
 from stagemesh.connectors import fragments as fragments_module
 from stagemesh.connectors import wire
 from stagemesh.connectors.base import Bytes
-from stagemesh.connectors.flow import outlet_attempt, sent_chunks
+from stagemesh.connectors.flow import sent_chunks
+from stagemesh.connectors.flow.flow_control import WINDOW_CHUNKS
 from stagemesh.connectors.fragments import FragmentAssembler
 from stagemesh.connectors.packets import EdgeKey, Packet, ReceivedTicket
 from stagemesh.connectors.wire import FlowDigest, PacketShape
@@ -28,7 +30,7 @@ from tests.connectors.contents import packet_of
 from tests.connectors.hosts import flow_of_hosts
 from tests.rpc.call_errors import raises
 
-VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "protos/digest_vectors.json").read_text())
+VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "protos/vectors/digest.json").read_text())
 
 
 def _packet(chunk: dict[str, Any]) -> Packet:
@@ -79,9 +81,7 @@ KEY = EdgeKey("request", "a->b", 1)
 
 def _messages(tensors: Tensors, key: EdgeKey = KEY) -> list[bytes]:
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    fragments = fragments_module.split_into_fragments(
-        wire.key_to_wire(key), tensors, total_bytes=total_bytes, transfer_id=7
-    )
+    fragments = fragments_module.split_into_fragments(wire.key_to_wire(key), tensors, total_bytes=total_bytes, seq=7)
     return [fragments_module.encode_fragment(fragment) for fragment in fragments]
 
 
@@ -91,12 +91,12 @@ def _assemble(messages: list[bytes], tensors: Tensors) -> list[Bytes]:
     for data in messages:
         decoded = fragments_module.decode_fragment(data)
         assert decoded is not None
-        if assembler.is_new(decoded.fragment.message.transfer_id):
+        if not assembler.has_begun(KEY, 7):
             assembler.begin(KEY, decoded.fragment.message)
         assembler.add(KEY, decoded.fragment)
     description = chunk_pb2.ChunkData()
-    wire.fill_streamed(description, wire.shape_of(Packet(tensors), last=None), transfer_id=7)
-    return assembler.take(KEY, description)
+    wire.fill_streamed(description, wire.shape_of(Packet(tensors), last=None), first_rows=[0] * len(tensors))
+    return assembler.take(KEY, 7, description)
 
 
 @pytest.mark.parametrize("size_bytes", [500, 16_000, 16_384, 70_000, fragments_module.WHOLE_CHUNK_BYTES])
@@ -165,11 +165,10 @@ async def _carry(a: Host, outlet: Any, inlet: Any) -> None:
 async def test_ids_stay_unique_after_many_leases(connector: str, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with flow_of_hosts(connector=connector) as (a, _, outlet, inlet):
         (link,) = a.plane._links.values()
-        lease_ids, transfer_ids = itertools.count(start + 1), itertools.count(start + 1)
+        lease_ids = itertools.count(start + 1)
         monkeypatch.setattr(sent_chunks, "_lease_ids", lease_ids)
-        monkeypatch.setattr(outlet_attempt, "_transfer_ids", transfer_ids)
         await _carry(a, outlet, inlet)
-        assert next(lease_ids) + next(transfer_ids) - 2 == 2 * start + CHUNKS
+        assert next(lease_ids) - 1 == start + (0 if connector == GRPC else CHUNKS)
         assert not link.leases
 
 
@@ -188,6 +187,7 @@ def _advance(outlet: Any, inlet: Any, start: int) -> None:
     attempt, credit = inlet.attempt, inlet.attempt._credit
     attempt.next_seq = attempt._reported_seq = credit.received_bytes = credit._consumed_bytes = start
     credit.limit_bytes = credit._reported_bytes = start + WINDOW_BYTES
+    credit._consumed_chunks, credit.limit_chunks = start, start + WINDOW_CHUNKS
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,10 @@ def _advance(outlet: Any, inlet: Any, start: int) -> None:
     [
         (chunk_pb2.Chunk, ["seq"]),
         (chunk_pb2.ChunkData, ["lease_id", "size_bytes"]),
-        (chunk_pb2.ChunkFragment, ["transfer_id", "total_bytes", "offset"]),
+        (chunk_pb2.ChunkFragment, ["seq", "total_bytes", "offset"]),
         (chunk_pb2.ChunkEnd, ["count"]),
         (tensor_pb2.ShmRegion, ["offset", "size_bytes", "generation"]),
-        (stage_pb2.EdgeOpened, ["next_seq", "credit_limit_bytes"]),
+        (stage_pb2.EdgeOpened, ["next_seq", "credit_limit_bytes", "credit_limit_chunks"]),
         (stage_pb2.ChunkAck, ["next_seq"]),
         (stage_pb2.CreditGrant, ["credit_limit_bytes"]),
         (stage_pb2.LeaseRelease, ["lease_ids"]),

@@ -125,7 +125,7 @@ def step_request(
         parameters=request_pb2.StageParameters(options=to_messages(image_options(spec))),
         seed=spec.seed,
         streamed=[stage_pb2.StreamedOutput(tensor="frames")],
-        max_steps=max_steps,
+        max_engine_steps=max_steps,
         resume_from=resume_from,
         inputs=inputs,
         outputs=outputs,

@@ -102,7 +102,7 @@ async def test_progress_is_in_order_and_usage_is_last(engine: DiffusionEngine) -
     steps_reported = [event.steps for event in events if isinstance(event, Progress)]
     assert steps_reported == sorted(set(steps_reported))
     assert steps_reported[-1] == SMALL.steps
-    assert events[-1] == Usage(steps=SMALL.steps, images=1)
+    assert events[-1] == Usage(engine_steps=SMALL.steps, images=1)
 
 
 # -- cancelling

@@ -83,7 +83,7 @@ async def digest(stub: Stub, request: stage_pb2.ExecuteStepRequest) -> str:
 
 async def paused(stub: Stub, spec: ImageSpec, request_id: str, *, steps: int) -> stage_pb2.Checkpoint:
     *_, last = await events_of(stub, step_request(spec, request_id, max_steps=steps))
-    assert last.paused.checkpoint.steps == steps
+    assert last.paused.checkpoint.engine_steps == steps
     return last.paused.checkpoint
 
 
@@ -110,7 +110,7 @@ async def test_a_paused_request_matches_the_call(subject: Subject, stub: Stub) -
 
 async def test_a_request_resumed_by_its_steps_matches_the_call(subject: Subject, stub: Stub) -> None:
     await paused(stub, LONG, "kept", steps=3)
-    made = await digest(stub, step_request(LONG, "kept", attempt=2, resume_from=stage_pb2.Checkpoint(steps=3)))
+    made = await digest(stub, step_request(LONG, "kept", attempt=2, resume_from=stage_pb2.Checkpoint(engine_steps=3)))
     assert made == subject.expected(LONG)
 
 
@@ -128,10 +128,18 @@ async def test_a_request_transferred_over_the_data_plane_matches_the_call(subjec
     """Transfers the state with PutChunk, whose size no message limits. GetChunk reads the same state."""
     moved = replace(subject.config, replica="tested-2")
     async with served_diffusion(moved) as here:
-        state = stage_pb2.InputBinding(edge=STATE_EDGE, producer=moved.replica)
-        goes_on = step_request(LONG, "flows", attempt=2, resume_from=stage_pb2.Checkpoint(steps=2), inputs=[state])
+        state = stage_pb2.InputBinding(edge=STATE_EDGE, producer=moved.replica, attempt=2)
+        goes_on = step_request(
+            LONG, "flows", attempt=2, resume_from=stage_pb2.Checkpoint(engine_steps=2), inputs=[state]
+        )
         made = asyncio.create_task(digest(stub, goes_on))
-        target = stage_pb2.OutputBinding(edge=STATE_EDGE, consumer=subject.config.replica, endpoint=subject.endpoint)
+        target = stage_pb2.OutputBinding(
+            edge=STATE_EDGE,
+            consumer=subject.config.replica,
+            endpoint=subject.endpoint,
+            connector=chunk_pb2.CONNECTOR_AUTO,
+            attempt=2,
+        )
         *_, last = await events_of(here.stub, step_request(LONG, "flows", attempt=2, max_steps=2, outputs=[target]))
         key = chunk_pb2.EdgeKey(request_id="flows", edge=STATE_EDGE, attempt=2)
         read = [part async for part in here.stub.GetChunk(stage_pb2.GetChunkRequest(key=key), timeout=10)]

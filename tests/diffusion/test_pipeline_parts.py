@@ -108,7 +108,7 @@ def test_an_image_arrives_as_a_file(client: Client) -> None:
 
 def test_the_denoiser_reports_its_steps(client: Client) -> None:
     progress = [event for event in client.generate("x", seed=1) if isinstance(event, Progress)]
-    steps = [event.steps for event in progress if event.stage == "denoiser"]
+    steps = [event.engine_steps for event in progress if event.stage == "denoiser"]
     assert (steps[-1], steps) == (4, sorted(steps))
 
 

@@ -86,7 +86,7 @@ def test_an_interrupted_image_resumes_elsewhere_with_the_same_result(
     assert made == uninterrupted
     assert first.error.reason in reasons
     assert second.replica != first.replica
-    assert second.resumed_steps in resumed_from
+    assert second.resumed_engine_steps in resumed_from
 
 
 def _with_interruption(events: Iterator[Event], interrupt: Callable[[str], None]) -> Iterator[Event]:
@@ -95,7 +95,7 @@ def _with_interruption(events: Iterator[Event], interrupt: Callable[[str], None]
     for event in events:
         if isinstance(event, Admitted):
             replica = event.replicas["painter"]
-        if isinstance(event, Progress) and event.steps >= INTERRUPTED_AFTER and replica:
+        if isinstance(event, Progress) and event.engine_steps >= INTERRUPTED_AFTER and replica:
             interrupt(replica)
             replica = ""
         yield event

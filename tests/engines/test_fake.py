@@ -88,7 +88,7 @@ async def test_a_source_repeats_its_output_for_the_same_seed() -> None:
 
 async def test_max_tokens_sets_the_steps_of_a_source() -> None:
     events = await collect(fake(size_bytes=10).submit(Task("r", 0, "hi", sampling=SamplingOptions(max_tokens=2))))
-    assert events[-1] == Usage(prompt_tokens=2, output_tokens=20, steps=2, finish=Finish("length"))
+    assert events[-1] == Usage(prompt_tokens=2, output_tokens=20, engine_steps=2, finish=Finish("length"))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ async def test_max_tokens_sets_the_steps_of_a_source() -> None:
 async def test_sampling_limits_a_talker(sampling: SamplingOptions, text: str, finish: Finish) -> None:
     events = await collect(fake("talk").submit(Task("r", 0, inlets={"in": text_stream("ab", "cd")}, sampling=sampling)))
     assert text_of(events) == text
-    assert events[-1] == Usage(output_tokens=4, steps=2, finish=finish)
+    assert events[-1] == Usage(output_tokens=4, engine_steps=2, finish=finish)
 
 
 async def test_a_relay_emits_its_input_text() -> None:

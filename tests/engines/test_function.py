@@ -61,7 +61,7 @@ async def test_each_request_keeps_its_own_state(engine: FunctionEngine) -> None:
 async def test_events_end_with_usage(engine: FunctionEngine) -> None:
     events = await collect(engine.submit(numbers_task("r", [1], [2])))
     assert events[1] == Progress(1)
-    assert events[-1] == Usage(steps=2)
+    assert events[-1] == Usage(engine_steps=2)
 
 
 async def test_waiting_requests_share_a_batch(engine: FunctionEngine) -> None:
@@ -249,7 +249,7 @@ async def test_a_resumed_request_reports_later_checkpoints_and_all_steps(saving:
     rest = await collect(saving.submit(task([4, 8, 12], first)))
     expected = [(each.steps, each.tensors.keys()) for each, _ in later]
     assert [(each.steps, each.tensors.keys()) for each, _ in checkpoints(rest)] == expected
-    assert rest[-1] == events[-1] == Usage(steps=4)
+    assert rest[-1] == events[-1] == Usage(engine_steps=4)
 
 
 @pytest.mark.parametrize("checkpoint_rows", [0, len(NUMBERS) + 1])

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from stagemesh.common.errors import StagemeshError
+from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.plugins.connectors import GRPC, SHM
 from stagemesh.common.wire.chunk_sizes import StepPolicy
@@ -128,7 +128,7 @@ def reply_seeds() -> list[bytes]:
     """Returns the answers of consumers that receive both flows to their ends."""
     reply, key = stage_pb2.PutReply, key_to_wire(KEY)
     hello = stage_pb2.Welcome(incarnation="i", inline_limit_bytes=4096, protocol=own_protocol(OFFERS))
-    opened = {"credit_limit_bytes": 1 << 20, "opening": 1}
+    opened = {"credit_limit_bytes": 1 << 20, "window_bytes": 1 << 20, "credit_limit_chunks": 4096, "opening": 1}
     error = chunk_pb2.Error(code=14, message="again", retry_after_s=1, metadata={"stage": "b"})
     first = [
         reply(opened=stage_pb2.EdgeOpened(key=key, connector=chunk_pb2.CONNECTOR_GRPC, **opened)),
@@ -208,7 +208,7 @@ async def _execute(data: bytes, pipeline: Pipeline) -> bool:
     )
     errors = ReplicaErrors(stage="relay", replica="relay-0", endpoint="h:1")
     silent: Any = _SilentCall()
-    steps = StepStream(silent, errors, execute_alone=cast("Any", None))
+    steps = StepStream(silent, errors, execute_alone=_execute_alone)
     take = partial(calls.take, state, 1)
     running = asyncio.create_task(steps.execute(stage_pb2.ExecuteStepRequest(), timeout_s=9, take=take))
     await asyncio.sleep(0)
@@ -232,6 +232,11 @@ async def _execute(data: bytes, pipeline: Pipeline) -> bool:
     return state.phase is Phase.FINISHED
 
 
+async def _execute_alone(*_: object) -> None:
+    """Is called after an answer that cannot be read, because only one of the steps is at fault."""
+    raise UnavailableError("no replica listens here", reason="REPLICA_LOST")
+
+
 def _checked(message: Any, read: Any) -> None:
     if not isinstance(message, stage_pb2.ProbeEdgeResponse):
         check_names(message)
@@ -249,11 +254,11 @@ def _reported(read: Any) -> None:
 def answer_seeds(pipeline: Pipeline) -> list[bytes]:
     """Returns the answers of a replica that finishes a step, and its other answers."""
     event = stage_pb2.ExecuteStepResponse
-    checkpoint = stage_pb2.Checkpoint(steps=1, token_ids=[1, 2], outputs={"text": 2}, rows={"text": 2})
+    checkpoint = stage_pb2.Checkpoint(engine_steps=1, token_ids=[1, 2], outputs={"text": 2}, rows={"text": 2})
     usage = request_pb2.Usage(output_tokens=2)
     events = [
         event(accepted=stage_pb2.StepAccepted()),
-        event(progress=stage_pb2.StepProgress(steps=1, total_steps=3)),
+        event(progress=stage_pb2.StepProgress(engine_steps=1, total_engine_steps=3)),
         event(output=request_pb2.Output(name="text", text="hi")),
         event(checkpoint=checkpoint),
         event(spans=stage_pb2.StepSpans(spans=[stage_pb2.StepSpan()])),

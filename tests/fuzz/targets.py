@@ -132,7 +132,7 @@ def _chunk_seeds() -> list[bytes]:
 
 def _fragment_seeds() -> list[bytes]:
     tensors = {"x": np.arange(6000, dtype=np.uint8)}
-    made = split_into_fragments(key_to_wire(KEY), tensors, total_bytes=6000, transfer_id=1)
+    made = split_into_fragments(key_to_wire(KEY), tensors, total_bytes=6000, seq=0)
     return [encode_fragment(each) for each in made]
 
 

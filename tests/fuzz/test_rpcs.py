@@ -8,12 +8,13 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from tests.deployment import Deployment, deployed_for_module
 from tests.fuzz.rpcs import defects_in_log, fuzz, methods
 from tests.rpc.call_errors import error_of
+from tests.rpc.test_message_limits import paths_of, within
 from tests.system.pipelines import pipeline_file
 
 MESSAGES = int(os.environ.get("STAGEMESH_FUZZ_MESSAGES", "1500"))
@@ -64,7 +65,8 @@ async def _fuzz(endpoint: str, *services: str, running: Deployment) -> None:
 
 
 async def _reason_of(endpoint: str, method: MethodDescriptor, data: bytes) -> str:
-    async with grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS) as channel:
+    options = list((dict(CHANNEL_OPTIONS) | {"grpc.max_send_message_length": -1}).items())
+    async with grpc.aio.insecure_channel(endpoint, options=options) as channel:
         make_call: Any = channel.stream_stream if method.client_streaming else channel.unary_stream
         call = make_call(f"/{method.containing_service.full_name}/{method.name}")
         return (await error_of(call(iter([data]) if method.client_streaming else data, timeout=20))).reason
@@ -87,6 +89,19 @@ async def test_no_rpc_parses_a_message_of_millions_of_elements(running: Deployme
             began_s = time.monotonic()
             assert await _reason_of(endpoint, method, b"\xff") == "MALFORMED_MESSAGE", method.full_name
             assert time.monotonic() - began_s < _ANSWER_S
+
+
+async def test_every_rpc_names_the_defect_of_a_message(running: Deployment) -> None:
+    stage = running.endpoint_of("relay-0")
+    services = {"OrchestratorService": running.endpoint, "AdminService": running.admin_endpoint}
+    services |= {"StageService": stage, "StageControlService": stage}
+    for service, endpoint in services.items():
+        for method in methods(service):
+            assert await _reason_of(endpoint, method, bytes(9 << 20)) == "MESSAGE_TOO_LARGE", method.full_name
+            texts = (path for path in paths_of(method.input_type) if path[-1].type == FieldDescriptor.TYPE_STRING)
+            if (path := next(texts, None)) is not None:
+                damaged = within(path, b"\xff")
+                assert await _reason_of(endpoint, method, damaged) == "MALFORMED_MESSAGE", method.full_name
 
 
 async def test_rpcs_for_clients_survive_any_message(running: Deployment) -> None:

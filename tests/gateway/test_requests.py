@@ -1,5 +1,7 @@
 """Requests to a gateway in this process, whose orchestrator follows a script."""
 
+from typing import Any
+
 import openai
 import pytest
 
@@ -41,6 +43,25 @@ async def test_an_impossible_token_has_the_least_logprob(stream: bool) -> None:
         choices = [choice async for chunk in answer for choice in chunk.choices] if stream else answer.choices
         tokens = [each for choice in choices if choice.logprobs for each in choice.logprobs.content]
         assert [(each.logprob, each.top_logprobs[0].logprob) for each in tokens] == [(-9999.0, -9999.0)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_text_offsets_count_characters(stream: bool) -> None:
+    # The tokens are "a", "é", the first half of the emoji, the rest of it, "e", and an accent that joins the "e".
+    parts = {"aé": [0, 1], "🙂": [3, 3], "e": [7], "\u0301": [8]}
+    outputs = [
+        Output(name="text", text=part, logprobs=[TokenLogprobs(position=position) for position in positions])
+        for part, positions in parts.items()
+    ]
+    async with served() as orchestrator, asking(orchestrator) as ai:
+        orchestrator.scripts.append(
+            [admitted(), *(GenerateResponse(output=each) for each in outputs), ended(), finished()]
+        )
+        answer: Any = await ai.completions.create(model="p", prompt="hello", logprobs=0, stream=stream)
+        choices = [choice async for chunk in answer for choice in chunk.choices] if stream else answer.choices
+        offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset]
+    assert "".join(choice.text for choice in choices) == "aé🙂e\u0301"
+    assert offsets == [0, 1, 2, 2, 3, 4]
 
 
 async def test_an_error_after_the_first_text_ends_the_stream() -> None:

@@ -83,7 +83,7 @@ async def test_the_next_call_says_what_has_arrived() -> None:
             printed, _ = await client.communicate()
         first, second = orchestrator.requests
     assert printed.decode() == "Zoë😀!"
-    assert {each.name: each.position for each in second.next_positions} == {"text": 4}
+    assert {each.name: each.position for each in second.next_positions} == {"text": 8}
     assert (second.parameters.seed, second.earlier_calls, second.generation) == (9, 1, "g")
     assert (second.request_id, second.linger_s) == (first.request_id, 30)
 

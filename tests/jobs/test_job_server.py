@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
@@ -133,7 +134,9 @@ def test_progress_is_reported_while_a_job_runs(jobs: JobServer) -> None:
     jobs.submit(job_id="seen", steps=200)
     responses = list(jobs.stub.WatchJob(jobs_pb2.WatchJobRequest(job_id="seen"), timeout=40))
     assert responses[-1].job.state == SUCCEEDED
-    steps = [each.progress.steps for response in responses for each in response.job.progress if each.stage == "writer"]
+    steps = [
+        each.progress.engine_steps for response in responses for each in response.job.progress if each.stage == "writer"
+    ]
     assert steps == sorted(steps)
     assert len(set(steps)) > 1
 
@@ -157,6 +160,18 @@ def test_an_invalid_submission_is_rejected(jobs: JobServer, fields: dict[str, An
     error = error_of(lambda: jobs.submit(**fields))
     assert error.reason == reason
     assert isinstance(error, InvalidRequestError | NotFoundError)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 9 << 20], ids=["not UTF-8", "too large"])
+def test_a_message_that_cannot_be_received_is_rejected_with_the_cause(jobs: JobServer, size_bytes: int) -> None:
+    request = jobs_pb2.SubmitJobRequest(labels={"BAD": "x"})
+    data = request.SerializeToString().replace(b"BAD", b"\xff\xfe\xfd") + bytes(size_bytes)
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(jobs.config.listen, options=options) as channel:
+        submit: Any = channel.unary_unary("/stagemesh.v1.JobService/SubmitJob")
+        error = error_of(lambda: submit(data, timeout=10))
+    assert isinstance(error, InvalidRequestError)
+    assert error.reason == ("MESSAGE_TOO_LARGE" if size_bytes else "MALFORMED_MESSAGE")
 
 
 def test_too_many_labels_are_rejected(jobs: JobServer) -> None:

@@ -50,7 +50,7 @@ Probed: TypeAlias = stage_pb2.ProbeEdgeResponse | StagemeshError
 Script: TypeAlias = Callable[["ScriptedStage", stage_pb2.ExecuteStepRequest], AsyncIterator[Response]]
 
 ACCEPTED = Response(accepted=stage_pb2.StepAccepted())
-FINISHED = Response(finished=stage_pb2.StepFinished(usage=request_pb2.Usage(output_tokens=2, steps=3)))
+FINISHED = Response(finished=stage_pb2.StepFinished(usage=request_pb2.Usage(output_tokens=2, engine_steps=3)))
 
 
 def text_output(tensor: str, text: str) -> Response:
@@ -67,7 +67,7 @@ async def say_hello(stage: "ScriptedStage", request: stage_pb2.ExecuteStepReques
     """Streams two pieces of each requested text, with the stage's name, once the producers have started."""
     yield ACCEPTED
     await stage.until_fed(request)
-    yield Response(progress=stage_pb2.StepProgress(steps=1))
+    yield Response(progress=stage_pb2.StepProgress(engine_steps=1))
     for tensor in [each.tensor for each in request.streamed if each.tensor == "text" and not each.uri]:
         yield text_output(tensor, f"{stage.name} ")
         yield text_output(tensor, "done")

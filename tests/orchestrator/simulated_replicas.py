@@ -210,9 +210,9 @@ class SimulatedReplica:
 
     def _find(self, request: stage_pb2.ExecuteStepRequest) -> Step | None:
         """Returns the step of a repeated call. None if the call starts a step."""
-        latest = {"attempt": str(max([0, *(each.request.attempt for each in self.steps_of(request.request_id))]))}
-        if request.attempt < int(latest["attempt"]):
-            raise StaleAttemptError(f"attempt {request.attempt} was replaced", metadata=latest)
+        latest = {"attempt": max([0, *(each.request.attempt for each in self.steps_of(request.request_id))])}
+        if request.attempt < latest["attempt"]:
+            raise StaleAttemptError(f"attempt {request.attempt} was replaced", facts=latest)
         step = self.steps.get(request.step_id)
         if step is None and request.attach_only:
             raise NotFoundError(f"no step {request.step_id}", reason="UNKNOWN_STEP")
@@ -220,7 +220,7 @@ class SimulatedReplica:
         content.CopyFrom(request)
         content.attach_only = False
         if step is not None and step.request != content:
-            raise ExistsError(f"step {request.step_id} has other content", reason="STEP_EXISTS", metadata=latest)
+            raise ExistsError(f"step {request.step_id} has other content", reason="STEP_EXISTS", facts=latest)
         return step
 
     async def _replay(self, step: Step, take: Callable[[stage_pb2.ExecuteStepResponse], None]) -> None:
@@ -322,26 +322,26 @@ class SimulatedReplica:
                 step.emit(output=request_pb2.Output(name=name, text=text, position=self._length(step.made)))
             step.made += 1
             world.made[self.member.stage] += 1
-            step.emit(progress=stage_pb2.StepProgress(steps=step.made))
+            step.emit(progress=stage_pb2.StepProgress(engine_steps=step.made))
             if world.checkpoints:
                 step.emit(checkpoint=self._checkpoint(step, _TENSOR, _UNSENT))
         while not all(self._has_arrived(step, target) for target in list(step.outlets.values())):
             await world.changed.wait()
         step.finished = True
-        step.emit(finished=stage_pb2.StepFinished(usage=request_pb2.Usage(steps=step.made)))
+        step.emit(finished=stage_pb2.StepFinished(usage=request_pb2.Usage(engine_steps=step.made)))
         step.over = True
 
     def _checkpoint(self, step: Step, *tensors: str) -> stage_pb2.Checkpoint:
         rows = dict.fromkeys(tensors, step.made)
         outputs = dict.fromkeys(tensors_of(step.request), self._length(step.made))
-        return stage_pb2.Checkpoint(steps=step.made, token_ids=[1], rows=rows, outputs=outputs)
+        return stage_pb2.Checkpoint(engine_steps=step.made, token_ids=[1], rows=rows, outputs=outputs)
 
     def _text(self, row: int) -> str:
-        return f"{self.member.stage}{row}é "
+        return f"{self.member.stage}{row}é🙂 "
 
     def _length(self, rows: int) -> int:
-        """Returns the length of the text of this number of rows, in code points."""
-        return sum(len(self._text(row)) for row in range(rows))
+        """Returns the length of the text of this number of rows, in bytes of UTF-8."""
+        return sum(len(self._text(row).encode()) for row in range(rows))
 
     def _take(self, step: Step, edge: str) -> int:
         """Takes the rows that have been made. Returns the number of rows taken in all."""

@@ -75,7 +75,7 @@ def test_an_attempt_that_runs_ends_with_the_present() -> None:
 
 def test_recoveries_are_attempts_with_their_cause() -> None:
     lost = _step(ended_s=2.5, error=chunk_pb2.Error(reason="REPLICA_LOST", message="a-0 was lost"))
-    again = _step(replica="a-1", attempt=2, planned_s=2.6, resumed_steps=7)
+    again = _step(replica="a-1", attempt=2, planned_s=2.6, resumed_engine_steps=7)
     spans = [span for span in _spans(lost, again) if len(span.path) == 2]
     first, second = [span for span in spans if span.process != ORCHESTRATOR]
     assert (first.error, first.attributes["error.reason"]) == ("a-0 was lost", "REPLICA_LOST")

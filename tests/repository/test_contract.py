@@ -1,4 +1,5 @@
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,30 @@ def test_every_service_of_the_contract_has_a_servicer() -> None:
 def test_the_protos_are_formatted_and_linted() -> None:
     run("buf", "format", "--diff", "--exit-code")
     run("buf", "lint")
+
+
+def test_the_contract_does_not_break() -> None:
+    run("buf", "breaking", "--against", "protos/contract.binpb")
+
+
+_BREAKS = {
+    "a field with another number": ("uint64 seq = 2;", "uint64 seq = 7;"),
+    "a field with another type": ("uint64 seq = 2;", "int64 seq = 2;"),
+    "a field that is gone": ("  uint64 offset = 4;\n", ""),
+    "a value that is gone": ("  CONNECTOR_SHM = 2;\n", ""),
+}
+
+
+@pytest.mark.parametrize(("present", "changed"), _BREAKS.values(), ids=_BREAKS)
+def test_a_break_of_the_contract_is_noticed(present: str, changed: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "protos", tmp_path / "protos")
+    shutil.copy(ROOT / "buf.yaml", tmp_path)
+    chunk = tmp_path / "protos" / "stagemesh" / "v1" / "chunk.proto"
+    text = chunk.read_text()
+    assert present in text
+    chunk.write_text(text.replace(present, changed))
+    with pytest.raises(AssertionError, match=r"chunk\.proto:"):
+        run("buf", "breaking", str(tmp_path), "--against", str(ROOT / "protos" / "contract.binpb"))
 
 
 def test_generated_clients_in_python_match_the_committed_stubs() -> None:

@@ -40,7 +40,8 @@ def found() -> Findings:
 
 def test_every_raised_reason_is_in_the_catalogue(found: Findings, catalogue: Catalogue) -> None:
     named = [*((each.place, each.reason) for each in found.raised), *found.named]
-    unknown = [(place, reason) for place, reason in named if reason not in catalogue.entries]
+    # The catalogue has no reasons that begin with "X_": stages that are not Stagemesh's use them.
+    unknown = [each for each in named if each[1] not in catalogue.entries and not each[1].startswith("X_")]
     problems = [*found.unclear, *(f"{place}: {reason} is not in the catalogue" for place, reason in unknown)]
     assert not problems, explained(problems)
 

@@ -13,14 +13,15 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from stagemesh.common.errors import InvalidRequestError, UnauthenticatedError
+from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnauthenticatedError
 from stagemesh.common.process.config import TokenConfig
 from stagemesh.common.wire.encoding import MAX_TOKENS, parse_message, varint
 from stagemesh.rpc.authentication import TokenChecker, TokenEntry, add_token
 from stagemesh.rpc.call_limits import Messages
-from stagemesh.rpc.channels import MAX_FIELDS, MAX_MESSAGE_BYTES, open_channel
+from stagemesh.rpc.channels import CHANNEL_OPTIONS, MAX_FIELDS, MAX_MESSAGE_BYTES, open_channel
 from stagemesh.rpc.error_mapping import error_from_wire, error_to_wire, to_status
 from stagemesh.rpc.handlers import answered, streaming
+from stagemesh.rpc.message_streams import ClientStream
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import (
     admin_pb2,
@@ -136,6 +137,13 @@ def test_a_damaged_message_is_malformed_even_if_it_is_large(end: bytes) -> None:
             parse_message(GenerateRequest, data, max_fields=MAX_FIELDS)
 
 
+def test_a_string_that_is_not_utf8_makes_a_message_malformed() -> None:
+    for path in paths_of(GenerateRequest.DESCRIPTOR):
+        if path[-1].type == FieldDescriptor.TYPE_STRING:
+            with raises(InvalidRequestError, reason="MALFORMED_MESSAGE", match="GenerateRequest: .* is not UTF-8"):
+                parse_message(GenerateRequest, within(path, b"\xc3("), max_fields=MAX_FIELDS)
+
+
 @answered
 class Rejecting(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """Rejects each request whose id is not "good", as an orchestrator does."""
@@ -203,6 +211,62 @@ async def test_a_message_is_not_parsed_before_its_caller_is_known(
             async with channel:
                 error = await error_of(call(channel, many("outputs")))
     assert (type(error), error.reason, parsed) == (UnauthenticatedError, "NO_TOKEN", [])
+
+
+ANY_SIZE = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+TOO_LARGE = within([GenerateRequest.DESCRIPTOR.fields_by_name["pipeline"]], b"x" * (MAX_MESSAGE_BYTES + 1))
+
+
+# gRPC does not report to the sender of a stream why a write has failed. Our senders check the sizes before.
+@pytest.mark.parametrize(("method", "sent"), [("Generate", True), ("Generate", False), ("Converse", False)])
+async def test_a_message_above_the_limit_is_not_an_overload(method: str, sent: bool) -> None:
+    async with served() as endpoint:
+        channel = open_channel(endpoint) if sent else grpc.aio.insecure_channel(endpoint, options=ANY_SIZE)
+        async with channel:
+            make: Any = channel.stream_stream if method == "Converse" else channel.unary_stream
+            request = iter([TOO_LARGE]) if method == "Converse" else TOO_LARGE
+            error = await error_of(make(f"/stagemesh.v1.OrchestratorService/{method}")(request, timeout=20))
+    assert (error.reason, error.code.name, error.retry_after_s) == ("MESSAGE_TOO_LARGE", "INVALID_ARGUMENT", None)
+    assert "8388608" in error.message
+    assert "shorten the input" in error.message
+
+
+@pytest.mark.parametrize("sent", [True, False], ids=["by the sender", "by the receiver"])
+async def test_an_answer_above_the_limit_is_not_an_overload(sent: bool) -> None:
+    async def answer(_requests: object, _context: object) -> AsyncGenerator[bytes]:
+        yield bytes(MAX_MESSAGE_BYTES + 1)
+
+    make: Any = grpc.stream_stream_rpc_method_handler
+    handlers = grpc.method_handlers_generic_handler("stagemesh.v1.OrchestratorService", {"Generate": make(answer)})
+    server = grpc.aio.server(handlers=[handlers], options=CHANNEL_OPTIONS if sent else ANY_SIZE)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        error = await error_of(call(channel, b""))
+        stream = ClientStream(channel, Ended(), peer="the stage", method=GENERATE)
+        await stream.run()
+    await server.stop(None)
+    (ended,) = Ended.errors
+    Ended.errors.clear()
+    for each in (error, ended):
+        assert isinstance(each, InvalidRequestError)
+        assert each.reason == "MESSAGE_TOO_LARGE"
+        assert "8388608" in each.message
+
+
+class Ended:
+    """Records the errors with which streams end."""
+
+    errors: ClassVar[list[StagemeshError | None]] = []
+
+    def received(self, data: bytes) -> None:
+        """Ignores the message."""
+
+    def writable(self) -> None:
+        """Sends nothing."""
+
+    def closed(self, error: StagemeshError | None) -> None:
+        self.errors.append(error)
 
 
 async def test_a_caller_whose_large_messages_are_rejected_waits_and_others_do_not() -> None:

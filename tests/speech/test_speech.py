@@ -83,9 +83,9 @@ def test_every_edge_uses_the_configured_connector(speech_up: Deployment) -> None
 def test_measured_chunks_and_one_whole_chunk_make_the_same_audio(speech_up: Deployment) -> None:
     first = _ask(speech_up, PROMPTS[2], max_tokens=20)
     acoustic, vocoder = speech_up.load("acoustic-0"), speech_up.load("vocoder-0")
-    assert all(0 < interval_s < 1 for interval_s in acoustic.frame_intervals_s.values())
-    assert 16 in {cost.frames for cost in vocoder.call_costs}
-    assert vocoder.frame_audio_s == pytest.approx(0.0125, rel=0.1)
+    assert all(0 < interval_s < 1 for interval_s in acoustic.playout.frame_intervals_s.values())
+    assert 16 in {cost.frames for cost in vocoder.playout.call_costs}
+    assert vocoder.playout.frame_audio_s == pytest.approx(0.0125, rel=0.1)
     with speech_up.client() as client:
         for chunk in (16, 64, "whole"):
             stages: dict[str, StageArguments] = {"vocoder": {"chunk": chunk}}
@@ -141,7 +141,7 @@ def test_a_request_is_one_trace_with_each_chunk_and_call(speech_up: Deployment, 
     check_whole(own, spans)
     assert chunks_of(spans) == {edge.edge: edge.chunks for edge in result.finished.edges}
     calls = Counter(process for process, span in spans if span.name == "call")
-    assert calls["thinker-0"] == result.finished.stages["thinker"].usage.steps
+    assert calls["thinker-0"] == result.finished.stages["thinker"].usage.engine_steps
     assert calls["acoustic-0"] > 1
     assert calls["vocoder-0"] > 1
     linked = [span for _, span in speech_traces.all_spans if span.name == "call" and span.links]

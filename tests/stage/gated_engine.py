@@ -38,7 +38,7 @@ class GatedEngine:
             await self.gate.wait()
             if self.error is not None:
                 raise self.error
-            yield Usage(steps=1)
+            yield Usage(engine_steps=1)
         finally:
             # An engine releases a task at the end of its step, not before.
             await asyncio.sleep(STEP_S)

@@ -27,7 +27,9 @@ Change = Callable[[Request], object]
 TEXT = TensorSpec("uint8", ("bytes",))
 SOURCE = Signature(emits={}, sampling=True, options={"speed": OptionSpec(1.0, minimum=0.5, maximum=2.0)})
 SEEING = replace(SOURCE, media=True)
-BOUND = stage_pb2.OutputBinding(edge="a->b", consumer="b-0", endpoint="127.0.0.1:1")
+BOUND = stage_pb2.OutputBinding(
+    edge="a->b", consumer="b-0", endpoint="127.0.0.1:1", connector=chunk_pb2.CONNECTOR_AUTO, attempt=1
+)
 
 ENDLESS = request_pb2.Sampling(ignore_eos=True, grammar='start: "a"')
 REVERSED = request_pb2.Sampling(min_tokens=9, max_tokens=8)
@@ -100,13 +102,19 @@ def _audio(
         (lambda r: setattr(r.parameters.sampling, "regex", ""), "INVALID_SAMPLING", "regex is empty"),
         (lambda r: r.parameters.sampling.allowed_texts.SetInParent(), "INVALID_SAMPLING", "allowed_texts has no text"),
         (lambda r: r.parameters.sampling.MergeFrom(ENDLESS), "INVALID_SAMPLING", "ignore_eos contradicts grammar"),
-        (lambda r: r.inputs.add(edge="a->b", producer="a-0"), "INVALID_EDGE", "unbind a->b"),
-        (lambda r: r.inputs.add(edge="a->b"), "INVALID_EDGE", "a->b needs a producer"),
+        (lambda r: r.inputs.add(edge="a->b", attempt=1, producer="a-0"), "INVALID_EDGE", "unbind a->b"),
+        (lambda r: r.inputs.add(edge="a->b", attempt=1), "INVALID_EDGE", "a->b needs a producer"),
+        (lambda r: r.inputs.add(edge="a->b", producer="a-0"), "INVALID_EDGE", "a->b has attempt 0"),
         (lambda r: r.outputs.extend([BOUND, BOUND]), "INVALID_EDGE", "'a->b' twice"),
-        (lambda r: r.outputs.add(consumer="b-0", endpoint="h:1"), "INVALID_EDGE", "without a name"),
-        (lambda r: r.outputs.add(edge="a->b"), "INVALID_EDGE", "needs a consumer and an endpoint"),
+        (lambda r: r.outputs.add(consumer="b-0", endpoint="h:1", connector=1), "INVALID_EDGE", "without a name"),
+        (
+            lambda r: r.outputs.add(edge="a->b", attempt=1, connector=1),
+            "INVALID_EDGE",
+            "needs a consumer and an endpoint",
+        ),
         (lambda r: r.outputs.add(edge="a->b", connector=77), "UNKNOWN_CONNECTOR", "connector 77"),
-        (lambda r: r.outputs.add(edge="a->b", tokens=9), "INVALID_EDGE", "a->b carries token selection 9"),
+        (lambda r: r.outputs.add(edge="a->b"), "UNKNOWN_CONNECTOR", "connector 0"),
+        (lambda r: r.outputs.add(edge="a->b", connector=1, tokens=9), "INVALID_EDGE", "a->b carries token selection 9"),
         (lambda r: _policy(r).frames.SetInParent(), "INVALID_EDGE", "frames >= 1"),
         (lambda r: r.input.tensors.extend([_tensor(inline=b"1")] * 2), "INVALID_REQUEST", "'x' twice"),
         (lambda r: r.input.tensors.append(_tensor(shm=tensor_pb2.ShmRegion())), "INVALID_CHUNK", "inline"),
@@ -156,8 +164,8 @@ def test_a_prompt_replaces_the_edge_of_a_stage_that_needs_text_alone() -> None:
 @pytest.mark.parametrize("resumable", [True, False])
 def test_max_steps_is_rejected_by_an_engine_that_cannot_pause(*, resumable: bool) -> None:
     request = step_request()
-    request.max_steps = 1
-    with pytest.raises(UnsupportedError, match="engine fake cannot pause; leave max_steps unset"):
+    request.max_engine_steps = 1
+    with pytest.raises(UnsupportedError, match="engine fake cannot pause; leave max_engine_steps unset"):
         _check(request, can_resume=resumable)
 
 
@@ -256,9 +264,7 @@ def test_every_sampling_field_is_converted() -> None:
     ("sent", "read"),
     [
         ({"frames": 9}, FramesPolicy(9)),
-        # An older orchestrator sends no ramp.
-        ({"frames": 9, "initial_frames": 3, "left_context_frames": 2}, FramesPolicy(9, (3,), 2)),
-        ({"frames": 9, "initial_frames": 3, "ramp": [3, 5]}, FramesPolicy(9, (3, 5))),
+        ({"frames": 9, "ramp": [3, 5], "left_context_frames": 2}, FramesPolicy(9, (3, 5), 2)),
     ],
 )
 def test_a_frames_policy_has_a_ramp(sent: dict[str, Any], read: FramesPolicy) -> None:
@@ -268,12 +274,14 @@ def test_a_frames_policy_has_a_ramp(sent: dict[str, Any], read: FramesPolicy) ->
 
 
 def _policy(request: Request) -> stage_pb2.ChunkPolicy:
-    return request.outputs.add(edge="a->b", consumer="b", endpoint="h:1", connector=chunk_pb2.CONNECTOR_SHM).policy
+    return request.outputs.add(
+        edge="a->b", attempt=1, consumer="b", endpoint="h:1", connector=chunk_pb2.CONNECTOR_SHM
+    ).policy
 
 
 def test_an_absent_required_tensor_is_rejected() -> None:
     request = _request()
-    request.inputs.add(edge="a->b", producer="a-0")
+    request.inputs.add(edge="a->b", attempt=1, producer="a-0")
     request.absent.append("y")
     numbers = TensorSpec.parse("float32[n]")
     needing = Signature(accepts={"x": numbers, "y": numbers})

@@ -42,7 +42,7 @@ class HastyEngine(GatedEngine):
     async def submit(self, task: Task) -> AsyncGenerator[Emission | Usage, None]:
         (inlet,) = task.inlets.values()
         yield Emission(await anext(aiter(inlet)))
-        yield Usage(steps=1)
+        yield Usage(engine_steps=1)
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
@@ -53,7 +53,7 @@ async def test_text_crosses_an_edge_unchanged(connector: str) -> None:
         assert len(sent) == 5 * 20_000
         edge = thought.edges[0]
         assert (edge.edge, edge.connector, edge.chunks, edge.size_bytes) == (EDGE, CONNECTORS[connector], 5, 100_000)
-        assert (talked.usage.steps, len(talked.edges)) == (5, 0)
+        assert (talked.usage.engine_steps, len(talked.edges)) == (5, 0)
 
 
 async def test_an_engine_may_end_before_its_input() -> None:
@@ -63,7 +63,7 @@ async def test_an_engine_may_end_before_its_input() -> None:
     ):
         (sent, thought), (received, talked) = await _run(thinker, talker)
     assert (len(received), received) == (50_000, sent[:50_000])
-    assert (thought.usage.steps, talked.usage.steps) == (500, 1)
+    assert (thought.usage.engine_steps, talked.usage.engine_steps) == (500, 1)
 
 
 async def test_producers_connect_by_the_name_in_the_consumers_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,9 @@ async def test_producers_connect_by_the_name_in_the_consumers_certificate(monkey
 
     monkeypatch.setattr(connection, "open_channel", open_named)
     async with _pair(stage_config(steps=3)) as (thinker, talker):
-        probe = stage_pb2.ProbeEdgeRequest(consumer="talker-0", endpoint=talker.endpoint, server_name="probed.example")
+        probe = stage_pb2.ProbeEdgeRequest(
+            consumer="talker-0", endpoint=talker.endpoint, server_name="probed.example", connector=CONNECTORS["grpc"]
+        )
         await thinker.stub.ProbeEdge(probe, timeout=10)
         (sent, _), (received, _) = await _run(thinker, talker, server_name="talker.example")
     assert (opened, sent) == (["probed.example", "talker.example"], received)
@@ -86,14 +88,14 @@ async def test_the_whole_policy_sends_one_chunk() -> None:
         policy = stage_pb2.ChunkPolicy(whole=stage_pb2.WholePolicy())
         (sent, thought), (received, talked) = await _run(thinker, talker, policy=policy)
     assert sent == received
-    assert (thought.edges[0].chunks, talked.usage.steps) == (1, 1)
+    assert (thought.edges[0].chunks, talked.usage.engine_steps) == (1, 1)
 
 
 async def test_the_time_between_rows_is_reported() -> None:
     async with _pair(stage_config(steps=5, step_s=0.01, size_bytes=10)) as (thinker, talker):
-        assert not thinker.runtime.load().frame_intervals_s
+        assert not thinker.runtime.load().playout.frame_intervals_s
         await _run(thinker, talker)
-        (interval_s,) = thinker.runtime.load().frame_intervals_s.values()
+        (interval_s,) = thinker.runtime.load().playout.frame_intervals_s.values()
     # Each step emits 10 rows.
     assert 0.0002 <= interval_s < 0.1
 
@@ -102,7 +104,7 @@ async def test_the_transform_runs_at_the_consumer() -> None:
     async with _pair(stage_config(steps=3, size_bytes=7)) as (thinker, talker):
         (sent, _), (received, talked) = await _run(thinker, talker, transform="text.sentences")
     assert received.split() == sent.split()
-    assert talked.usage.steps < 3
+    assert talked.usage.engine_steps < 3
 
 
 async def test_the_transform_runs_at_the_producer_before_the_policy() -> None:
@@ -125,13 +127,15 @@ async def test_a_packet_for_two_stages_is_stored_once_and_transformed_for_one(tr
     ):
         thinking, talking = _requests(talker, transform_at_producer=transform)
         other = "thinker->framer"
-        thinking.outputs.add(edge=other, consumer="framer-0", endpoint=framer.endpoint, connector=CONNECTORS["shm"])
+        thinking.outputs.add(
+            edge=other, attempt=1, consumer="framer-0", endpoint=framer.endpoint, connector=CONNECTORS["shm"]
+        )
         framing = stage_pb2.ExecuteStepRequest(request_id="r", step_id="r/framer/1", attempt=1)
-        framing.inputs.add(edge=other, producer="thinker-0")
+        framing.inputs.add(edge=other, attempt=1, producer="thinker-0")
         received, framed, sent = await _execute((talker, talking), (framer, framing), (thinker, thinking))
         assert "".join(sent[0].split()) == "".join(received[0].split())
         assert transform or sent[0] == received[0]
-        assert framed[1].usage.steps == 5
+        assert framed[1].usage.engine_steps == 5
         assert [edge.size_bytes for edge in sent[1].edges] == [len(received[0]), 100_000]
         assert transform or thinker.runtime.data_plane.arena.copied_bytes == 100_000
 
@@ -153,12 +157,12 @@ async def _mixed(request: str, thinker: Replica, framer: Replica, mixer: Replica
     mixing = stage_pb2.ExecuteStepRequest(request_id=request, step_id=f"{request}/mixer/1", attempt=1)
     for edge, step, consumer in (("text", thinking, mixer), ("frames", framing, mixer), ("raw", thinking, framer)):
         name = consumer.runtime.config.replica
-        step.outputs.add(edge=edge, consumer=name, endpoint=consumer.endpoint, connector=CONNECTORS["shm"])
-    framing.inputs.add(edge="raw", producer="thinker-0")
-    mixing.inputs.add(edge="text", producer="thinker-0", apart=apart)
-    mixing.inputs.add(edge="frames", producer="framer-0", apart=apart)
+        step.outputs.add(edge=edge, attempt=1, consumer=name, endpoint=consumer.endpoint, connector=CONNECTORS["shm"])
+    framing.inputs.add(edge="raw", attempt=1, producer="thinker-0")
+    mixing.inputs.add(edge="text", attempt=1, producer="thinker-0", apart=apart)
+    mixing.inputs.add(edge="frames", attempt=1, producer="framer-0", apart=apart)
     mixed, _, _ = await _execute((mixer, mixing), (framer, framing), (thinker, thinking))
-    return int(mixed[1].usage.steps)
+    return int(mixed[1].usage.engine_steps)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +208,7 @@ async def test_a_chunk_of_another_shape_is_rejected(monkeypatch: pytest.MonkeyPa
     assert "edge thinker->talker: tensor 'text' is float32[2, 2]; expected uint8[bytes]" in errors["talker"].message
     assert errors["talker"].reason == "INVALID_CHUNK"
     assert errors["talker"].metadata["edge"] == EDGE
+    assert errors["thinker"].reason == "INVALID_CHUNK"
 
 
 @pytest.mark.parametrize("failing", ["thinker", "talker"])
@@ -264,12 +269,13 @@ def _requests(
         consumer="talker-0",
         endpoint=talker.endpoint,
         server_name=server_name,
+        attempt=1,
         connector=CONNECTORS[connector],
         policy=policy,
         transform=transform_at_producer,
     )
     talking = step_request(request, stage="talker", text="")
-    talking.inputs.add(edge=EDGE, producer="thinker-0", transform=transform)
+    talking.inputs.add(edge=EDGE, attempt=1, producer="thinker-0", transform=transform)
     return thinking, talking
 
 

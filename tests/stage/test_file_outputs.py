@@ -70,7 +70,7 @@ class EmittingEngine(GatedEngine):
         if self.error is not None:
             raise self.error
         assert not task.pause_requested.is_set()
-        yield Usage(steps=1)
+        yield Usage(engine_steps=1)
 
 
 def emitting(name: str, *tensors: Array, **metadata: Any) -> EmittingEngine:
@@ -142,7 +142,7 @@ async def test_each_image_is_stored_as_a_file_but_no_preview_is(tmp_path: Path) 
     files = [b"\x89PNG1", b"\xff\xd8\xff2"]
     images = [np.frombuffer(data, np.uint8) for data in files]
     engine = emitting("image", *images)
-    engine.packets = (Packet({"image": images[0]}, {"final": False}), *engine.packets)
+    engine.packets = (Packet({"image": images[0]}, {"preview": True}), *engine.packets)
     async with stage(engine, tmp_path) as runtime:
         stored = outputs_of(await events_of(runtime, wanted("image", store=tmp_path)))
     assert [(each.position, each.file.media_type) for each in stored] == [(0, "image/png"), (1, "image/jpeg")]

@@ -215,7 +215,7 @@ class StuckEngine(FakeEngine):
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         try:
             await asyncio.Event().wait()
-            yield Usage(steps=len(task.request_id))
+            yield Usage(engine_steps=len(task.request_id))
         finally:
             await self.release.wait()
 

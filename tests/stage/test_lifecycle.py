@@ -77,7 +77,7 @@ async def test_a_drain_pauses_steps_that_can_pause(*, shuts_down: bool) -> None:
         else:
             runtime.lifecycle.start_drain(move_after_s=0.0)
         *_, last = [event async for event in events]
-        assert 0 < last.paused.checkpoint.steps < 1000
+        assert 0 < last.paused.checkpoint.engine_steps < 1000
 
 
 async def test_a_drain_that_ends_in_time_hands_nothing_over() -> None:

@@ -30,6 +30,21 @@ def test_a_character_split_over_emissions_stays_whole() -> None:
     assert [output.text for output in _outputs("text", halves)] == ["ét", "�"]
 
 
+TEXTS = ["naïve 5 €", "🙂e\u0301👩\u200d🚀", "\ufeffa\ufeff"]
+INVALID = [b"a\xffb", b"\xe2\x82A", b"\xf0\x9f\x98", b"\xf0\x9f\x98\xf0\x9f\x98\x80", b"\xed\xa0\x80", b"\xc0\xaf"]
+
+
+@pytest.mark.parametrize("data", [*(text.encode() for text in TEXTS), *INVALID])
+def test_a_text_does_not_depend_on_its_division(data: bytes) -> None:
+    expected = data.decode(errors="replace")
+    for cut in range(len(data) + 1):
+        assert "".join(each.text for each in _outputs("text", [_bytes(data[:cut]), _bytes(data[cut:])])) == expected
+    parts = _outputs("text", [_bytes(data[at : at + 1]) for at in range(len(data))])
+    assert "".join(part.text for part in parts) == expected
+    # An invalid sequence counts as its replacement, which is sent.
+    assert parts[-1].position + len(parts[-1].text.encode()) == len(expected.encode())
+
+
 def test_long_audio_is_cut_without_loss() -> None:
     samples = np.arange(700_000, dtype=np.float32)
     pieces = [output.audio for output in _outputs("audio", [samples])]

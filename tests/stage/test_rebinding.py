@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import grpc
 import pytest
 
 from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError
@@ -196,7 +197,13 @@ async def test_the_transform_keeps_its_state_over_a_rebinding() -> None:
         lost = receive(first, thinking(talker))
         await talked.outputs(3)
         await kill(first)
-        await talker.stub.RebindStep(rebind_input(second))
+        rebinding = rebind_input(second)
+        with pytest.raises(
+            grpc.aio.AioRpcError, match=r"has transform 'text.sentences', which a rebinding cannot change"
+        ):
+            await talker.stub.RebindStep(rebinding)
+        rebinding.inputs[0].binding.transform = "text.sentences"
+        await talker.stub.RebindStep(rebinding)
         again = receive(second, thinking(talker, attempt=2))
         await asyncio.gather(again.task, talked.task)
         assert "".join(talked.text.split()) == "".join(again.text.split())
@@ -223,7 +230,7 @@ async def test_a_checkpoint_beyond_the_received_rows_is_rejected() -> None:
         thought, talked = await connected(first, talker, outputs=2)
         error = await failure_of(talker.stub.RebindStep(rebind_input(second, text=1_000_000)))
         assert error.reason == "ROWS_MISSING"
-        assert 400 <= int(error.metadata["rows"]) < STEPS * 200
+        assert 400 <= error.facts["rows"] < STEPS * 200
         await asyncio.gather(thought.task, talked.task)
         assert talked.text == thought.text
 

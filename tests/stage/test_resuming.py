@@ -3,11 +3,14 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.engines.base import Checkpoint, EngineEvent, Task, Usage
+from stagemesh.connectors.packets import Packet
+from stagemesh.services.engines.abilities import EngineAbilities
+from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, Task, Usage
 from stagemesh.services.stage.step.journal import MAX_EVENT_BYTES
 from stagemesh.services.stage.step.spec import StepSpec, checkpoint_to_wire, spec_from_wire
 from stagemesh.v1 import stage_pb2
@@ -22,8 +25,8 @@ def _checkpoints(events: list[stage_pb2.ExecuteStepResponse]) -> list[stage_pb2.
     return [event.checkpoint for event in events if event.HasField("checkpoint")]
 
 
-def _resumed(checkpoint: Checkpoint) -> StepSpec:
-    plain = step_spec(attempt=2)
+def _resumed(checkpoint: Checkpoint, attempt: int = 2) -> StepSpec:
+    plain = step_spec(attempt=attempt)
     return replace(plain, task=replace(plain.task, resume_from=checkpoint))
 
 
@@ -35,7 +38,7 @@ async def test_a_resumed_step_continues_at_its_positions() -> None:
     async with ready_runtime(CONFIG) as runtime:
         whole = await events_of(runtime, step_spec())
         checkpoints = _checkpoints(whole)
-        assert [(one.steps, dict(one.outputs)) for one in checkpoints] == [(2, {"text": 40}), (4, {"text": 80})]
+        assert [(one.engine_steps, dict(one.outputs)) for one in checkpoints] == [(2, {"text": 40}), (4, {"text": 80})]
         first = _checkpoint_of(checkpoints[0])
         assert first is not None
         rest = await events_of(runtime, _resumed(first))
@@ -46,7 +49,7 @@ async def test_a_resumed_step_continues_at_its_positions() -> None:
 async def test_outputs_that_are_not_streamed_are_not_counted() -> None:
     async with ready_runtime(CONFIG) as runtime:
         events = await events_of(runtime, step_spec(streamed=()))
-    assert {one.steps: dict(one.outputs) for one in _checkpoints(events)} == {2: {}, 4: {}}
+    assert {one.engine_steps: dict(one.outputs) for one in _checkpoints(events)} == {2: {}, 4: {}}
 
 
 def test_a_checkpoint_survives_conversion() -> None:
@@ -71,7 +74,39 @@ class SavingEngine(GatedEngine):
         for steps, size_bytes in enumerate(self._sizes_bytes, 1):
             yield Checkpoint(steps, (steps,), {"state": np.zeros(size_bytes, np.uint8)})
         await self.gate.wait()
-        yield Usage(steps=len(self._sizes_bytes))
+        yield Usage(engine_steps=len(self._sizes_bytes))
+
+
+TEXT = "é🙂€e\u0301"
+
+
+class ByteEngine(GatedEngine):
+    """Emits each byte of a text by itself, with a checkpoint after it. Resumes after the bytes of a checkpoint."""
+
+    abilities = EngineAbilities(can_resume=True)
+
+    async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
+        begin = task.resume_from.steps if task.resume_from is not None else 0
+        for at in range(begin, len(TEXT.encode())):
+            yield Emission(Packet({"text": np.frombuffer(TEXT.encode()[at : at + 1], np.uint8)}))
+            yield Checkpoint(at + 1, (at,))
+        yield Usage(engine_steps=1)
+
+
+async def test_a_text_resumes_between_any_two_characters() -> None:
+    ends = list(accumulate(len(character.encode()) for character in TEXT))
+    async with ready_runtime(engine=ByteEngine()) as runtime:
+        whole = await events_of(runtime, step_spec())
+        # A checkpoint within a character would lose the character.
+        checkpoints = _checkpoints(whole)
+        assert [(one.engine_steps, one.outputs["text"]) for one in checkpoints] == [(end, end) for end in ends]
+        for attempt, checkpoint in enumerate(checkpoints, 2):
+            rest = await events_of(
+                runtime, _resumed(Checkpoint(checkpoint.engine_steps, (1,), outputs=checkpoint.outputs), attempt)
+            )
+            outputs = outputs_of(rest)
+            assert outputs[0].position == checkpoint.engine_steps
+            assert "".join(each.text for each in outputs) == TEXT.encode()[checkpoint.engine_steps :].decode()
 
 
 async def test_a_later_caller_receives_the_newest_state_and_none_after_the_end() -> None:

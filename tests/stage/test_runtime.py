@@ -22,9 +22,11 @@ async def test_the_events_of_a_step_are_in_order() -> None:
         events = await events_of(runtime, step_spec())
     assert events[0] == stage_pb2.ExecuteStepResponse(accepted=stage_pb2.StepAccepted(queue_position=0))
     parts = [event.output for event in events if event.HasField("output")]
-    assert [part.position for part in parts] == list(accumulate((len(part.text) for part in parts[:-1]), initial=0))
+    assert [part.position for part in parts] == list(
+        accumulate((len(part.text.encode()) for part in parts[:-1]), initial=0)
+    )
     assert (len(parts), parts[-1].finish.reason) == (4, request_pb2.FINISH_REASON_END)
-    assert events[-1].finished.usage.steps == 3
+    assert events[-1].finished.usage.engine_steps == 3
 
 
 async def test_timings_increase() -> None:
@@ -65,7 +67,7 @@ async def test_a_stale_attempt_is_rejected() -> None:
         await events_of(runtime, step_spec(attempt=2))
         with pytest.raises(errors.StaleAttemptError, match="has been replaced by attempt 2") as caught:
             await events_of(runtime, step_spec(attempt=1))
-    assert caught.value.metadata["attempt"] == "2"
+    assert caught.value.facts["attempt"] == 2
 
 
 async def test_a_newer_attempt_stops_the_older(engine: GatedEngine) -> None:

@@ -251,11 +251,12 @@ async def test_a_state_is_read_by_replicas_of_its_stage(tmp_path: Path, name: st
 async def test_an_oversize_message_is_rejected() -> None:
     async with served_stage() as replica:
         error = await failure_of(call_step(replica, step_request(text="x" * (9 << 20))))
-    assert error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert (error.code.name, error.reason) == ("INVALID_ARGUMENT", "MESSAGE_TOO_LARGE")
 
 
 async def _probe(thinker: Replica, endpoint: str, **fields: int) -> stage_pb2.ProbeEdgeResponse:
-    request = stage_pb2.ProbeEdgeRequest(edge="thinker->talker", consumer="talker-0", endpoint=endpoint, **fields)  # type: ignore[arg-type]
+    named = {"connector": chunk_pb2.CONNECTOR_AUTO, **fields}
+    request = stage_pb2.ProbeEdgeRequest(edge="thinker->talker", consumer="talker-0", endpoint=endpoint, **named)  # type: ignore[arg-type]
     return await thinker.stub.ProbeEdge(request, timeout=10)
 
 
@@ -308,7 +309,9 @@ async def test_a_stage_refuses_an_unknown_action_of_one_call_only() -> None:
 
 async def test_a_stage_refuses_an_unknown_chunk_policy() -> None:
     async with served_stage(stage_config(steps=2)) as replica:
-        binding = later_class("OutputBinding")(edge="a->b", consumer="b-0", endpoint="127.0.0.1:1", attempt=1)
+        binding = later_class("OutputBinding")(
+            edge="a->b", consumer="b-0", endpoint="127.0.0.1:1", connector=chunk_pb2.CONNECTOR_AUTO, attempt=1
+        )
         binding.policy.later = "pages"
         request = step_request("r")
         request.outputs.append(today(binding, stage_pb2.OutputBinding))

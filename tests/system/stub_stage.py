@@ -139,7 +139,7 @@ class StubStage:
         text = b"".join(content for chunk in flow.chunks for content in chunk.contents).decode()
         yield Event(output=request_pb2.Output(name="text", text=text))
         finish = request_pb2.Finish(reason=request_pb2.FINISH_REASON_END)
-        yield Event(output=request_pb2.Output(name="text", position=len(text), finish=finish))
+        yield Event(output=request_pb2.Output(name="text", position=len(text.encode()), finish=finish))
         yield Event(finished=stage_pb2.StepFinished())
 
     async def _send(

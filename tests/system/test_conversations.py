@@ -69,7 +69,7 @@ async def test_an_interrupted_answer_is_cut_to_what_was_heard(up: Deployment, ex
                 break
         await session.interrupt()
         assert not [event async for event in session.answer() if isinstance(event, Text | AudioChunk)]
-        assert (await session.truncate(turn, positions={"text": len(heard)})).answer == heard
+        assert (await session.truncate(turn, positions={"text": len(heard.encode())})).answer == heard
         expected.add("one", heard=heard)
         await session.append("two")
         await session.commit()

@@ -77,7 +77,7 @@ def test_choices_equal_requests_with_their_seeds(quick: LocalMesh) -> None:
     assert list(map(contents, result.choices)) == apart
     assert len({text for text, _ in apart}) == 3
     assert [choice.seed for choice in result.choices] == seeds
-    assert result.finished.usage["source"].steps == 3 * 10
+    assert result.finished.usage["source"].engine_steps == 3 * 10
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_failed_request_reports_its_work(writer: LocalMesh) -> None:
     assert _ends(events)["broken"] == "failed"
     finished = events[-1]
     assert isinstance(finished, Finished)
-    assert finished.stages["broken"].usage.steps == 2
+    assert finished.stages["broken"].usage.engine_steps == 2
 
 
 def test_a_cancelled_request_reports_its_work(writer: LocalMesh) -> None:
@@ -136,8 +136,8 @@ def test_a_cancelled_request_reports_its_work(writer: LocalMesh) -> None:
     assert _ends(events) == {"text": "end", "slow": "cancelled"}
     finished = events[-1]
     assert isinstance(finished, Finished)
-    assert (finished.stages["writer"].usage.steps, finished.stages["slow"].usage.prompt_tokens) == (6, 0)
-    assert 1 <= finished.stages["slow"].usage.steps < 6
+    assert (finished.stages["writer"].usage.engine_steps, finished.stages["slow"].usage.prompt_tokens) == (6, 0)
+    assert 1 <= finished.stages["slow"].usage.engine_steps < 6
 
 
 # -- a program that knows no .proto files, such as grpcurl

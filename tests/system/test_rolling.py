@@ -91,4 +91,4 @@ async def _resumed(operator: "AdminServiceAsyncStub", request_id: str) -> bool:
         return False
     handed_on = {step.stage for step in answer.steps if step.error.reason == "DRAINED"}
     # Every stage also reports checkpoints periodically. A pause happens at any step.
-    return any(step.resumed_steps % CHECKPOINT_STEPS for step in answer.steps if step.stage in handed_on)
+    return any(step.resumed_engine_steps % CHECKPOINT_STEPS for step in answer.steps if step.stage in handed_on)

@@ -85,4 +85,4 @@ async def test_a_killed_function_resumes_within_the_input(tmp_path: Path, monkey
             _append(turn, range(10, 15))
             assert await turn.result() == {"text": "".join(map(_report, range(15)))}
             first, second = turn.known.record.timeline.steps
-            assert (first.attempt, second.attempt, bool(second.resumed_steps)) == (1, 2, True)
+            assert (first.attempt, second.attempt, bool(second.resumed_engine_steps)) == (1, 2, True)

@@ -61,7 +61,7 @@ def _check_logprobs(result: Result) -> None:
     """The text has the log-probabilities of the tokens that begin in it."""
     assert [each.sampled.id for each in result.logprobs["thought"]] == list(result.tokens["thought"])
     assert [each.sampled.id for each in result.logprobs["said"]] == list(result.tokens["said"])
-    length = len(result.texts.get("text", ""))
+    length = len(result.texts.get("text", "").encode())
     in_text = [each for each in result.logprobs["thought"] if each.position < length]
     assert list(result.logprobs.get("text", ())) == in_text
 

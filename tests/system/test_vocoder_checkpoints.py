@@ -84,7 +84,7 @@ def test_a_killed_vocoder_decodes_only_the_frames_after_its_checkpoint(voice: De
     first, second = (step for step in steps_of(voice, request_id) if step.stage == "vocoder")
     # The restarted process may answer before the orchestrator finds the port closed.
     assert first.error.reason in {"REPLICA_LOST", "REPLICA_RESTARTED"}
-    assert second.resumed_steps
+    assert second.resumed_engine_steps
     decoded_s, audio_s = second.finished.usage.audio_s, len(undisturbed) / 24_000
     print(f"{audio_s:.3f} s of audio, of which the second attempt decoded {decoded_s:.3f} s")
     # The newest checkpoint may be on its way when the vocoder is killed. The one before has arrived.

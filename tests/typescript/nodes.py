@@ -5,8 +5,7 @@ import json
 import shutil
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from tests.children import running_process
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "typescript"
 PACKAGE = ROOT / "clients" / "typescript"
-QUICK = ("--window-bytes", "65536", "--welcome-ms", "500", "--silence-ms", "300")
-"""A small window of credit, and a short time before a silent flow is opened again."""
 
 
 def require_programs() -> None:
@@ -69,28 +66,3 @@ async def running_client(endpoints: str, prompt: str, *arguments: str) -> AsyncI
     command = (*program("generate"), "--json", *arguments, endpoints, prompt)
     async with running_process(*command, stdout=PIPE, stderr=PIPE, limit=16 << 20) as process:
         yield RunningClient(process)
-
-
-@dataclass(frozen=True)
-class RunningStage:
-    """A replica of the stage in TypeScript."""
-
-    endpoint: str
-    process: asyncio.subprocess.Process
-
-
-@asynccontextmanager
-async def running_stage(*arguments: str) -> AsyncIterator[RunningStage]:
-    """Runs the replica "m-0" of the stage in TypeScript, and stops it by SIGTERM."""
-    command = (*program("upper"), "--replica", "m-0", *arguments)
-    async with running_process(*command, stdout=PIPE) as process:
-        assert process.stdout is not None
-        try:
-            line = (await process.stdout.readline()).decode()
-            yield RunningStage(f"127.0.0.1:{line.split()[-1]}", process)
-        finally:
-            with suppress(ProcessLookupError):
-                process.terminate()
-            async with asyncio.timeout(15):
-                status = await process.wait()
-    assert status == 0, f"the stage ended with status {status}"

@@ -68,7 +68,7 @@ class Received:
             return
         content = value.get("content", {"$case": ""})
         if content["$case"] == "text":
-            assert int(value["position"]) == len(self.texts[value["index"]])
+            assert int(value["position"]) == len(self.texts[value["index"]].encode())
             self.texts[value["index"]] += content["value"]
         if content["$case"] == "tensor":
             self.frames += base64.b64decode(content["value"]["location"]["value"])
@@ -131,12 +131,12 @@ async def test_broken_connections_lose_and_double_nothing(relays_up: Deployment,
 
 
 async def test_next_call_sends_the_ends_of_what_has_arrived(orchestrator: ScriptedOrchestrator) -> None:
-    orchestrator.scripts.append([admitted(seed=9), text("Zoë😀"), audio([0.5, 1]), Pause.BREAK])
+    orchestrator.scripts.append([admitted(seed=9), text("Zoë😀"), text("\ufeffe\u0301€"), audio([0.5, 1]), Pause.BREAK])
     orchestrator.scripts.append([admitted(seed=9), text("!"), finished()])
     received = await receive(orchestrator.endpoint)
     first, second = orchestrator.requests
-    assert received.text == "Zoë😀!"
-    assert {each.name: each.position for each in second.next_positions} == {"text": 4, "audio": 2}
+    assert received.text == "Zoë😀\ufeffe\u0301€!"
+    assert {each.name: each.position for each in second.next_positions} == {"text": 17, "audio": 2}
     assert (second.parameters.seed, second.earlier_calls, second.request_id) == (9, 1, first.request_id)
     assert not first.parameters.HasField("seed")
     assert not first.HasField("admitted_call")
@@ -199,6 +199,34 @@ async def test_other_errors_are_final(orchestrator: ScriptedOrchestrator, error:
     orchestrator.scripts.append([admitted(), error])
     assert error.message in await error_of(orchestrator.endpoint)
     assert len(orchestrator.requests) == 1
+
+
+async def test_an_answer_above_the_limit_is_not_an_overload(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("x" * (9 << 20))])
+    error = await error_of(orchestrator.endpoint)
+    assert "MESSAGE_TOO_LARGE: a message is too large (SERVER: Sent message larger than max" in error
+    assert len(orchestrator.requests) == 1
+
+
+_LARGE = f"""
+import {{ StagemeshClient }} from "{PACKAGE}/dist/index.js";
+const client = new StagemeshClient([process.argv[1]]);
+try {{
+  for await (const event of client.generate("x".repeat(9 << 20))) console.log(event.$case);
+}} catch ({{ code, reason, message }}) {{
+  console.log(code, reason, message);
+}}
+client.close();
+"""
+
+
+async def test_a_request_above_the_limit_is_not_an_overload(orchestrator: ScriptedOrchestrator) -> None:
+    command = (node(), "--input-type=module", "-e", _LARGE, orchestrator.endpoint)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+    async with asyncio.timeout(30):
+        printed, _ = await process.communicate()
+    assert printed.decode().startswith("3 MESSAGE_TOO_LARGE a message is too large (Attempted to send message")
+    assert not orchestrator.requests
 
 
 async def test_interrupted_client_cancels_its_request(orchestrator: ScriptedOrchestrator) -> None:

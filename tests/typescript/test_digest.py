@@ -11,5 +11,5 @@ def test_digest_passes_the_test_vectors() -> None:
     node, _ = program("upper")
     command = [node, "--test", "--test-reporter=tap", str(EXAMPLE / "dist" / "stage" / "digest.test.js")]
     report = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
-    vectors = json.loads(Path("protos/digest_vectors.json").read_text())
+    vectors = json.loads(Path("protos/vectors/digest.json").read_text())
     assert f"# pass {len(vectors)}" in report

@@ -125,7 +125,7 @@ def test_result_is_that_of_the_same_stage_in_python(both: Both, times: int) -> N
     result = _run(both, times=times)
     _check(result)
     report = result.finished.stages["upper"]
-    assert report.usage.steps == STEPS * times
+    assert report.usage.engine_steps == STEPS * times
     (edge,) = report.edges
     assert (edge.edge, edge.connector, edge.chunks) == ("upper->frames", "grpc", STEPS * times)
 

@@ -1,6 +1,7 @@
 import { Metadata, status, type ServiceError, type StatusObject } from "@grpc/grpc-js";
-import { ErrorInfo, RetryInfo, Status } from "./gen/google/rpc/status.js";
-import { Error as WireError } from "./gen/stagemesh/v1/chunk.js";
+import { ErrorInfo, RetryInfo } from "./gen/google/rpc/error_details.js";
+import { Status } from "./gen/google/rpc/status.js";
+import { ErrorFacts, Error as WireError } from "./gen/stagemesh/v1/chunk.js";
 import type { ErrorReason } from "./gen/stagemesh/v1/errors.js";
 
 /** A reason of the error catalogue, docs/errors.md. */
@@ -8,6 +9,8 @@ export type Reason = keyof typeof ErrorReason;
 
 const DOMAIN = "stagemesh";
 const DETAILS_KEY = "grpc-status-details-bin";
+/** The texts by which implementations of gRPC reject a message that is larger than the sender or the receiver allows. */
+const TOO_LARGE = /message.* larger than max|size larger than|exceeds maximum size/i;
 const TYPE_URL = "type.googleapis.com/";
 
 /** An error of Stagemesh. Decide by `code` and `reason`; the message is for people. */
@@ -21,6 +24,8 @@ export class StagemeshError extends Error {
     message: string,
     readonly metadata: Readonly<Record<string, string>> = {},
     readonly retryAfterS?: number,
+    /** The numbers by which programs recover. */
+    readonly facts: ErrorFacts = ErrorFacts.create(),
   ) {
     super(message);
   }
@@ -33,6 +38,7 @@ export class StagemeshError extends Error {
       this.message,
       { ...context, ...this.metadata },
       this.retryAfterS,
+      this.facts,
     );
   }
 }
@@ -43,8 +49,9 @@ export function failure(
   reason: Reason,
   message: string,
   metadata: Readonly<Record<string, string>> = {},
+  facts: Partial<ErrorFacts> = {},
 ): StagemeshError {
-  return new StagemeshError(code, reason, message, metadata);
+  return new StagemeshError(code, reason, message, metadata, undefined, ErrorFacts.create(facts));
 }
 
 /** Returns any thrown value as a StagemeshError. One of another class is a defect of this program. */
@@ -55,13 +62,14 @@ export function toStagemeshError(thrown: unknown): StagemeshError {
 }
 
 export function errorFromWire(error: WireError | undefined): StagemeshError {
-  const { code, reason, message, metadata, retryAfterS } = error ?? WireError.create();
-  return new StagemeshError(code, reason, message, metadata, retryAfterS);
+  const { code, reason, message, metadata, retryAfterS, facts } = error ?? WireError.create();
+  return new StagemeshError(code, reason, message, metadata, retryAfterS, facts);
 }
 
 export function errorToWire(error: StagemeshError): WireError {
   const { code, reason, message, metadata, retryAfterS } = error;
-  return WireError.create({ code, reason, message, metadata: { ...metadata }, retryAfterS });
+  const facts = hasFacts(error) ? error.facts : undefined;
+  return WireError.create({ code, reason, message, metadata: { ...metadata }, retryAfterS, facts });
 }
 
 /** Returns the status of a call that fails with this error, in the form that grpc-js expects from a server. */
@@ -73,6 +81,9 @@ export function errorToStatus(error: StagemeshError): StatusObject {
     const nanos = Math.round((error.retryAfterS - seconds) * 1e9);
     const retry = RetryInfo.create({ retryDelay: { seconds: BigInt(seconds), nanos } });
     details.push({ typeUrl: `${TYPE_URL}google.rpc.RetryInfo`, value: RetryInfo.encode(retry).finish() });
+  }
+  if (hasFacts(error)) {
+    details.push({ typeUrl: `${TYPE_URL}stagemesh.v1.ErrorFacts`, value: ErrorFacts.encode(error.facts).finish() });
   }
   const metadata = new Metadata();
   const content = Status.create({ code: error.code, message: error.message, details });
@@ -88,15 +99,25 @@ export function errorFromStatus(error: ServiceError | StatusObject): StagemeshEr
   const [trailer] = error.metadata?.get(DETAILS_KEY) ?? [];
   let info = ErrorInfo.create();
   let retryAfterS: number | undefined;
+  let facts: ErrorFacts | undefined;
   for (const { typeUrl, value } of Buffer.isBuffer(trailer) ? Status.decode(trailer).details : []) {
     if (typeUrl === `${TYPE_URL}google.rpc.ErrorInfo`) info = ErrorInfo.decode(value);
+    if (typeUrl === `${TYPE_URL}stagemesh.v1.ErrorFacts`) facts = ErrorFacts.decode(value);
     if (typeUrl === `${TYPE_URL}google.rpc.RetryInfo`) {
       const delay = RetryInfo.decode(value).retryDelay;
       retryAfterS = Number(delay?.seconds ?? 0n) + (delay?.nanos ?? 0) / 1e9;
     }
   }
   const reason = info.domain === DOMAIN ? info.reason : "";
-  return new StagemeshError(error.code, reason, error.details, info.metadata, retryAfterS);
+  if (reason === "" && error.code === status.RESOURCE_EXHAUSTED && TOO_LARGE.test(error.details)) {
+    const message = `a message is too large (${error.details}); shorten the input, or request less`;
+    return failure(status.INVALID_ARGUMENT, "MESSAGE_TOO_LARGE", message);
+  }
+  return new StagemeshError(error.code, reason, error.details, info.metadata, retryAfterS, facts);
+}
+
+function hasFacts({ facts }: StagemeshError): boolean {
+  return facts.attempt !== undefined || facts.rows !== undefined;
 }
 
 /** Returns whether a thrown value is the status of a failed call. */

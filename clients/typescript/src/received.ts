@@ -38,7 +38,7 @@ export class Received {
       case "progress": {
         const { stage, progress, index } = event.value;
         const key = `${stage} ${index}`;
-        const steps = progress?.steps ?? 0n;
+        const steps = progress?.engineSteps ?? 0n;
         if (steps <= (this.#steps.get(key) ?? -1n)) return false;
         this.#steps.set(key, steps);
         return true;
@@ -76,7 +76,7 @@ function lengthOf({ content }: Output): number {
     case undefined:
       return 0;
     case "text":
-      return [...content.value].length; // code points, not UTF-16 units
+      return Buffer.byteLength(content.value);
     case "tokenIds":
       return content.value.ids.length;
     case "audio":

@@ -31,8 +31,9 @@ class StagemeshError(Exception):
     """Base class of all Stagemesh errors. Programs can react to `reason` without parsing the message.
 
     `reason` is a name of the enum ErrorReason in `errors.proto`, without the prefix `ERROR_REASON_`. `metadata` has
-    details by name, for example `stage`, `replica`, `edge`, `seq` or `request_id`. `retry_after_s` is the number of
-    seconds after which a retry may succeed, at most a day, or None if that time is unknown.
+    details by name, for example `stage`, `replica`, `edge`, `seq` or `request_id`. `facts` has the numbers by which
+    programs recover, by their names in the message ErrorFacts. `retry_after_s` is the number of seconds after which a
+    retry may succeed, at most a day, or None if that time is unknown.
     """
 
     code: ClassVar[Code] = Code.UNKNOWN
@@ -49,12 +50,14 @@ class StagemeshError(Exception):
         *,
         reason: str | None = None,
         metadata: Mapping[str, str] | None = None,
+        facts: Mapping[str, int] | None = None,
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.reason = reason or self.default_reason or self.code.name
         self.metadata = dict(metadata or {})
+        self.facts = dict(facts or {})
         self.retry_after_s = None if retry_after_s is None else min(max(0.0, retry_after_s), 86_400.0)
 
     def located(self, **where: str) -> "StagemeshError":

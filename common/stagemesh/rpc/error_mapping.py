@@ -23,9 +23,12 @@ BROKEN = frozenset({Code.UNAVAILABLE, Code.CANCELLED, Code.UNKNOWN, Code.INTERNA
 """The codes that gRPC itself reports if the server or the connection to it fails. Errors of a service have a reason."""
 _FAILED_HANDSHAKE = re.compile("failed to connect.*(Socket closed|SSL|handshake)", re.IGNORECASE)
 _TLS_HINT = "; if only one of both uses TLS, or a certificate is refused, correct `tls` (the option --tls)"
+_TOO_LARGE = re.compile(r"message.* larger than max|size larger than|exceeds maximum size", re.IGNORECASE)
+"""The texts by which implementations of gRPC reject a message that is larger than the sender or the receiver allows."""
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 # HTTP/2 trailers contain a status's message twice, and gRPC may reject trailers of 8 KiB or more.
 _MAX_STATUS_BYTES, _MAX_MESSAGE_BYTES, _MAX_VALUE_BYTES, _MAX_VALUES = 1024, 4096, 256, 64
+_MAX_METADATA_BYTES = 3072
 
 
 def to_status(error: StagemeshError) -> grpc.Status:
@@ -35,6 +38,8 @@ def to_status(error: StagemeshError) -> grpc.Status:
     if error.retry_after_s is not None:
         delay = from_nanoseconds(int(error.retry_after_s * 1e9))
         details.append(pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    if error.facts:
+        details.append(pack(short.facts))
     message = _shortened(error.message, _MAX_STATUS_BYTES)
     return rpc_status.to_status(status_pb2.Status(code=int(error.code), message=message, details=details))
 
@@ -59,13 +64,17 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str) -> StagemeshError:
         if key == _STATUS_DETAILS_KEY and isinstance(value, bytes):
             # Of a malformed status, only the code and the text of gRPC count.
             with suppress(DecodeError, OverflowError):
-                return _from_status(status_pb2.Status.FromString(value))
+                if (found := _from_status(status_pb2.Status.FromString(value))) is not None:
+                    return found
     code, message = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE:
         hint = _TLS_HINT if _FAILED_HANDSHAKE.search(message) else ""
         return UnavailableError(f"{peer} cannot be reached ({message}){hint}", metadata={"peer": peer})
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"no answer from {peer} before the deadline", metadata={"peer": peer})
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE.search(message):
+        problem = f"a message to or from {peer} is too large ({message}); shorten the input, or request less"
+        return error_class(Code.INVALID_ARGUMENT)(problem, reason="MESSAGE_TOO_LARGE")
     return error_class(code.value[0])(f"{peer}: {message}", metadata={"peer": peer})
 
 
@@ -81,21 +90,49 @@ def from_ended_stream(error: grpc.RpcError, *, peer: str) -> StagemeshError:
     return UnavailableError(found.message, reason="CONNECTION_LOST", metadata=found.metadata)
 
 
-def _from_status(status: status_pb2.Status) -> StagemeshError:
-    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+def _from_status(status: status_pb2.Status) -> StagemeshError | None:
+    """Returns the error that a service of Stagemesh has reported, or None if the status has another origin."""
+    info, retry, facts = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), chunk_pb2.ErrorFacts()
     retry_after_s: float | None = None
     for detail in status.details:
-        detail.Unpack(info)
+        if info.domain != DOMAIN:
+            detail.Unpack(info)
+        detail.Unpack(facts)
         if detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    if info.domain != DOMAIN:
+        return None
     kind = error_class(status.code, info.reason)
-    return kind(status.message, reason=info.reason, metadata=info.metadata, retry_after_s=retry_after_s)
+    return kind(
+        status.message,
+        reason=info.reason,
+        metadata=info.metadata,
+        facts=_facts_from_wire(facts),
+        retry_after_s=retry_after_s,
+    )
+
+
+def _facts_from_wire(message: chunk_pb2.ErrorFacts) -> dict[str, int]:
+    return {field.name: value for field, value in message.ListFields()}
 
 
 def error_to_wire(error: StagemeshError) -> chunk_pb2.Error:
-    """Converts an error to its protobuf message, with at most 4 KiB of text, and 256 bytes in each metadata value."""
-    metadata = {name: _shortened(value, _MAX_VALUE_BYTES) for name, value in error.metadata.items()}
-    return to_message(chunk_pb2.Error, error, message=_shortened(error.message, _MAX_MESSAGE_BYTES), metadata=metadata)
+    """Converts an error to its protobuf message, with at most 4 KiB of text, and 256 bytes in each metadata value.
+
+    Omits the longest values beyond 3 KiB in all, because a status with too large trailers loses its cause.
+    """
+    shortened = (
+        (_shortened(name, _MAX_VALUE_BYTES), _shortened(value, _MAX_VALUE_BYTES))
+        for name, value in error.metadata.items()
+    )
+    metadata, left_bytes = dict[str, str](), _MAX_METADATA_BYTES
+    for name, value in sorted(shortened, key=lambda entry: len("".join(entry))):
+        left_bytes -= len((name + value).encode())
+        if left_bytes >= 0:
+            metadata[name] = value
+    facts = chunk_pb2.ErrorFacts(**error.facts) if error.facts else None
+    message = _shortened(error.message, _MAX_MESSAGE_BYTES)
+    return to_message(chunk_pb2.Error, error, message=message, metadata=metadata, facts=facts)
 
 
 def _shortened(text: str, most_bytes: int) -> str:
@@ -113,5 +150,6 @@ def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:
         message.message[:_MAX_MESSAGE_BYTES],
         reason=message.reason[:_MAX_VALUE_BYTES],
         metadata={name[:_MAX_VALUE_BYTES]: text[:_MAX_VALUE_BYTES] for name, text in entries},
+        facts=_facts_from_wire(message.facts),
         retry_after_s=message.retry_after_s if message.HasField("retry_after_s") else None,
     )

@@ -10,12 +10,13 @@ from stagemesh.common.plugins.connectors import AUTO, ConnectorName, descriptor_
 from stagemesh.common.process.host import retain_freed_memory, shorten_time_slices
 from stagemesh.common.tasks import kept_in
 from stagemesh.common.wire.chunk_sizes import ChunkPolicy
+from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.common.wire.versions import OFFERS, own_protocol
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.flow.edge_meters import EdgeMeters
 from stagemesh.connectors.flow.inlet import Inlet
-from stagemesh.connectors.flow.outlet import FanOut, Outlet
-from stagemesh.connectors.flow.received_rows import PacketQueue
+from stagemesh.connectors.flow.outlet import NO_ROWS, FanOut, Outlet
+from stagemesh.connectors.flow.received_rows import ANY_TENSORS, PacketQueue
 from stagemesh.connectors.flow.sent_chunks import Retention
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe, Peer, ReplicaConnectors
@@ -109,6 +110,7 @@ class DataPlane:
         connector: ConnectorName,
         policy: ChunkPolicy,
         rebind_s: float = 0.0,
+        first_rows: Mapping[str, int] = NO_ROWS,
     ) -> Outlet:
         """Opens a flow to `consumer` and returns immediately. Sending waits until the consumer has accepted the flow.
 
@@ -121,9 +123,12 @@ class DataPlane:
             policy: The policy by which packets are cut into chunks.
             rebind_s: Time limit, in seconds, for a call of `rebind_outlet` after the consumer has become unreachable.
                 If it is 0, the flow fails immediately.
+            first_rows: The number of rows of each tensor that an earlier attempt of the producer has sent, by name.
         """
         link = self._link(consumer, connector)
-        outlet = Outlet(key, connector, policy=policy, retention=self._retention, rebind_s=rebind_s)
+        outlet = Outlet(
+            key, connector, policy=policy, retention=self._retention, rebind_s=rebind_s, first_rows=first_rows
+        )
         link.add(outlet.attempt)
         return outlet
 
@@ -175,7 +180,13 @@ class DataPlane:
     # -- consuming
 
     def open_inlet(
-        self, key: EdgeKey, *, producer: str, rebind_s: float = 0.0, ticket_kinds: Collection[str] = ()
+        self,
+        key: EdgeKey,
+        *,
+        producer: str,
+        rebind_s: float = 0.0,
+        ticket_kinds: Collection[str] = (),
+        accepts: Mapping[str, TensorSpec] = ANY_TENSORS,
     ) -> Inlet:
         """Returns the consumer side of a flow that `producer` will open. Does not wait for the producer.
 
@@ -187,8 +198,10 @@ class DataPlane:
             rebind_s: Time limit, in seconds, for a call of `rebind_inlet` after the producer has become unreachable.
                 If it is 0, the flow fails immediately.
             ticket_kinds: The kinds of tickets that the reader accepts. A flow with another kind is rejected.
+            accepts: The types of tensors by name. A flow with a tensor of another type is rejected. Tensors with other
+                names are not checked.
         """
-        packets = PacketQueue(edge=key.edge, ticket_kinds=ticket_kinds)
+        packets = PacketQueue(edge=key.edge, ticket_kinds=ticket_kinds, accepts=accepts)
         return Inlet(self.consumer.expect(key, packets, producer=producer), rebind_s=rebind_s)
 
     def rebind_inlet(self, inlet: Inlet, key: EdgeKey, *, producer: str, first_rows: Mapping[str, int]) -> None:

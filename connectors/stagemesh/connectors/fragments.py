@@ -13,7 +13,7 @@ from stagemesh.common.wire.tensors import Tensors
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.base import Bytes, MemoryAccount
 from stagemesh.connectors.packets import EdgeKey
-from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
+from stagemesh.v1 import chunk_pb2, stage_pb2
 
 FRAGMENT_BYTES = 256 << 10
 """The number of payload bytes of each fragment of a chunk that is larger than WHOLE_CHUNK_BYTES.
@@ -44,21 +44,17 @@ class Fragment(NamedTuple):
     payload: memoryview
 
 
-def split_into_fragments(
-    key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, transfer_id: int
-) -> Iterator[Fragment]:
-    """Yields the fragments of a packet's tensors in order. A fragment contains bytes of only one tensor.
+def split_into_fragments(key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, seq: int) -> Iterator[Fragment]:
+    """Yields the fragments of the tensors of chunk `seq` in order. A fragment contains bytes of only one tensor.
 
-    Every fragment contains `key`, `transfer_id`, and `total_bytes`, which is the total size of the tensors.
+    Every fragment contains `key`, `seq`, and `total_bytes`, which is the total size of the tensors.
     """
     base = 0
     max_bytes = WHOLE_CHUNK_BYTES if total_bytes <= WHOLE_CHUNK_BYTES else FRAGMENT_BYTES
     for tensor in tensors.values():
         payload = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data if tensor.nbytes else memoryview(b"")
         for start in range(0, len(payload), max_bytes):
-            message = chunk_pb2.ChunkFragment(
-                transfer_id=transfer_id, total_bytes=total_bytes, offset=base + start, key=key
-            )
+            message = chunk_pb2.ChunkFragment(key=key, seq=seq, total_bytes=total_bytes, offset=base + start)
             yield Fragment(message, payload[start : start + max_bytes])
         base += len(payload)
 
@@ -145,47 +141,42 @@ def first_key(data: bytes) -> chunk_pb2.EdgeKey | None:
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    id: int
+    seq: int
     total_bytes: int
     buffer: Bytes | None = None
     received_bytes: int = 0
 
 
 class FragmentAssembler:
-    """Assembles the fragments that arrive over one stream. Each flow has at most one transfer in progress.
+    """Assembles the fragments that arrive over one stream, of one chunk of each flow at a time.
 
-    A transfer consists of the fragments of one chunk. `landing` returns the arena into which fragments are copied, or
-    None if the arena is not available.
+    `landing` returns the arena into which fragments are copied, or None if the arena is not available.
     """
 
     def __init__(self, landing: Callable[[], Arena | None]) -> None:
         self._landing = landing
         self._transfers: dict[EdgeKey, _Transfer] = {}
-        self._last_id = 0
 
-    def is_new(self, transfer_id: int) -> bool:
-        """Returns True if the transfer has not begun yet, or False if the transfer is in progress or has ended."""
-        return transfer_id > self._last_id
+    def has_begun(self, key: EdgeKey, seq: int) -> bool:
+        """Returns whether a fragment of chunk `seq` of a flow has arrived."""
+        transfer = self._transfers.get(key)
+        return transfer is not None and transfer.seq == seq
 
     def begin(self, key: EdgeKey, message: chunk_pb2.ChunkFragment) -> None:
-        """Begins a new transfer. Drops the flow's previous transfer, if any. `message` is a fragment of the new one."""
-        self.drop(key)
-        self._last_id = message.transfer_id
-        self._transfers[key] = _Transfer(message.transfer_id, message.total_bytes)
+        """Begins the chunk of the fragment `message`. Drops the fragments of another chunk of the flow."""
+        self._transfers[key] = _Transfer(message.seq, message.total_bytes)
 
     def add(self, key: EdgeKey, fragment: Fragment) -> None:
-        """Adds a fragment to its transfer. Ignores repeated fragments and fragments of old transfers.
+        """Adds a fragment to its chunk, which has begun. Ignores repeated fragments.
 
-        Copies the fragment into the transfer's buffer. If the fragment contains the whole chunk, is aligned, and makes
-        up at least half of the received message, uses the message's memory as the buffer instead.
+        Copies the fragment into the chunk's buffer. If the fragment contains the whole chunk, is aligned, and makes up
+        at least half of the received message, uses the message's memory as the buffer instead.
 
         Raises InvalidChunkError (FRAGMENT_GAP) if an earlier fragment is missing, or if the fragment does not fit into
-        the buffer. Raises InvalidChunkError if the fragment is too large, or states another size of the transfer.
+        the buffer. Raises InvalidChunkError if the fragment is too large, or states another size of the chunk.
         """
         message, payload = fragment
-        transfer = self._transfers.get(key)
-        if transfer is None or transfer.id != message.transfer_id:
-            return
+        transfer = self._transfers[key]
         if len(payload) > MAX_FRAGMENT_BYTES or message.total_bytes != transfer.total_bytes:
             raise InvalidChunkError(f"a fragment of edge {key.edge} is too large, or states another total_bytes")
         end = message.offset + len(payload)
@@ -207,33 +198,45 @@ class FragmentAssembler:
             transfer.buffer[message.offset : end] = part
         transfer.received_bytes = end
 
-    def take(self, key: EdgeKey, data: chunk_pb2.ChunkData) -> list[Bytes]:
-        """Ends a flow's transfer. Returns the bytes of each tensor that was sent as fragments, in the tensors' order.
+    def take(self, key: EdgeKey, seq: int, data: chunk_pb2.ChunkData) -> list[Bytes]:
+        """Ends chunk `seq` of a flow. Returns the bytes of each tensor that was sent as fragments, in their order.
 
         Returns an empty list if no tensor was sent as fragments. Raises InvalidChunkError with the reason
-        FRAGMENT_GAP if fragments are missing. Raises InvalidChunkError if a tensor is outside the transfer's buffer.
+        FRAGMENT_GAP if fragments are missing. Raises InvalidChunkError if the tensors do not follow each other.
         """
         streamed = [message for message in data.tensors if message.HasField("streamed")]
         if not streamed:
             return []
         transfer = self._transfers.get(key)
-        ids = {message.streamed.transfer_id for message in streamed}
-        complete = transfer is not None and transfer.received_bytes == transfer.total_bytes and ids == {transfer.id}
+        complete = transfer is not None and transfer.received_bytes == transfer.total_bytes and transfer.seq == seq
         if transfer is None or transfer.buffer is None or not complete:
             raise InvalidChunkError(f"fragments of a chunk of edge {key.edge} are missing", reason="FRAGMENT_GAP")
         self.drop(key)
-        return [_part(transfer.buffer, message) for message in streamed]
+        parts, offset = list[Bytes](), 0
+        for message in streamed:
+            place = message.streamed
+            if place.offset != offset or offset + place.size_bytes > transfer.total_bytes:
+                raise InvalidChunkError(
+                    f"tensor {message.name!r} of edge {key.edge} does not follow the tensor before it in the chunk"
+                )
+            offset += place.size_bytes
+            parts.append(transfer.buffer[place.offset : offset])
+        if offset != transfer.total_bytes:
+            raise InvalidChunkError(
+                f"a chunk of edge {key.edge} has {offset} bytes, but its fragments have {transfer.total_bytes}"
+            )
+        return parts
 
     def drop(self, key: EdgeKey) -> None:
-        """Drops the transfer of a flow. Does nothing if the flow has no transfer."""
+        """Drops the fragments of a flow. Does nothing if the flow has none."""
         self._transfers.pop(key, None)
 
     def clear(self) -> None:
-        """Drops all transfers."""
+        """Drops all fragments."""
         self._transfers.clear()
 
     def _buffer(self, size_bytes: int) -> Bytes:
-        """Returns a buffer of `size_bytes` bytes for a transfer. Uses the landing memory if it has enough free space.
+        """Returns a buffer of `size_bytes` bytes for a chunk. Uses the landing memory if it has enough free space.
 
         Otherwise, requests new memory from the operating system, which takes longer than copying the fragments.
         """
@@ -242,10 +245,3 @@ class FragmentAssembler:
             return np.empty(size_bytes, np.uint8)
         region = landing.try_allocate(size_bytes, MemoryAccount())
         return np.empty(size_bytes, np.uint8) if region is None else region.as_array()[:size_bytes]
-
-
-def _part(buffer: Bytes, message: tensor_pb2.Tensor) -> Bytes:
-    place = message.streamed
-    if place.offset + place.size_bytes > len(buffer):
-        raise InvalidChunkError(f"tensor {message.name!r} is outside its transfer")
-    return buffer[place.offset : place.offset + place.size_bytes]

@@ -184,6 +184,12 @@ def expired_error(kind: str = "") -> UnavailableError:
 
 
 MetadataValue: TypeAlias = Value
+CONTEXT, TOKEN_START = "context_frames", "token_start"
+"""Metadata keys of a packet.
+
+CONTEXT is the key for the number of repeated rows at the front of the packet. TOKEN_START is the key for the index of
+the token to which the packet's first row belongs.
+"""
 
 
 class EdgeKey(NamedTuple):
@@ -250,6 +256,38 @@ class Transform(Protocol):
     def finish(self) -> Sequence[Packet]:
         """Returns the remaining output packets. Called once, after the flow's last packet."""
         ...
+
+
+FirstRows: TypeAlias = Sequence[int]
+"""The number of rows that precede a packet on its edge, for each of its tensors and then of its tickets."""
+
+
+def rows_of(packet: Packet) -> list[tuple[str, int]]:
+    """Returns the name and the number of rows of each tensor of a packet, and then of each ticket.
+
+    The number of rows of a tensor is its length along the first axis, or 1 if it has no axes. A ticket is one row.
+    """
+    rows = [(name, tensor.shape[0] if tensor.ndim else 1) for name, tensor in packet.tensors.items()]
+    return rows + [(name, 1) for name in packet.tickets] if packet.tickets else rows
+
+
+class RowCounter:
+    """Counts the rows of the packets of an edge. `counted` is the number of rows that precede the first packet."""
+
+    def __init__(self, counted: Mapping[str, int]) -> None:
+        self._counted = dict(counted)
+
+    def add(self, rows: Sequence[tuple[str, int]], *, context: int = 0) -> FirstRows:
+        """Counts the rows of a packet, as `rows_of` returns them. Returns the numbers of rows that precede the packet.
+
+        `context` is the number of its first rows that repeat the last rows of the packet before it.
+        """
+        counted, first_rows = self._counted, list[int]()
+        for name, count in rows:
+            first_row = counted.get(name, 0) - context
+            first_rows.append(first_row)
+            counted[name] = first_row + count
+        return first_rows
 
 
 def packets_problem(made: object) -> str:

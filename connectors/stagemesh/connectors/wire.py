@@ -3,15 +3,17 @@
 import hashlib
 import math
 import struct
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
+from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, UnsupportedError
 from stagemesh.common.wire.tensors import (
     Array,
     Tensors,
+    as_bytes,
     checked_layout,
     dtype_name,
     dtype_to_wire,
@@ -23,12 +25,21 @@ from stagemesh.common.wire.tensors import (
 from stagemesh.common.wire.versions import refuse_unknown
 from stagemesh.connectors.arena.memory import layout_of
 from stagemesh.connectors.base import ArenaRange, Bytes, InPlaceReader
-from stagemesh.connectors.packets import MAX_DESCRIPTOR_BYTES, EdgeKey, MetadataValue, Packet, Ticket
+from stagemesh.connectors.packets import (
+    MAX_DESCRIPTOR_BYTES,
+    EdgeKey,
+    FirstRows,
+    MetadataValue,
+    Packet,
+    Ticket,
+    rows_of,
+)
 from stagemesh.rpc.channels import MAX_NAME
 from stagemesh.v1 import chunk_pb2, tensor_pb2
 
 MAX_TENSORS = 1024
 MAX_METADATA = 64
+MAX_TEXT = 1024
 MAX_TICKETS = 16
 ITEM_BYTES, VALUE_BYTES = 200, 256
 """The approximate size of a chunk in bytes, without the payload, and the size of each of its tensors, tickets and
@@ -36,6 +47,20 @@ metadata values. They are so large that a message of many chunks never exceeds t
 """
 MAX_OVERHEAD_BYTES = 32 << 20
 """The maximum memory that the unread chunks of a flow take in addition to their payload, in bytes."""
+FACTS: Mapping[str, int] = {
+    "context_frames": 1 << 32,
+    "token_start": 1 << 64,
+    "prompt_tokens": 1 << 32,
+    "preview": 2,
+    "engine_steps": 1 << 64,
+}
+"""The metadata that ChunkData has as fields, by name, with the number that each value is less than."""
+_OPTIONAL_FACTS: Sequence[Literal["context_frames", "token_start", "prompt_tokens", "engine_steps"]] = (
+    "context_frames",
+    "token_start",
+    "prompt_tokens",
+    "engine_steps",
+)
 MAX_BESIDE_TICKETS_BYTES = 64 << 10
 """The maximum total size, in bytes, of the tensors of a chunk with tickets. They are always sent inline."""
 
@@ -65,28 +90,57 @@ def key_from_wire(message: chunk_pb2.EdgeKey) -> EdgeKey:
     return EdgeKey(message.request_id, message.edge, message.attempt)
 
 
-def metadata_from_wire(message: Mapping[str, tensor_pb2.TypedValue]) -> dict[str, MetadataValue]:
-    """Converts the metadata of a chunk message to a dict from name to value.
+def metadata_from_wire(data: chunk_pb2.ChunkData) -> dict[str, MetadataValue]:
+    """Returns the metadata of a chunk by name, including FACTS.
 
     Raises InvalidChunkError if there are more than MAX_METADATA values, if a value is unset, if a text has more than
-    1024 characters, or if a name has more than MAX_NAME characters.
+    MAX_TEXT characters, if a name has more than MAX_NAME characters, or if it is one of FACTS.
     """
-    if len(message) > MAX_METADATA:
-        raise InvalidChunkError(f"{len(message)} metadata values in a chunk; at most {MAX_METADATA} are accepted")
     values: dict[str, MetadataValue] = {}
-    for name, value in message.items():
-        content = from_message(value)
-        if content is None or (isinstance(content, str) and len(content) > 1024) or len(name) > MAX_NAME:
-            raise InvalidChunkError(f"metadata {name[:64]!r} is unset, or has a text or a name that is too long")
-        values[name] = content
+    if data.metadata:
+        if len(data.metadata) > MAX_METADATA:
+            raise InvalidChunkError(
+                f"{len(data.metadata)} metadata values in a chunk; at most {MAX_METADATA} are accepted"
+            )
+        for name, value in data.metadata.items():
+            content = from_message(value)
+            if content is None or (isinstance(content, str) and len(content) > MAX_TEXT) or len(name) > MAX_NAME:
+                raise InvalidChunkError(f"metadata {name[:64]!r} is unset, or has a text or a name that is too long")
+            if name in FACTS:
+                raise InvalidChunkError(f"metadata has {name!r}, which is a field of ChunkData")
+            values[name] = content
+    for name in _OPTIONAL_FACTS:
+        if data.HasField(name):
+            values[name] = getattr(data, name)
+    if data.preview:
+        values["preview"] = True
     return values
 
 
 def check_metadata(metadata: Mapping[str, object]) -> None:
-    """Raises InvalidChunkError if a metadata value is not a bool, int, float or str."""
+    """Raises InvalidChunkError if metadata cannot be sent: what `metadata_from_wire` rejects, and other types.
+
+    An item that cannot be encoded would otherwise block the stream, which other flows share.
+    """
+    if len(metadata) > MAX_METADATA:
+        raise InvalidChunkError(f"{len(metadata)} metadata values in a packet; at most {MAX_METADATA} are sent")
     for name, value in metadata.items():
         if not isinstance(value, bool | int | float | str):
             raise InvalidChunkError(f"metadata {name!r} is a {type(value).__name__}; use bool, int, float or str")
+        if name in FACTS and not (isinstance(value, int) and 0 <= value < FACTS[name]):
+            raise InvalidChunkError(f"metadata {name!r} is {value!r}; it must be a whole number from 0")
+        if isinstance(value, int) and name not in FACTS and not -(1 << 63) <= value < 1 << 63:
+            raise InvalidChunkError(f"metadata {name!r} is {value}, which does not fit into 64 bits")
+        for text in (name, value) if isinstance(value, str) else (name,):
+            if len(text) > MAX_TEXT or not _is_encodable(text):
+                raise InvalidChunkError(f"metadata {name[:64]!r} has a text that is too long, or is not Unicode text")
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        return bool(text.isascii() or text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 class PacketShape:
@@ -95,7 +149,7 @@ class PacketShape:
     A flow reuses the shape of its previous packet if possible, because consecutive packets usually have the same shape.
     """
 
-    __slots__ = ("_shapes", "_tickets", "digested", "fields", "layout", "size_bytes")
+    __slots__ = ("_shapes", "_tickets", "digested", "fields", "layout", "rows", "size_bytes")
 
     def __init__(self, packet: Packet) -> None:
         """Describes the tensors and tickets of `packet`.
@@ -115,6 +169,8 @@ class PacketShape:
         self.layout = layout_of(packet.tensors)
         self.size_bytes = packet.size_bytes
         self._tickets = tuple(packet.tickets)
+        self.rows = rows_of(packet)
+        """The name and the number of rows of each tensor, and then of each ticket."""
         digested = [_digested(name.encode(), dtype, dims) for name, dtype, dims, _ in self.fields]
         digested += [_digested(name.encode(), tensor_pb2.DATA_TYPE_UNSPECIFIED, ()) for name in self._tickets]
         self.digested = _U32.pack(len(digested)) + b"".join(digested)
@@ -160,55 +216,61 @@ def shape_of(packet: Packet, *, last: PacketShape | None) -> PacketShape:
 
 
 def fill_metadata(data: chunk_pb2.ChunkData, metadata: Mapping[str, MetadataValue]) -> None:
-    """Adds a packet's metadata to `data`."""
+    """Adds a packet's metadata to `data`, of which FACTS are fields."""
     for name, value in metadata.items():
-        fill_message(data.metadata[name], value)
+        if name in FACTS:
+            setattr(data, name, value)
+        else:
+            fill_message(data.metadata[name], value)
 
 
-def fill_inline(data: chunk_pb2.ChunkData, tensors: Tensors, shape: PacketShape) -> None:
+def fill_inline(data: chunk_pb2.ChunkData, tensors: Tensors, shape: PacketShape, *, first_rows: FirstRows) -> None:
     """Adds a packet's tensors to `data`, including the bytes of the tensors."""
     data.size_bytes = shape.size_bytes
-    for name, dtype, dims, size_bytes in shape.fields:
-        message = data.tensors.add(name=name, dtype=dtype, shape=dims)
+    for (name, dtype, dims, size_bytes), first_row in zip(shape.fields, first_rows, strict=False):
+        message = data.tensors.add(name=name, dtype=dtype, shape=dims, first_row=first_row)
         if size_bytes:
             message.inline = tensors[name].tobytes()
 
 
 def fill_in_arena(
-    data: chunk_pb2.ChunkData, shape: PacketShape, *, places: Iterable[ArenaRange], lease_id: int
+    data: chunk_pb2.ChunkData, shape: PacketShape, *, first_rows: FirstRows, places: Iterable[ArenaRange], lease_id: int
 ) -> None:
     """Adds a packet's tensors to `data` as ranges of the producer's arena.
 
     `places` are the ranges of the tensors, in order. `lease_id` identifies the consumer's lease on these ranges.
     """
     data.size_bytes, data.lease_id = shape.size_bytes, lease_id
-    for (name, dtype, dims, size_bytes), place in zip(shape.fields, places, strict=True):
-        message = data.tensors.add(name=name, dtype=dtype, shape=dims)
+    for (name, dtype, dims, size_bytes), place, first_row in zip(shape.fields, places, first_rows, strict=True):
+        message = data.tensors.add(name=name, dtype=dtype, shape=dims, first_row=first_row)
         if size_bytes:
             region = message.shm
             region.offset, region.size_bytes, region.generation = place
 
 
-def fill_streamed(data: chunk_pb2.ChunkData, shape: PacketShape, *, transfer_id: int) -> None:
-    """Adds a packet's tensors to `data` as references to fragments that are sent before the chunk.
-
-    `transfer_id` identifies the transfer to which the fragments belong.
-    """
+def fill_streamed(data: chunk_pb2.ChunkData, shape: PacketShape, *, first_rows: FirstRows) -> None:
+    """Adds a packet's tensors to `data` as references to fragments that are sent before the chunk."""
     data.size_bytes = shape.size_bytes
     offset = 0
-    for name, dtype, dims, size_bytes in shape.fields:
-        message = data.tensors.add(name=name, dtype=dtype, shape=dims)
+    for (name, dtype, dims, size_bytes), first_row in zip(shape.fields, first_rows, strict=True):
+        message = data.tensors.add(name=name, dtype=dtype, shape=dims, first_row=first_row)
         if size_bytes:
-            region = message.streamed
-            region.transfer_id, region.offset, region.size_bytes = transfer_id, offset, size_bytes
+            message.streamed.offset, message.streamed.size_bytes = offset, size_bytes
         offset += size_bytes
 
 
-def add_tickets(data: chunk_pb2.ChunkData, tickets: Mapping[str, Ticket], *, lease_id: int) -> None:
-    """Adds a packet's tickets to `data`, after its tensors. `lease_id` identifies the consumer's lease on them."""
-    data.lease_id = lease_id
-    for name, ticket in tickets.items():
-        handover = data.tensors.add(name=name).handover
+def add_tickets(
+    data: chunk_pb2.ChunkData, tickets: Mapping[str, Ticket], *, first_rows: FirstRows, lease_id: int
+) -> None:
+    """Adds a packet's tickets to `data`, after its tensors.
+
+    `first_rows` are the first rows of the tickets. `lease_id` identifies the consumer's lease on them, and is 0 if it
+    has none.
+    """
+    if lease_id:
+        data.lease_id = lease_id
+    for (name, ticket), first_row in zip(tickets.items(), first_rows, strict=True):
+        handover = data.tensors.add(name=name, first_row=first_row).handover
         handover.kind, handover.state_descriptor = ticket.kind, ticket.descriptor
         handover.size_bytes, handover.time_limit_s = ticket.size_bytes, ticket.time_limit_s
 
@@ -357,9 +419,18 @@ def _checked_handover(message: tensor_pb2.Tensor) -> tensor_pb2.Handover:
 
 def _checked(data: chunk_pb2.ChunkData, tensors: dict[str, Array], *, tickets: int = 0) -> Packet:
     """Returns a packet with `tensors`. `tickets` is the number of tickets with different names in the chunk."""
-    packet = Packet(tensors, metadata_from_wire(data.metadata) if data.metadata else {})
+    packet = Packet(tensors, metadata_from_wire(data))
     if len(tensors) + tickets != len(data.tensors) or packet.size_bytes != data.size_bytes:
         raise InvalidChunkError("a chunk's tensors share a name, or their size differs from the size of the chunk")
+    if data.checksum.algorithm == chunk_pb2.CHECKSUM_ALGORITHM_CRC32:
+        value = 0
+        for tensor in tensors.values():
+            value = zlib.crc32(as_bytes(tensor), value)
+        if value != data.checksum.value:
+            problem = (
+                f"the bytes of a chunk have the CRC-32 {value:#010x}, but were sent with {data.checksum.value:#010x}"
+            )
+            raise InvalidChunkError(problem, reason="CHECKSUM_MISMATCH")
     return packet
 
 
@@ -371,6 +442,11 @@ def _tensor(message: tensor_pb2.Tensor, content: Bytes | None) -> Array:
         return read_inline(message)
     if message.HasField("handover"):
         raise InvalidChunkError(f"ticket {message.name!r} has no lease, or is before a tensor")
+    if message.HasField("device"):
+        raise UnsupportedError(
+            f"tensor {message.name!r} is in the memory of a device, which this replica does not read",
+            reason="UNKNOWN_KIND",
+        )
     if message.WhichOneof("location") is not None:
         raise InvalidChunkError(f"tensor {message.name!r} uses a connector that was not negotiated")
     try:

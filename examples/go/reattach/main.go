@@ -13,7 +13,6 @@ import (
 	"log"
 	"os"
 	"time"
-	"unicode/utf8"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
@@ -80,7 +79,7 @@ func receive(client pb.OrchestratorServiceClient, request *pb.GenerateRequest) (
 		}
 		if output := response.GetOutput(); output != nil {
 			fmt.Print(output.GetText())
-			end := output.Position + uint64(utf8.RuneCountInString(output.GetText()))
+			end := output.Position + uint64(len(output.GetText()))
 			request.NextPositions = []*pb.OutputPosition{{Name: output.Name, Position: end}}
 			request.Generation = generation
 		}

@@ -45,6 +45,7 @@ const { values } = parseArgs({
     listen: { type: "string", default: "127.0.0.1:0" },
     register: { type: "string", multiple: true, default: [] },
     "window-bytes": { type: "string", default: String(8 * 1024 * 1024) },
+    "accepting-ms": { type: "string", default: "2000" },
     "welcome-ms": { type: "string", default: "5000" },
     "silence-ms": { type: "string", default: "2000" },
   },
@@ -53,6 +54,7 @@ const stage = new Stage(upper, {
   ...values,
   orchestrators: values.register,
   windowBytes: Number(values["window-bytes"]),
+  acceptingMs: Number(values["accepting-ms"]),
   timeouts: { welcomeMs: Number(values["welcome-ms"]), silenceMs: Number(values["silence-ms"]) },
 });
 process.once("SIGTERM", () => void stage.stop());

@@ -225,7 +225,9 @@ class _Attempt:
             case Progress(stage=stage, index=index):
                 if (stage, index) not in self._progress:
                     self._progress[stage, index] = self.report.progress.add(stage=stage, index=index)
-                done = stage_pb2.StepProgress(steps=event.steps, total_steps=event.total_steps)
+                done = stage_pb2.StepProgress(
+                    engine_steps=event.engine_steps, total_engine_steps=event.total_engine_steps
+                )
                 self._progress[stage, index].progress.CopyFrom(done)
             case Finished():
                 for name, usage in event.usage.items():

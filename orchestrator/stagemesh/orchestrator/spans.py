@@ -247,10 +247,10 @@ def _step_attributes(step: admin_pb2.StepStatus) -> dict[str, str | int | float 
         "replica": step.replica,
         "attempt": step.attempt,
         "outputs": step.outputs,
-        "steps": step.steps,
+        "steps": step.engine_steps,
     }
-    if step.HasField("resumed_steps"):
-        made["resumed_steps"] = step.resumed_steps
+    if step.HasField("resumed_engine_steps"):
+        made["resumed_steps"] = step.resumed_engine_steps
     if step.spans.dropped:
         made["dropped_spans"] = step.spans.dropped
     if step.HasField("error"):

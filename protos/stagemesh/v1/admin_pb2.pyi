@@ -416,7 +416,7 @@ class StageStatus(_message.Message):
     ARENA_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
-    STEPS_FIELD_NUMBER: _builtins.int
+    ENGINE_STEPS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     QUEUED_S_FIELD_NUMBER: _builtins.int
@@ -446,7 +446,7 @@ class StageStatus(_message.Message):
     """Bytes that producers may still send to the stage."""
     outputs: _builtins.int
     """The total number of output messages."""
-    steps: _builtins.int
+    engine_steps: _builtins.int
     """The total number of engine steps, as reported so far."""
     finished: _builtins.int
     """The total number of steps that finished."""
@@ -482,7 +482,7 @@ class StageStatus(_message.Message):
         arena_size_bytes: _builtins.int = ...,
         credit_bytes: _builtins.int = ...,
         outputs: _builtins.int = ...,
-        steps: _builtins.int = ...,
+        engine_steps: _builtins.int = ...,
         finished: _builtins.int = ...,
         failed: _builtins.int = ...,
         queued_s: _builtins.float = ...,
@@ -491,7 +491,7 @@ class StageStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "credit_bytes", b"credit_bytes", "engine", b"engine", "failed", b"failed", "finished", b"finished", "generations", b"generations", "model", b"model", "name", b"name", "outputs", b"outputs", "playout_at_risk", b"playout_at_risk", "queued", b"queued", "queued_s", b"queued_s", "ready", b"ready", "replicas", b"replicas", "running", b"running", "steps", b"steps", "work_s", b"work_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "credit_bytes", b"credit_bytes", "engine", b"engine", "engine_steps", b"engine_steps", "failed", b"failed", "finished", b"finished", "generations", b"generations", "model", b"model", "name", b"name", "outputs", b"outputs", "playout_at_risk", b"playout_at_risk", "queued", b"queued", "queued_s", b"queued_s", "ready", b"ready", "replicas", b"replicas", "running", b"running", "work_s", b"work_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -875,13 +875,13 @@ class StepStatus(_message.Message):
     LAST_EVENT_S_FIELD_NUMBER: _builtins.int
     ENDED_S_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
-    STEPS_FIELD_NUMBER: _builtins.int
-    TOTAL_STEPS_FIELD_NUMBER: _builtins.int
+    ENGINE_STEPS_FIELD_NUMBER: _builtins.int
+    TOTAL_ENGINE_STEPS_FIELD_NUMBER: _builtins.int
     WAITS_FOR_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
-    RESUMED_STEPS_FIELD_NUMBER: _builtins.int
+    RESUMED_ENGINE_STEPS_FIELD_NUMBER: _builtins.int
     REBINDINGS_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
@@ -908,13 +908,13 @@ class StepStatus(_message.Message):
     """When it ended."""
     outputs: _builtins.int
     """The number of output messages received."""
-    steps: _builtins.int
+    engine_steps: _builtins.int
     """The number of completed engine steps."""
-    total_steps: _builtins.int
+    total_engine_steps: _builtins.int
     """The total number of engine steps, if the engine knows it."""
     waits_for: _builtins.str
     """A text for people: what the step waits for. Empty while it computes and after its end."""
-    resumed_steps: _builtins.int
+    resumed_engine_steps: _builtins.int
     """The number of engine steps in the checkpoint from which it resumed. Absent if it started at the beginning."""
     index: _builtins.int
     """The choice of the request for which the stage works, from 0."""
@@ -956,21 +956,21 @@ class StepStatus(_message.Message):
         last_event_s: _builtins.float | None = ...,
         ended_s: _builtins.float | None = ...,
         outputs: _builtins.int = ...,
-        steps: _builtins.int = ...,
-        total_steps: _builtins.int | None = ...,
+        engine_steps: _builtins.int = ...,
+        total_engine_steps: _builtins.int | None = ...,
         waits_for: _builtins.str = ...,
         report: _control_pb2.StepReport | None = ...,
         finished: _stage_pb2.StepFinished | None = ...,
         error: _chunk_pb2.Error | None = ...,
-        resumed_steps: _builtins.int | None = ...,
+        resumed_engine_steps: _builtins.int | None = ...,
         rebindings: _abc.Iterable[Global___StepRebinding] | None = ...,
         index: _builtins.int = ...,
         spans: _stage_pb2.StepSpans | None = ...,
         input_spans: _stage_pb2.StepSpans | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_last_event_s", b"_last_event_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "input_spans", b"input_spans", "last_event_s", b"last_event_s", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "spans", b"spans", "total_steps", b"total_steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_last_event_s", b"_last_event_s", "_resumed_engine_steps", b"_resumed_engine_steps", "_sent_s", b"_sent_s", "_total_engine_steps", b"_total_engine_steps", "accepted_s", b"accepted_s", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "input_spans", b"input_spans", "last_event_s", b"last_event_s", "report", b"report", "resumed_engine_steps", b"resumed_engine_steps", "sent_s", b"sent_s", "spans", b"spans", "total_engine_steps", b"total_engine_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_last_event_s", b"_last_event_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "attempt", b"attempt", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "index", b"index", "input_spans", b"input_spans", "last_event_s", b"last_event_s", "outputs", b"outputs", "planned_s", b"planned_s", "queue_position", b"queue_position", "rebindings", b"rebindings", "replica", b"replica", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "spans", b"spans", "stage", b"stage", "steps", b"steps", "total_steps", b"total_steps", "waits_for", b"waits_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_last_event_s", b"_last_event_s", "_resumed_engine_steps", b"_resumed_engine_steps", "_sent_s", b"_sent_s", "_total_engine_steps", b"_total_engine_steps", "accepted_s", b"accepted_s", "attempt", b"attempt", "ended_s", b"ended_s", "engine_steps", b"engine_steps", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "index", b"index", "input_spans", b"input_spans", "last_event_s", b"last_event_s", "outputs", b"outputs", "planned_s", b"planned_s", "queue_position", b"queue_position", "rebindings", b"rebindings", "replica", b"replica", "report", b"report", "resumed_engine_steps", b"resumed_engine_steps", "sent_s", b"sent_s", "spans", b"spans", "stage", b"stage", "total_engine_steps", b"total_engine_steps", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accepted_s: _TypeAlias = _typing.Literal["accepted_s"]  # noqa: Y015
     _WhichOneofArgType__accepted_s: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s"]  # noqa: Y015
@@ -980,12 +980,12 @@ class StepStatus(_message.Message):
     _WhichOneofArgType__first_output_s: _TypeAlias = _typing.Literal["_first_output_s", b"_first_output_s"]  # noqa: Y015
     _WhichOneofReturnType__last_event_s: _TypeAlias = _typing.Literal["last_event_s"]  # noqa: Y015
     _WhichOneofArgType__last_event_s: _TypeAlias = _typing.Literal["_last_event_s", b"_last_event_s"]  # noqa: Y015
-    _WhichOneofReturnType__resumed_steps: _TypeAlias = _typing.Literal["resumed_steps"]  # noqa: Y015
-    _WhichOneofArgType__resumed_steps: _TypeAlias = _typing.Literal["_resumed_steps", b"_resumed_steps"]  # noqa: Y015
+    _WhichOneofReturnType__resumed_engine_steps: _TypeAlias = _typing.Literal["resumed_engine_steps"]  # noqa: Y015
+    _WhichOneofArgType__resumed_engine_steps: _TypeAlias = _typing.Literal["_resumed_engine_steps", b"_resumed_engine_steps"]  # noqa: Y015
     _WhichOneofReturnType__sent_s: _TypeAlias = _typing.Literal["sent_s"]  # noqa: Y015
     _WhichOneofArgType__sent_s: _TypeAlias = _typing.Literal["_sent_s", b"_sent_s"]  # noqa: Y015
-    _WhichOneofReturnType__total_steps: _TypeAlias = _typing.Literal["total_steps"]  # noqa: Y015
-    _WhichOneofArgType__total_steps: _TypeAlias = _typing.Literal["_total_steps", b"_total_steps"]  # noqa: Y015
+    _WhichOneofReturnType__total_engine_steps: _TypeAlias = _typing.Literal["total_engine_steps"]  # noqa: Y015
+    _WhichOneofArgType__total_engine_steps: _TypeAlias = _typing.Literal["_total_engine_steps", b"_total_engine_steps"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__accepted_s) -> _WhichOneofReturnType__accepted_s | None: ...
     @_typing.overload
@@ -995,11 +995,11 @@ class StepStatus(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__last_event_s) -> _WhichOneofReturnType__last_event_s | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__resumed_steps) -> _WhichOneofReturnType__resumed_steps | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resumed_engine_steps) -> _WhichOneofReturnType__resumed_engine_steps | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sent_s) -> _WhichOneofReturnType__sent_s | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__total_steps) -> _WhichOneofReturnType__total_steps | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__total_engine_steps) -> _WhichOneofReturnType__total_engine_steps | None: ...
 
 Global___StepStatus: _TypeAlias = StepStatus  # noqa: Y015
 

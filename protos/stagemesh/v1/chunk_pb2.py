@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from stagemesh.v1 import tensor_pb2 as stagemesh_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stagemesh/v1/chunk.proto\x12\x0cstagemesh.v1\x1a\x19stagemesh/v1/tensor.proto\"<\n\x07\x45\x64geKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x65\x64ge\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"\xbe\x01\n\x05\x43hunk\x12\"\n\x03key\x18\x01 \x01(\x0b\x32\x15.stagemesh.v1.EdgeKey\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\'\n\x04\x64\x61ta\x18\x03 \x01(\x0b\x32\x17.stagemesh.v1.ChunkDataH\x00\x12%\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x16.stagemesh.v1.ChunkEndH\x00\x12)\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x18.stagemesh.v1.ChunkAbortH\x00\x42\t\n\x07\x63ontent\"\xdc\x01\n\tChunkData\x12%\n\x07tensors\x18\x01 \x03(\x0b\x32\x14.stagemesh.v1.Tensor\x12\x37\n\x08metadata\x18\x02 \x03(\x0b\x32%.stagemesh.v1.ChunkData.MetadataEntry\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x1aI\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.TypedValue:\x02\x38\x01\")\n\x08\x43hunkEnd\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"0\n\nChunkAbort\x12\"\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x13.stagemesh.v1.Error\"\xca\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x33\n\x08metadata\x18\x04 \x03(\x0b\x32!.stagemesh.v1.Error.MetadataEntry\x12\x1a\n\rretry_after_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x10\n\x0e_retry_after_s\"\x8f\x01\n\rChunkFragment\x12\"\n\x03key\x18\x01 \x01(\x0b\x32\x15.stagemesh.v1.EdgeKey\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0f\n\x07payload\x18\x05 \x01(\x0c\x12\x0f\n\x07padding\x18\x06 \x01(\x0c*u\n\tConnector\x12\x19\n\x15\x43ONNECTOR_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x43ONNECTOR_AUTO\x10\x01\x12\x11\n\rCONNECTOR_SHM\x10\x02\x12\x12\n\x0e\x43ONNECTOR_NIXL\x10\x03\x12\x12\n\x0e\x43ONNECTOR_GRPC\x10\x04\x42.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stagemesh/v1/chunk.proto\x12\x0cstagemesh.v1\x1a\x19stagemesh/v1/tensor.proto\"<\n\x07\x45\x64geKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x65\x64ge\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"\xbe\x01\n\x05\x43hunk\x12\"\n\x03key\x18\x01 \x01(\x0b\x32\x15.stagemesh.v1.EdgeKey\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\'\n\x04\x64\x61ta\x18\x03 \x01(\x0b\x32\x17.stagemesh.v1.ChunkDataH\x00\x12%\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x16.stagemesh.v1.ChunkEndH\x00\x12)\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x18.stagemesh.v1.ChunkAbortH\x00\x42\t\n\x07\x63ontent\"\xdd\x03\n\tChunkData\x12%\n\x07tensors\x18\x01 \x03(\x0b\x32\x14.stagemesh.v1.Tensor\x12\x37\n\x08metadata\x18\x02 \x03(\x0b\x32%.stagemesh.v1.ChunkData.MetadataEntry\x12\x15\n\x08lease_id\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x1b\n\x0e\x63ontext_frames\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btoken_start\x18\x06 \x01(\x04H\x02\x88\x01\x01\x12\x1a\n\rprompt_tokens\x18\x07 \x01(\rH\x03\x88\x01\x01\x12\x0f\n\x07preview\x18\x08 \x01(\x08\x12\x19\n\x0c\x65ngine_steps\x18\t \x01(\x04H\x04\x88\x01\x01\x12(\n\x08\x63hecksum\x18\n \x01(\x0b\x32\x16.stagemesh.v1.Checksum\x1aI\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.TypedValue:\x02\x38\x01\x42\x0b\n\t_lease_idB\x11\n\x0f_context_framesB\x0e\n\x0c_token_startB\x10\n\x0e_prompt_tokensB\x0f\n\r_engine_steps\"M\n\x08\x43hecksum\x12\x32\n\talgorithm\x18\x01 \x01(\x0e\x32\x1f.stagemesh.v1.ChecksumAlgorithm\x12\r\n\x05value\x18\x02 \x01(\x04\")\n\x08\x43hunkEnd\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"0\n\nChunkAbort\x12\"\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x13.stagemesh.v1.Error\"\xf3\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x33\n\x08metadata\x18\x04 \x03(\x0b\x32!.stagemesh.v1.Error.MetadataEntry\x12\x1a\n\rretry_after_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\'\n\x05\x66\x61\x63ts\x18\x06 \x01(\x0b\x32\x18.stagemesh.v1.ErrorFacts\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x10\n\x0e_retry_after_s\"J\n\nErrorFacts\x12\x14\n\x07\x61ttempt\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x11\n\x04rows\x18\x02 \x01(\x04H\x01\x88\x01\x01\x42\n\n\x08_attemptB\x07\n\x05_rows\"\x87\x01\n\rChunkFragment\x12\"\n\x03key\x18\x01 \x01(\x0b\x32\x15.stagemesh.v1.EdgeKey\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0f\n\x07payload\x18\x05 \x01(\x0c\x12\x0f\n\x07padding\x18\x06 \x01(\x0c*u\n\tConnector\x12\x19\n\x15\x43ONNECTOR_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x43ONNECTOR_AUTO\x10\x01\x12\x11\n\rCONNECTOR_SHM\x10\x02\x12\x12\n\x0e\x43ONNECTOR_NIXL\x10\x03\x12\x12\n\x0e\x43ONNECTOR_GRPC\x10\x04*U\n\x11\x43hecksumAlgorithm\x12\"\n\x1e\x43HECKSUM_ALGORITHM_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43HECKSUM_ALGORITHM_CRC32\x10\x01\x42.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,24 +37,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHUNKDATA_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_ERROR_METADATAENTRY']._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_CONNECTOR']._serialized_start=991
-  _globals['_CONNECTOR']._serialized_end=1108
+  _globals['_CONNECTOR']._serialized_start=1436
+  _globals['_CONNECTOR']._serialized_end=1553
+  _globals['_CHECKSUMALGORITHM']._serialized_start=1555
+  _globals['_CHECKSUMALGORITHM']._serialized_end=1640
   _globals['_EDGEKEY']._serialized_start=69
   _globals['_EDGEKEY']._serialized_end=129
   _globals['_CHUNK']._serialized_start=132
   _globals['_CHUNK']._serialized_end=322
   _globals['_CHUNKDATA']._serialized_start=325
-  _globals['_CHUNKDATA']._serialized_end=545
-  _globals['_CHUNKDATA_METADATAENTRY']._serialized_start=472
-  _globals['_CHUNKDATA_METADATAENTRY']._serialized_end=545
-  _globals['_CHUNKEND']._serialized_start=547
-  _globals['_CHUNKEND']._serialized_end=588
-  _globals['_CHUNKABORT']._serialized_start=590
-  _globals['_CHUNKABORT']._serialized_end=638
-  _globals['_ERROR']._serialized_start=641
-  _globals['_ERROR']._serialized_end=843
-  _globals['_ERROR_METADATAENTRY']._serialized_start=778
-  _globals['_ERROR_METADATAENTRY']._serialized_end=825
-  _globals['_CHUNKFRAGMENT']._serialized_start=846
-  _globals['_CHUNKFRAGMENT']._serialized_end=989
+  _globals['_CHUNKDATA']._serialized_end=802
+  _globals['_CHUNKDATA_METADATAENTRY']._serialized_start=646
+  _globals['_CHUNKDATA_METADATAENTRY']._serialized_end=719
+  _globals['_CHECKSUM']._serialized_start=804
+  _globals['_CHECKSUM']._serialized_end=881
+  _globals['_CHUNKEND']._serialized_start=883
+  _globals['_CHUNKEND']._serialized_end=924
+  _globals['_CHUNKABORT']._serialized_start=926
+  _globals['_CHUNKABORT']._serialized_end=974
+  _globals['_ERROR']._serialized_start=977
+  _globals['_ERROR']._serialized_end=1220
+  _globals['_ERROR_METADATAENTRY']._serialized_start=1155
+  _globals['_ERROR_METADATAENTRY']._serialized_end=1202
+  _globals['_ERRORFACTS']._serialized_start=1222
+  _globals['_ERRORFACTS']._serialized_end=1296
+  _globals['_CHUNKFRAGMENT']._serialized_start=1299
+  _globals['_CHUNKFRAGMENT']._serialized_end=1434
 # @@protoc_insertion_point(module_scope)

@@ -27,7 +27,7 @@ class _Connector:
 class _ConnectorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Connector.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     CONNECTOR_UNSPECIFIED: _Connector.ValueType  # 0
-    """Not set. In a request it means AUTO. In an answer it is an error."""
+    """Not set. Rejected."""
     CONNECTOR_AUTO: _Connector.ValueType  # 1
     """The best connector that both replicas support. Chosen when they connect."""
     CONNECTOR_SHM: _Connector.ValueType  # 2
@@ -39,11 +39,11 @@ class _ConnectorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Connector.V
 
 class Connector(_Connector, metaclass=_ConnectorEnumTypeWrapper):
     """Connector is a mechanism that transfers a chunk's bytes across an edge. Numbers from 1000 on are for connectors of
-    plug-ins. Both replicas must have the plug-in installed.
+    plug-ins. Both replicas must have the plug-in installed, and Offer.name tells them whether they mean the same one.
     """
 
 CONNECTOR_UNSPECIFIED: Connector.ValueType  # 0
-"""Not set. In a request it means AUTO. In an answer it is an error."""
+"""Not set. Rejected."""
 CONNECTOR_AUTO: Connector.ValueType  # 1
 """The best connector that both replicas support. Chosen when they connect."""
 CONNECTOR_SHM: Connector.ValueType  # 2
@@ -53,6 +53,26 @@ CONNECTOR_NIXL: Connector.ValueType  # 3
 CONNECTOR_GRPC: Connector.ValueType  # 4
 """The PutChunk stream itself."""
 Global___Connector: _TypeAlias = Connector  # noqa: Y015
+
+class _ChecksumAlgorithm:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ChecksumAlgorithmEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChecksumAlgorithm.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CHECKSUM_ALGORITHM_UNSPECIFIED: _ChecksumAlgorithm.ValueType  # 0
+    """Not set. The checksum is ignored."""
+    CHECKSUM_ALGORITHM_CRC32: _ChecksumAlgorithm.ValueType  # 1
+    """CRC-32 of IEEE 802.3, as zlib, gzip and PNG compute it."""
+
+class ChecksumAlgorithm(_ChecksumAlgorithm, metaclass=_ChecksumAlgorithmEnumTypeWrapper):
+    """ChecksumAlgorithm is the algorithm of a Checksum."""
+
+CHECKSUM_ALGORITHM_UNSPECIFIED: ChecksumAlgorithm.ValueType  # 0
+"""Not set. The checksum is ignored."""
+CHECKSUM_ALGORITHM_CRC32: ChecksumAlgorithm.ValueType  # 1
+"""CRC-32 of IEEE 802.3, as zlib, gzip and PNG compute it."""
+Global___ChecksumAlgorithm: _TypeAlias = ChecksumAlgorithm  # noqa: Y015
 
 @_typing.final
 class EdgeKey(_message.Message):
@@ -163,36 +183,115 @@ class ChunkData(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    CONTEXT_FRAMES_FIELD_NUMBER: _builtins.int
+    TOKEN_START_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREVIEW_FIELD_NUMBER: _builtins.int
+    ENGINE_STEPS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """The lease on the regions or on the tickets that the tensors refer to. The consumer returns it once, by LeaseRelease.
-    0 if no tensor is in the producer's arena or a ticket, and in answers of GetChunk, whose tickets cannot be accepted.
-    Unique within the producer's incarnation.
+    Absent if no tensor is in the producer's arena or a ticket, and in answers of GetChunk, whose tickets cannot be
+    accepted. Unique within the producer's incarnation, and not 0.
     """
     size_bytes: _builtins.int
-    """The number of bytes by which this chunk reduces its flow's credit."""
+    """The number of bytes of the tensors, by which this chunk reduces its flow's credit."""
+    context_frames: _builtins.int
+    """The number of rows at the start of each tensor that the chunk before it had, too. Absent if the chunk policy has no
+    left context.
+    """
+    token_start: _builtins.int
+    """The position of the token to which the first row belongs, in the sequence of the prompt and the sampled tokens. Absent
+    if the rows do not belong to tokens.
+    """
+    prompt_tokens: _builtins.int
+    """The number of tokens in the prompt, with rows that belong to tokens. At least 1. Absent if it is not known."""
+    preview: _builtins.bool
+    """Whether the tensors are an earlier state of a result that follows."""
+    engine_steps: _builtins.int
+    """The number of engine steps after which the tensors are the state of the request. Set on the edge "@state" only."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Tensor]:
         """The tensors. Their names are unique within the chunk."""
 
     @_builtins.property
     def metadata(self) -> _containers.MessageMap[_builtins.str, _tensor_pb2.TypedValue]:
-        """Small values that describe the tensors. A text has at most 1,024 characters."""
+        """Small values that describe the tensors, of the functions of a pipeline. A text has at most 1,024 characters. The names
+        of the fields below are not allowed (INVALID_CHUNK).
+        """
+
+    @_builtins.property
+    def checksum(self) -> Global___Checksum:
+        """A checksum of the bytes of the tensors. A consumer that knows the algorithm rejects the flow if it differs
+        (CHECKSUM_MISMATCH). Absent if the producer computes none.
+        """
 
     def __init__(
         self,
         *,
         tensors: _abc.Iterable[_tensor_pb2.Tensor] | None = ...,
         metadata: _abc.Mapping[_builtins.str, _tensor_pb2.TypedValue] | None = ...,
-        lease_id: _builtins.int = ...,
+        lease_id: _builtins.int | None = ...,
         size_bytes: _builtins.int = ...,
+        context_frames: _builtins.int | None = ...,
+        token_start: _builtins.int | None = ...,
+        prompt_tokens: _builtins.int | None = ...,
+        preview: _builtins.bool = ...,
+        engine_steps: _builtins.int | None = ...,
+        checksum: Global___Checksum | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_context_frames", b"_context_frames", "_engine_steps", b"_engine_steps", "_lease_id", b"_lease_id", "_prompt_tokens", b"_prompt_tokens", "_token_start", b"_token_start", "checksum", b"checksum", "context_frames", b"context_frames", "engine_steps", b"engine_steps", "lease_id", b"lease_id", "prompt_tokens", b"prompt_tokens", "token_start", b"token_start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_frames", b"_context_frames", "_engine_steps", b"_engine_steps", "_lease_id", b"_lease_id", "_prompt_tokens", b"_prompt_tokens", "_token_start", b"_token_start", "checksum", b"checksum", "context_frames", b"context_frames", "engine_steps", b"engine_steps", "lease_id", b"lease_id", "metadata", b"metadata", "preview", b"preview", "prompt_tokens", b"prompt_tokens", "size_bytes", b"size_bytes", "tensors", b"tensors", "token_start", b"token_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__context_frames: _TypeAlias = _typing.Literal["context_frames"]  # noqa: Y015
+    _WhichOneofArgType__context_frames: _TypeAlias = _typing.Literal["_context_frames", b"_context_frames"]  # noqa: Y015
+    _WhichOneofReturnType__engine_steps: _TypeAlias = _typing.Literal["engine_steps"]  # noqa: Y015
+    _WhichOneofArgType__engine_steps: _TypeAlias = _typing.Literal["_engine_steps", b"_engine_steps"]  # noqa: Y015
+    _WhichOneofReturnType__lease_id: _TypeAlias = _typing.Literal["lease_id"]  # noqa: Y015
+    _WhichOneofArgType__lease_id: _TypeAlias = _typing.Literal["_lease_id", b"_lease_id"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_tokens: _TypeAlias = _typing.Literal["prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__prompt_tokens: _TypeAlias = _typing.Literal["_prompt_tokens", b"_prompt_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__token_start: _TypeAlias = _typing.Literal["token_start"]  # noqa: Y015
+    _WhichOneofArgType__token_start: _TypeAlias = _typing.Literal["_token_start", b"_token_start"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__context_frames) -> _WhichOneofReturnType__context_frames | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__engine_steps) -> _WhichOneofReturnType__engine_steps | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_id) -> _WhichOneofReturnType__lease_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_tokens) -> _WhichOneofReturnType__prompt_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__token_start) -> _WhichOneofReturnType__token_start | None: ...
+
+Global___ChunkData: _TypeAlias = ChunkData  # noqa: Y015
+
+@_typing.final
+class Checksum(_message.Message):
+    """Checksum is a checksum of the bytes of a chunk's tensors, in the order of the tensors. Tickets have no bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALGORITHM_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    algorithm: Global___ChecksumAlgorithm.ValueType
+    """The algorithm. A consumer ignores a checksum of an algorithm that it does not know."""
+    value: _builtins.int
+    """The value."""
+    def __init__(
+        self,
+        *,
+        algorithm: Global___ChecksumAlgorithm.ValueType = ...,
+        value: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "metadata", b"metadata", "size_bytes", b"size_bytes", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChunkData: _TypeAlias = ChunkData  # noqa: Y015
+Global___Checksum: _TypeAlias = Checksum  # noqa: Y015
 
 @_typing.final
 class ChunkEnd(_message.Message):
@@ -215,7 +314,7 @@ class ChunkEnd(_message.Message):
       (8 bytes)
 
     The bytes of the tensors and the metadata are not covered. A flow without data chunks has the digest of no bytes.
-    protos/digest_vectors.json has examples. A consumer whose own digest differs rejects the flow (DIGEST_MISMATCH).
+    protos/vectors/digest.json has examples. A consumer whose own digest differs rejects the flow (DIGEST_MISMATCH).
     """
     def __init__(
         self,
@@ -286,6 +385,7 @@ class Error(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    FACTS_FIELD_NUMBER: _builtins.int
     code: _builtins.int
     """A google.rpc.Code value."""
     reason: _builtins.str
@@ -300,6 +400,10 @@ class Error(_message.Message):
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The context of the error, such as stage, edge and seq."""
 
+    @_builtins.property
+    def facts(self) -> Global___ErrorFacts:
+        """The numbers of the error by which programs recover. A gRPC status contains them as one of its details."""
+
     def __init__(
         self,
         *,
@@ -308,16 +412,52 @@ class Error(_message.Message):
         message: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         retry_after_s: _builtins.float | None = ...,
+        facts: Global___ErrorFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "facts", b"facts", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "code", b"code", "message", b"message", "metadata", b"metadata", "reason", b"reason", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "code", b"code", "facts", b"facts", "message", b"message", "metadata", b"metadata", "reason", b"reason", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__retry_after_s: _TypeAlias = _typing.Literal["retry_after_s"]  # noqa: Y015
     _WhichOneofArgType__retry_after_s: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_s) -> _WhichOneofReturnType__retry_after_s | None: ...
 
 Global___Error: _TypeAlias = Error  # noqa: Y015
+
+@_typing.final
+class ErrorFacts(_message.Message):
+    """ErrorFacts are the numbers of an error by which programs recover. A gRPC status has them among its details, next to
+    google.rpc.ErrorInfo, if at least one is known.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    """The highest attempt of the request that the stage has seen. Set with STALE_ATTEMPT and STEP_EXISTS of a step."""
+    rows: _builtins.int
+    """The number of rows of the tensor that have arrived. Set with ROWS_MISSING."""
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int | None = ...,
+        rows: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_rows", b"_rows", "attempt", b"attempt", "rows", b"rows"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_rows", b"_rows", "attempt", b"attempt", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
+    _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
+    _WhichOneofReturnType__rows: _TypeAlias = _typing.Literal["rows"]  # noqa: Y015
+    _WhichOneofArgType__rows: _TypeAlias = _typing.Literal["_rows", b"_rows"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attempt) -> _WhichOneofReturnType__attempt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rows) -> _WhichOneofReturnType__rows | None: ...
+
+Global___ErrorFacts: _TypeAlias = ErrorFacts  # noqa: Y015
 
 @_typing.final
 class ChunkFragment(_message.Message):
@@ -328,17 +468,17 @@ class ChunkFragment(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
-    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
-    transfer_id: _builtins.int
-    """The transfer's number, chosen by the sender, from 1. A later transfer of a stream has a higher number."""
+    seq: _builtins.int
+    """The number of the chunk."""
     total_bytes: _builtins.int
-    """The length of the whole transfer in bytes. The same in all of its fragments."""
+    """The number of bytes of the chunk. The same in all of its fragments."""
     offset: _builtins.int
-    """The offset of these bytes within the transfer. The fragments of a transfer are sent in order."""
+    """The offset of these bytes within the chunk. The fragments of a chunk are sent in order."""
     payload: _builtins.bytes
     """The bytes, at most 1 MiB."""
     padding: _builtins.bytes
@@ -351,7 +491,7 @@ class ChunkFragment(_message.Message):
         self,
         *,
         key: Global___EdgeKey | None = ...,
-        transfer_id: _builtins.int = ...,
+        seq: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
         offset: _builtins.int = ...,
         payload: _builtins.bytes = ...,
@@ -359,7 +499,7 @@ class ChunkFragment(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "offset", b"offset", "padding", b"padding", "payload", b"payload", "total_bytes", b"total_bytes", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "offset", b"offset", "padding", b"padding", "payload", b"payload", "seq", b"seq", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -429,26 +429,26 @@ class StartProfileRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FOLDER_FIELD_NUMBER: _builtins.int
-    MAX_STEPS_FIELD_NUMBER: _builtins.int
+    MAX_ENGINE_STEPS_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
     """The folder to which StopProfile writes the files: within the folder of the stage's option profile_dir, relative to
     it or absolute. Created if missing. A folder outside fails (INVALID_ARGUMENT, INVALID_FOLDER).
     """
-    max_steps: _builtins.int
+    max_engine_steps: _builtins.int
     """The number of engine steps after which the recording ends. If absent, it continues and grows until StopProfile."""
     def __init__(
         self,
         *,
         folder: _builtins.str = ...,
-        max_steps: _builtins.int | None = ...,
+        max_engine_steps: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "max_steps", b"max_steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_engine_steps", b"_max_engine_steps", "max_engine_steps", b"max_engine_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "folder", b"folder", "max_steps", b"max_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_engine_steps", b"_max_engine_steps", "folder", b"folder", "max_engine_steps", b"max_engine_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__max_steps: _TypeAlias = _typing.Literal["max_steps"]  # noqa: Y015
-    _WhichOneofArgType__max_steps: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_steps) -> _WhichOneofReturnType__max_steps | None: ...
+    _WhichOneofReturnType__max_engine_steps: _TypeAlias = _typing.Literal["max_engine_steps"]  # noqa: Y015
+    _WhichOneofArgType__max_engine_steps: _TypeAlias = _typing.Literal["_max_engine_steps", b"_max_engine_steps"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_engine_steps) -> _WhichOneofReturnType__max_engine_steps | None: ...
 
 Global___StartProfileRequest: _TypeAlias = StartProfileRequest  # noqa: Y015
 
@@ -824,6 +824,7 @@ class StepReport(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     INLETS_FIELD_NUMBER: _builtins.int
     OUTLETS_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_INPUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     step_id: _builtins.str
@@ -834,6 +835,8 @@ class StepReport(_message.Message):
     """Seconds since the step was accepted."""
     started: _builtins.bool
     """Whether the engine has received any input of the step."""
+    waits_for_input: _builtins.bool
+    """Whether the engine waits for a chunk of an incoming flow."""
     @_builtins.property
     def inlets(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlowReport]:
         """The incoming flows."""
@@ -852,10 +855,11 @@ class StepReport(_message.Message):
         started: _builtins.bool = ...,
         inlets: _abc.Iterable[Global___FlowReport] | None = ...,
         outlets: _abc.Iterable[Global___FlowReport] | None = ...,
+        waits_for_input: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "inlets", b"inlets", "outlets", b"outlets", "request_id", b"request_id", "started", b"started", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "inlets", b"inlets", "outlets", b"outlets", "request_id", b"request_id", "started", b"started", "step_id", b"step_id", "waits_for_input", b"waits_for_input"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

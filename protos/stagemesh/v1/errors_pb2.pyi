@@ -72,7 +72,11 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     the edge, or raise data_plane.arena_bytes.
     """
     ERROR_REASON_CREDIT_EXCEEDED: _ErrorReason.ValueType  # 13
-    """A producer sent more bytes than the consumer had granted. The producer must be corrected."""
+    """A producer sent more bytes or more chunks than the consumer had granted. The producer must be corrected."""
+    ERROR_REASON_CHECKSUM_MISMATCH: _ErrorReason.ValueType  # 255
+    """The checksum of a chunk does not match its bytes, which were damaged on the way. Send the request again, and have the
+    hosts and the network of the edge checked.
+    """
     ERROR_REASON_DIGEST_MISMATCH: _ErrorReason.ValueType  # 14
     """The count or the digest at the end of a flow does not match the chunks that arrived."""
     ERROR_REASON_EMPTY_PROMPT: _ErrorReason.ValueType  # 15
@@ -122,7 +126,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     Send a smaller file.
     """
     ERROR_REASON_MALFORMED_MESSAGE: _ErrorReason.ValueType  # 238
-    """A message is not a protobuf message of its type. Send the messages of the protos."""
+    """A message is not a protobuf message of its type: it is damaged, or a string in it is not UTF-8. Send the messages of
+    the protos. C++ programs must check their strings, because protobuf there sends others and only logs it.
+    """
     ERROR_REASON_MEDIA_MISMATCH: _ErrorReason.ValueType  # 153
     """The size or the digest of a media file is not the one that its description states. Send the file again, or correct
     the description.
@@ -133,6 +139,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The page_token did not come from a previous page. Omit it to read the first page."""
     ERROR_REASON_INVALID_PROMPT: _ErrorReason.ValueType  # 30
     """The prompt has a form that the stage does not accept, or the model's chat template rejects the conversation."""
+    ERROR_REASON_INVALID_POSITION: _ErrorReason.ValueType  # 256
+    """A position is within a character of a text. Positions in texts count bytes of UTF-8, and parts end between two
+    characters. Use the end of the last part that was received.
+    """
     ERROR_REASON_INVALID_REPLICA: _ErrorReason.ValueType  # 31
     """A replica registers with an incomplete identity or with an invalid endpoint."""
     ERROR_REASON_INVALID_SAMPLING: _ErrorReason.ValueType  # 32
@@ -144,8 +154,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     media_bytes.
     """
     ERROR_REASON_MESSAGE_TOO_LARGE: _ErrorReason.ValueType  # 35
-    """The serialized request exceeds the size limit of a message, or a message has more values, list elements and map
-    entries than PipelineLimits.max_fields. Shorten the input, or send fewer elements of the list in `field`.
+    """A serialized message exceeds the size limit of its sender or its receiver, or a message has more values, list
+    elements and map entries than PipelineLimits.max_fields. Shorten the input, or send fewer elements of the list in
+    `field`. gRPC itself ends such a call with RESOURCE_EXHAUSTED and without details, which the clients convert.
     """
     ERROR_REASON_MISSING_INPUT: _ErrorReason.ValueType  # 36
     """No edge delivers a tensor that the stage needs. Bind an edge that carries it."""
@@ -307,7 +318,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_GENERATION_ENDED: _ErrorReason.ValueType  # 161
     """A stage has no replica left of the generation in which the request began, because an upgrade has replaced this
-    generation. The client has outputs of the request, so that it cannot restart in another generation. Send it again
+    generation. The client has outputs of the request, which cannot restart in another generation. Send it again
     with another request_id. To prevent this, allow running steps more time after SIGTERM (drain_s).
     """
     ERROR_REASON_STALE_ATTEMPT: _ErrorReason.ValueType  # 88
@@ -450,6 +461,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """Hidden states of the request did not arrive from the engine's worker. The worker's log has the cause."""
     ERROR_REASON_NOT_ACCEPTED: _ErrorReason.ValueType  # 140
     """A stage did not accept the request in time. Retry, and see the stage's log."""
+    ERROR_REASON_REQUEST_STALLED: _ErrorReason.ValueType  # 257
+    """All running stages of the request waited for each other, again after they were restarted. This is a defect: report it
+    with the logs of the stages. The request can be sent again.
+    """
     ERROR_REASON_NOT_REBOUND: _ErrorReason.ValueType  # 141
     """A stage cannot continue with replaced upstream or downstream replicas. The orchestrator restarts the step."""
     ERROR_REASON_NOT_RUNNING: _ErrorReason.ValueType  # 142
@@ -638,7 +653,11 @@ ERROR_REASON_CHUNK_TOO_LARGE: ErrorReason.ValueType  # 12
 the edge, or raise data_plane.arena_bytes.
 """
 ERROR_REASON_CREDIT_EXCEEDED: ErrorReason.ValueType  # 13
-"""A producer sent more bytes than the consumer had granted. The producer must be corrected."""
+"""A producer sent more bytes or more chunks than the consumer had granted. The producer must be corrected."""
+ERROR_REASON_CHECKSUM_MISMATCH: ErrorReason.ValueType  # 255
+"""The checksum of a chunk does not match its bytes, which were damaged on the way. Send the request again, and have the
+hosts and the network of the edge checked.
+"""
 ERROR_REASON_DIGEST_MISMATCH: ErrorReason.ValueType  # 14
 """The count or the digest at the end of a flow does not match the chunks that arrived."""
 ERROR_REASON_EMPTY_PROMPT: ErrorReason.ValueType  # 15
@@ -688,7 +707,9 @@ ERROR_REASON_FILE_TOO_LARGE: ErrorReason.ValueType  # 152
 Send a smaller file.
 """
 ERROR_REASON_MALFORMED_MESSAGE: ErrorReason.ValueType  # 238
-"""A message is not a protobuf message of its type. Send the messages of the protos."""
+"""A message is not a protobuf message of its type: it is damaged, or a string in it is not UTF-8. Send the messages of
+the protos. C++ programs must check their strings, because protobuf there sends others and only logs it.
+"""
 ERROR_REASON_MEDIA_MISMATCH: ErrorReason.ValueType  # 153
 """The size or the digest of a media file is not the one that its description states. Send the file again, or correct
 the description.
@@ -699,6 +720,10 @@ ERROR_REASON_INVALID_PAGE_TOKEN: ErrorReason.ValueType  # 29
 """The page_token did not come from a previous page. Omit it to read the first page."""
 ERROR_REASON_INVALID_PROMPT: ErrorReason.ValueType  # 30
 """The prompt has a form that the stage does not accept, or the model's chat template rejects the conversation."""
+ERROR_REASON_INVALID_POSITION: ErrorReason.ValueType  # 256
+"""A position is within a character of a text. Positions in texts count bytes of UTF-8, and parts end between two
+characters. Use the end of the last part that was received.
+"""
 ERROR_REASON_INVALID_REPLICA: ErrorReason.ValueType  # 31
 """A replica registers with an incomplete identity or with an invalid endpoint."""
 ERROR_REASON_INVALID_SAMPLING: ErrorReason.ValueType  # 32
@@ -710,8 +735,9 @@ ERROR_REASON_MEDIA_TOO_LARGE: ErrorReason.ValueType  # 34
 media_bytes.
 """
 ERROR_REASON_MESSAGE_TOO_LARGE: ErrorReason.ValueType  # 35
-"""The serialized request exceeds the size limit of a message, or a message has more values, list elements and map
-entries than PipelineLimits.max_fields. Shorten the input, or send fewer elements of the list in `field`.
+"""A serialized message exceeds the size limit of its sender or its receiver, or a message has more values, list
+elements and map entries than PipelineLimits.max_fields. Shorten the input, or send fewer elements of the list in
+`field`. gRPC itself ends such a call with RESOURCE_EXHAUSTED and without details, which the clients convert.
 """
 ERROR_REASON_MISSING_INPUT: ErrorReason.ValueType  # 36
 """No edge delivers a tensor that the stage needs. Bind an edge that carries it."""
@@ -873,7 +899,7 @@ ready.
 """
 ERROR_REASON_GENERATION_ENDED: ErrorReason.ValueType  # 161
 """A stage has no replica left of the generation in which the request began, because an upgrade has replaced this
-generation. The client has outputs of the request, so that it cannot restart in another generation. Send it again
+generation. The client has outputs of the request, which cannot restart in another generation. Send it again
 with another request_id. To prevent this, allow running steps more time after SIGTERM (drain_s).
 """
 ERROR_REASON_STALE_ATTEMPT: ErrorReason.ValueType  # 88
@@ -1016,6 +1042,10 @@ ERROR_REASON_HIDDEN_STATES_LOST: ErrorReason.ValueType  # 139
 """Hidden states of the request did not arrive from the engine's worker. The worker's log has the cause."""
 ERROR_REASON_NOT_ACCEPTED: ErrorReason.ValueType  # 140
 """A stage did not accept the request in time. Retry, and see the stage's log."""
+ERROR_REASON_REQUEST_STALLED: ErrorReason.ValueType  # 257
+"""All running stages of the request waited for each other, again after they were restarted. This is a defect: report it
+with the logs of the stages. The request can be sent again.
+"""
 ERROR_REASON_NOT_REBOUND: ErrorReason.ValueType  # 141
 """A stage cannot continue with replaced upstream or downstream replicas. The orchestrator restarts the step."""
 ERROR_REASON_NOT_RUNNING: ErrorReason.ValueType  # 142
@@ -1176,8 +1206,6 @@ class _ErrorMetadataKeyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Erro
     """The adapter."""
     ERROR_METADATA_KEY_ASLEEP: _ErrorMetadataKey.ValueType  # 10
     """The memory tags that are asleep, separated by commas."""
-    ERROR_METADATA_KEY_ATTEMPT: _ErrorMetadataKey.ValueType  # 11
-    """The newest attempt that the replica knows."""
     ERROR_METADATA_KEY_CALLER: _ErrorMetadataKey.ValueType  # 12
     """The caller whose limit was reached."""
     ERROR_METADATA_KEY_DEVICE: _ErrorMetadataKey.ValueType  # 13
@@ -1208,8 +1236,6 @@ class _ErrorMetadataKeyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Erro
     """The output."""
     ERROR_METADATA_KEY_PIPELINE: _ErrorMetadataKey.ValueType  # 26
     """The pipeline."""
-    ERROR_METADATA_KEY_ROWS: _ErrorMetadataKey.ValueType  # 27
-    """The number of the tensor's rows that the consumer has received."""
     ERROR_METADATA_KEY_RUNNING: _ErrorMetadataKey.ValueType  # 28
     """The number of running steps or requests."""
     ERROR_METADATA_KEY_SEQ: _ErrorMetadataKey.ValueType  # 29
@@ -1264,8 +1290,6 @@ ERROR_METADATA_KEY_ADAPTER: ErrorMetadataKey.ValueType  # 9
 """The adapter."""
 ERROR_METADATA_KEY_ASLEEP: ErrorMetadataKey.ValueType  # 10
 """The memory tags that are asleep, separated by commas."""
-ERROR_METADATA_KEY_ATTEMPT: ErrorMetadataKey.ValueType  # 11
-"""The newest attempt that the replica knows."""
 ERROR_METADATA_KEY_CALLER: ErrorMetadataKey.ValueType  # 12
 """The caller whose limit was reached."""
 ERROR_METADATA_KEY_DEVICE: ErrorMetadataKey.ValueType  # 13
@@ -1296,8 +1320,6 @@ ERROR_METADATA_KEY_OUTPUT: ErrorMetadataKey.ValueType  # 25
 """The output."""
 ERROR_METADATA_KEY_PIPELINE: ErrorMetadataKey.ValueType  # 26
 """The pipeline."""
-ERROR_METADATA_KEY_ROWS: ErrorMetadataKey.ValueType  # 27
-"""The number of the tensor's rows that the consumer has received."""
 ERROR_METADATA_KEY_RUNNING: ErrorMetadataKey.ValueType  # 28
 """The number of running steps or requests."""
 ERROR_METADATA_KEY_SEQ: ErrorMetadataKey.ValueType  # 29

@@ -195,7 +195,9 @@ class OutputPosition(_message.Message):
     index: _builtins.int
     """The choice to which the output belongs, from 0. One that the request does not have is rejected (INVALID_CHOICES)."""
     position: _builtins.int
-    """The end of the last part that was received, in the unit of Output.position."""
+    """The end of the last part that was received, in the unit of Output.position. One that is within a character of a text is
+    rejected (INVALID_ARGUMENT, INVALID_POSITION).
+    """
     def __init__(
         self,
         *,
@@ -1318,7 +1320,8 @@ Global___TurnInterrupt: _TypeAlias = TurnInterrupt  # noqa: Y015
 class TurnTruncate(_message.Message):
     """TurnTruncate shortens the answer to the newest turn that has ended, in the transcript. Later turns then contain what the
     user has heard. Rejected for any other turn (FAILED_PRECONDITION, TURN_ENDED, TURN_RUNNING or TURN_NOT_STARTED), and for
-    more than was sent (INVALID_ARGUMENT, BEYOND_OUTPUT). Of a restored turn, only the text of the answer counts as sent.
+    more than was sent (INVALID_ARGUMENT, BEYOND_OUTPUT, or INVALID_POSITION within a character of the text). Of a restored
+    turn, only the text of the answer counts as sent.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstagemesh/v1/protocol.proto\x12\x0cstagemesh.v1\"_\n\x08Protocol\x12\x16\n\x0elowest_version\x18\x01 \x01(\r\x12\x17\n\x0fhighest_version\x18\x02 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x03(\t\x12\x10\n\x08software\x18\x04 \x01(\tB.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstagemesh/v1/protocol.proto\x12\x0cstagemesh.v1\"\x95\x01\n\x08Protocol\x12\x16\n\x0elowest_version\x18\x01 \x01(\r\x12\x17\n\x0fhighest_version\x18\x02 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x03(\t\x12\x10\n\x08software\x18\x04 \x01(\t\x12\x1e\n\x11max_message_bytes\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x14\n\x12_max_message_bytesB.\n\x10\x63om.stagemesh.v1P\x01Z\x18stagemesh/v1;stagemeshv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,6 +32,6 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.v1.protocol_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\020com.stagemesh.v1P\001Z\030stagemesh/v1;stagemeshv1'
-  _globals['_PROTOCOL']._serialized_start=45
-  _globals['_PROTOCOL']._serialized_end=140
+  _globals['_PROTOCOL']._serialized_start=46
+  _globals['_PROTOCOL']._serialized_end=195
 # @@protoc_insertion_point(module_scope)

@@ -11,10 +11,10 @@ import builtins as _builtins
 import sys
 import typing as _typing
 
-if sys.version_info >= (3, 11):
-    from typing import TypeAlias as _TypeAlias, Never as _Never
+if sys.version_info >= (3, 10):
+    from typing import TypeAlias as _TypeAlias
 else:
-    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
+    from typing_extensions import TypeAlias as _TypeAlias
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -32,6 +32,7 @@ class Protocol(_message.Message):
     HIGHEST_VERSION_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     SOFTWARE_FIELD_NUMBER: _builtins.int
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     lowest_version: _builtins.int
     """The lowest version of the wire that the process speaks, at least 1."""
     highest_version: _builtins.int
@@ -40,6 +41,10 @@ class Protocol(_message.Message):
     """
     software: _builtins.str
     """The software and its version, for people, for example "stagemesh 0.3.0". Nothing may depend on it."""
+    max_message_bytes: _builtins.int
+    """The size of the largest message that the process accepts, in bytes, at least 2 MiB. Absent means 8 MiB. A peer sends no
+    larger one. It divides what it can, and rejects the rest (MESSAGE_TOO_LARGE).
+    """
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The optional behaviors that the process supports, in any order. They are strings, so that a name that the receiver
@@ -48,6 +53,7 @@ class Protocol(_message.Message):
 
         - "offers": the process answers Offer, as a consumer. A producer does not offer its arena to a consumer without it,
           and sends every flow to it by the grpc connector.
+        - "device_memory": the process reads tensors at DeviceRegion. Reserved: no software has it yet.
         """
 
     def __init__(
@@ -57,11 +63,14 @@ class Protocol(_message.Message):
         highest_version: _builtins.int = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
         software: _builtins.str = ...,
+        max_message_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "max_message_bytes", b"max_message_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "highest_version", b"highest_version", "lowest_version", b"lowest_version", "software", b"software"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "features", b"features", "highest_version", b"highest_version", "lowest_version", b"lowest_version", "max_message_bytes", b"max_message_bytes", "software", b"software"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_message_bytes: _TypeAlias = _typing.Literal["max_message_bytes"]  # noqa: Y015
+    _WhichOneofArgType__max_message_bytes: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_message_bytes) -> _WhichOneofReturnType__max_message_bytes | None: ...
 
 Global___Protocol: _TypeAlias = Protocol  # noqa: Y015

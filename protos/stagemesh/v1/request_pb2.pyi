@@ -865,13 +865,12 @@ class Output(_message.Message):
     index: _builtins.int
     """The choice to which the output belongs, from 0 (Parameters.choices). Not set in StageService."""
     position: _builtins.int
-    """How much of the output precedes this part: Unicode code points of text (not bytes, not UTF-16 units), tokens, audio
-    samples of one channel, whole images including previews, bytes of an encoded file, stored files, or rows of a tensor
-    along its first axis. A tensor without axes is one row. Parts follow each other without a gap. All parts of an image
-    have the same position.
+    """How much of the output precedes this part: bytes of text in UTF-8, tokens, audio samples of one channel, whole images
+    including previews, bytes of an encoded file, stored files, or rows of a tensor along its first axis. A tensor without
+    axes is one row. Parts follow each other without a gap. All parts of an image have the same position.
     """
     text: _builtins.str
-    """Text to append."""
+    """Text to append. Ends between two characters."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Tokens to append."""
@@ -979,7 +978,7 @@ class TokenLogprobs(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     position: _builtins.int
-    """The position in the stage's whole text at which the sampled token begins, in code points. A token without text,
+    """The position in the stage's whole text at which the sampled token begins, in bytes of UTF-8. A token without text,
     such as a special token, has the position of the text that follows it. A token that begins within a character has
     the position of that character.
     """
@@ -1115,7 +1114,7 @@ class Usage(_message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
-    STEPS_FIELD_NUMBER: _builtins.int
+    ENGINE_STEPS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     MEDIA_TOKENS_FIELD_NUMBER: _builtins.int
     AUDIO_S_FIELD_NUMBER: _builtins.int
@@ -1125,7 +1124,7 @@ class Usage(_message.Message):
     """Tokens in the prompt."""
     output_tokens: _builtins.int
     """Sampled tokens."""
-    steps: _builtins.int
+    engine_steps: _builtins.int
     """Engine steps."""
     cached_tokens: _builtins.int
     """Tokens of the prompt whose states were found in a cache. Included in prompt_tokens."""
@@ -1142,7 +1141,7 @@ class Usage(_message.Message):
         *,
         prompt_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
-        steps: _builtins.int = ...,
+        engine_steps: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         media_tokens: _builtins.int = ...,
         audio_s: _builtins.float = ...,
@@ -1151,7 +1150,7 @@ class Usage(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio_s", b"audio_s", "cached_tokens", b"cached_tokens", "frames", b"frames", "images", b"images", "media_tokens", b"media_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio_s", b"audio_s", "cached_tokens", b"cached_tokens", "engine_steps", b"engine_steps", "frames", b"frames", "images", b"images", "media_tokens", b"media_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -64,7 +64,8 @@ Global___TensorKind: _TypeAlias = TensorKind  # noqa: Y015
 class Signature(_message.Message):
     """Signature describes what a stage accepts and emits, and what a request may set for it. An orchestrator compares the
     signature that a replica reports with that of the pipeline file, without can_pause, can_resume and descriptions. The
-    order of the lists does not matter. A replica with another signature gets no requests.
+    order of the lists does not matter. A replica with another signature gets no requests. A replica may have further
+    options: they cannot be set until the file declares them, too.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -87,7 +88,7 @@ class Signature(_message.Message):
     negative_prompt: _builtins.bool
     """Whether a request may have a negative prompt."""
     can_pause: _builtins.bool
-    """Whether a step can pause (ExecuteStepRequest.max_steps)."""
+    """Whether a step can pause (ExecuteStepRequest.max_engine_steps)."""
     can_resume: _builtins.bool
     """Whether a step can resume from a checkpoint (ExecuteStepRequest.resume_from)."""
     @_builtins.property

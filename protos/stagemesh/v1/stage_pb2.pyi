@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from stagemesh.v1 import chunk_pb2 as _chunk_pb2
+from stagemesh.v1 import playout_pb2 as _playout_pb2
 from stagemesh.v1 import protocol_pb2 as _protocol_pb2
 from stagemesh.v1 import request_pb2 as _request_pb2
 from stagemesh.v1 import signature_pb2 as _signature_pb2
@@ -140,7 +141,7 @@ class ExecuteStepRequest(_message.Message):
     INPUTS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     STREAMED_FIELD_NUMBER: _builtins.int
-    MAX_STEPS_FIELD_NUMBER: _builtins.int
+    MAX_ENGINE_STEPS_FIELD_NUMBER: _builtins.int
     RESUME_FROM_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ABSENT_FIELD_NUMBER: _builtins.int
@@ -156,16 +157,16 @@ class ExecuteStepRequest(_message.Message):
     """The id of this call, which makes it idempotent: 1 to 256 characters of the same set or '/'."""
     attempt: _builtins.int
     """The number of the attempt at this stage's part, from 1. An attempt lower than the highest one seen fails
-    (STALE_ATTEMPT; the error's metadata contains that `attempt`).
+    (STALE_ATTEMPT; the error's facts contain that attempt).
     """
     seed: _builtins.int
     """The random seed. The same seed reproduces the output."""
-    max_steps: _builtins.int
+    max_engine_steps: _builtins.int
     """Pause after this number of engine steps and keep the state, unless the step ends before. If absent, run to the end.
     Rejected by an engine that cannot pause (UNSUPPORTED), and if 0 (INVALID_ARGUMENT). Incoming edges are bound by the
     first call, outgoing edges only by the call that runs to the end. As an exception, an outgoing edge "@state" sends
-    the state to another replica. There, an incoming edge "@state" together with resume_from, which names its steps,
-    continues the request.
+    the state to another replica. There, an incoming edge "@state" together with resume_from, which names its engine
+    steps, continues the request.
     """
     priority: _builtins.int
     """Steps of a higher priority run first when steps compete."""
@@ -200,7 +201,7 @@ class ExecuteStepRequest(_message.Message):
     @_builtins.property
     def resume_from(self) -> Global___Checkpoint:
         """Resume from this checkpoint instead of the start. Rejected by an engine that cannot resume (UNSUPPORTED). A
-        checkpoint that contains only `steps` refers to the state that this replica kept when it paused the request there.
+        checkpoint that contains only `engine_steps` refers to the state that this replica kept when it paused the request there.
         It is rejected if the engine needs that state and it is no longer kept (INVALID_CHECKPOINT).
         """
 
@@ -222,20 +223,20 @@ class ExecuteStepRequest(_message.Message):
         inputs: _abc.Iterable[Global___InputBinding] | None = ...,
         outputs: _abc.Iterable[Global___OutputBinding] | None = ...,
         streamed: _abc.Iterable[Global___StreamedOutput] | None = ...,
-        max_steps: _builtins.int | None = ...,
+        max_engine_steps: _builtins.int | None = ...,
         resume_from: Global___Checkpoint | None = ...,
         priority: _builtins.int = ...,
         absent: _abc.Iterable[_builtins.str] | None = ...,
         traceparent: _builtins.str = ...,
         attach_only: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "input", b"input", "max_steps", b"max_steps", "parameters", b"parameters", "resume_from", b"resume_from"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_engine_steps", b"_max_engine_steps", "input", b"input", "max_engine_steps", b"max_engine_steps", "parameters", b"parameters", "resume_from", b"resume_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "absent", b"absent", "attach_only", b"attach_only", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_steps", b"max_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "step_id", b"step_id", "streamed", b"streamed", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_engine_steps", b"_max_engine_steps", "absent", b"absent", "attach_only", b"attach_only", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_engine_steps", b"max_engine_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "step_id", b"step_id", "streamed", b"streamed", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__max_steps: _TypeAlias = _typing.Literal["max_steps"]  # noqa: Y015
-    _WhichOneofArgType__max_steps: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_steps) -> _WhichOneofReturnType__max_steps | None: ...
+    _WhichOneofReturnType__max_engine_steps: _TypeAlias = _typing.Literal["max_engine_steps"]  # noqa: Y015
+    _WhichOneofArgType__max_engine_steps: _TypeAlias = _typing.Literal["_max_engine_steps", b"_max_engine_steps"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_engine_steps) -> _WhichOneofReturnType__max_engine_steps | None: ...
 
 Global___ExecuteStepRequest: _TypeAlias = ExecuteStepRequest  # noqa: Y015
 
@@ -261,7 +262,7 @@ class StreamedOutput(_message.Message):
     order. Empty to send or store the tensors as their kind says.
     """
     frame_rate: _builtins.float
-    """The number of frames per second of a video. Must be above 0 for video, and 0 otherwise (INVALID_ARGUMENT)."""
+    """The number of frames per second of a video. Must be above 0 for video, and absent otherwise (INVALID_ARGUMENT)."""
     uri: _builtins.str
     """The object in which the stage stores the output, within the store of its configuration. The object must become
     visible as a whole, after all chunks of the step have arrived. The stage then returns it as Output.file. A step that
@@ -273,14 +274,16 @@ class StreamedOutput(_message.Message):
         *,
         tensor: _builtins.str = ...,
         media_type: _builtins.str = ...,
-        frame_rate: _builtins.float = ...,
+        frame_rate: _builtins.float | None = ...,
         uri: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frame_rate", b"_frame_rate", "frame_rate", b"frame_rate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame_rate", b"frame_rate", "media_type", b"media_type", "tensor", b"tensor", "uri", b"uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frame_rate", b"_frame_rate", "frame_rate", b"frame_rate", "media_type", b"media_type", "tensor", b"tensor", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__frame_rate: _TypeAlias = _typing.Literal["frame_rate"]  # noqa: Y015
+    _WhichOneofArgType__frame_rate: _TypeAlias = _typing.Literal["_frame_rate", b"_frame_rate"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frame_rate) -> _WhichOneofReturnType__frame_rate | None: ...
 
 Global___StreamedOutput: _TypeAlias = StreamedOutput  # noqa: Y015
 
@@ -298,7 +301,7 @@ class InputBinding(_message.Message):
     edge: _builtins.str
     """The edge's name."""
     producer: _builtins.str
-    """The name of the producing replica. Chunks from other replicas are rejected. For an edge from "@input", the name with
+    """The name of the producing replica. Must not be empty. Chunks from other replicas are rejected. For an edge from "@input", the name with
     which the orchestrator introduces itself (Hello.replica). It begins with "@input".
     """
     transform: _builtins.str
@@ -310,7 +313,7 @@ class InputBinding(_message.Message):
     other edge that is not apart has a packet, and together they form one input.
     """
     attempt: _builtins.int
-    """The flow's attempt, by which both ends identify it. 0 means the step's attempt."""
+    """The flow's attempt, by which both ends identify it, from 1."""
     def __init__(
         self,
         *,
@@ -357,7 +360,7 @@ class OutputBinding(_message.Message):
     tokens: Global___TokenSelection.ValueType
     """The tokens whose rows the edge carries, for tensors that have one row per token, such as hidden states."""
     attempt: _builtins.int
-    """The flow's attempt, by which both ends identify it. 0 means the step's attempt."""
+    """The flow's attempt, by which both ends identify it, from 1."""
     transform: _builtins.str
     """The transform that the producing stage applies to the selected tensors and tokens before the policy divides them.
     Empty for none. Set if the consumer is an external stage. Rejected if it is not installed (UNKNOWN_TRANSFORM).
@@ -399,6 +402,7 @@ class ChunkPolicy(_message.Message):
     """ChunkPolicy determines how the emissions of an engine are divided into chunks. If emissions are joined, they must have
     the same tensors, and the tensors of each the same length along the first axis (INVALID_CHUNK). The chunks that are cut
     from them have the metadata of all emissions that were joined, where a later value of a name replaces an earlier one.
+    ChunkData.token_start is always the token of the chunk's own first row.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -453,87 +457,43 @@ class FramesPolicy(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FRAMES_FIELD_NUMBER: _builtins.int
-    INITIAL_FRAMES_FIELD_NUMBER: _builtins.int
-    LEFT_CONTEXT_FRAMES_FIELD_NUMBER: _builtins.int
     RAMP_FIELD_NUMBER: _builtins.int
+    LEFT_CONTEXT_FRAMES_FIELD_NUMBER: _builtins.int
     PACE_FIELD_NUMBER: _builtins.int
     frames: _builtins.int
     """The number of frames per chunk, at least 1."""
-    initial_frames: _builtins.int
-    """The number of frames in the first chunk, which is typically smaller so that it is sent early. 0 means `frames`. If
-    `ramp` is not empty, this is its first value, for stages that do not know `ramp`.
-    """
     left_context_frames: _builtins.int
-    """The number of frames before a chunk that are repeated at its start. The chunk's metadata value "context_frames" is
-    their actual number, which is 0 in the first chunk. Every chunk has that value, unless this field is 0.
+    """The number of frames before a chunk that are repeated at its start. ChunkData.context_frames is their actual number,
+    which is 0 in the first chunk.
     """
     @_builtins.property
     def ramp(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The numbers of frames in the first chunks, each at least 1. All later chunks have `frames`. If empty,
-        `initial_frames` determines the first chunk.
+        """The numbers of frames in the first chunks, each at least 1, in turn. They are typically smaller: these chunks are then
+        sent early. All later chunks have `frames`.
         """
 
     @_builtins.property
-    def pace(self) -> Global___PlayoutPace:
-        """If set, each chunk has one of the sizes in `ramp` or `frames`, which the stage chooses so that the audio which the
-        consumer makes from the frames does not run dry. While its engine pauses, a chunk may have fewer frames. A stage
-        that does not know the field uses `ramp` in turn.
+    def pace(self) -> _playout_pb2.PlayoutPace:
+        """A hint. If set, each chunk has one of the sizes in `ramp` or `frames`, which the stage chooses so that the audio which
+        the consumer makes from the frames does not run dry. While its engine pauses, a chunk may have fewer frames. A stage
+        may ignore it and use `ramp` in turn.
         """
 
     def __init__(
         self,
         *,
         frames: _builtins.int = ...,
-        initial_frames: _builtins.int = ...,
-        left_context_frames: _builtins.int = ...,
         ramp: _abc.Iterable[_builtins.int] | None = ...,
-        pace: Global___PlayoutPace | None = ...,
+        left_context_frames: _builtins.int = ...,
+        pace: _playout_pb2.PlayoutPace | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pace", b"pace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "initial_frames", b"initial_frames", "left_context_frames", b"left_context_frames", "pace", b"pace", "ramp", b"ramp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "left_context_frames", b"left_context_frames", "pace", b"pace", "ramp", b"ramp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FramesPolicy: _TypeAlias = FramesPolicy  # noqa: Y015
-
-@_typing.final
-class PlayoutPace(_message.Message):
-    """PlayoutPace is the measured speed of the two stages of an edge whose frames become audio. All times are in seconds."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FRAME_INTERVAL_S_FIELD_NUMBER: _builtins.int
-    FRAME_AUDIO_S_FIELD_NUMBER: _builtins.int
-    CALL_COSTS_FIELD_NUMBER: _builtins.int
-    RESERVE_S_FIELD_NUMBER: _builtins.int
-    frame_interval_s: _builtins.float
-    """The expected time in which the producer makes one frame. More than 0."""
-    frame_audio_s: _builtins.float
-    """The duration of the audio that the consumer makes from one frame. More than 0."""
-    reserve_s: _builtins.float
-    """The time by which a chunk must be ready before the audio runs dry. It covers the time for which a complete chunk may
-    have to wait before the consumer's call begins, and the audio that the consumer retains until the next chunk.
-    """
-    @_builtins.property
-    def call_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallCost]:
-        """The duration of the consumer's calls. Not empty."""
-
-    def __init__(
-        self,
-        *,
-        frame_interval_s: _builtins.float = ...,
-        frame_audio_s: _builtins.float = ...,
-        call_costs: _abc.Iterable[Global___CallCost] | None = ...,
-        reserve_s: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_costs", b"call_costs", "frame_audio_s", b"frame_audio_s", "frame_interval_s", b"frame_interval_s", "reserve_s", b"reserve_s"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PlayoutPace: _TypeAlias = PlayoutPace  # noqa: Y015
 
 @_typing.final
 class Checkpoint(_message.Message):
@@ -581,12 +541,12 @@ class Checkpoint(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    STEPS_FIELD_NUMBER: _builtins.int
+    ENGINE_STEPS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
-    steps: _builtins.int
+    engine_steps: _builtins.int
     """The number of completed engine steps."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -612,7 +572,7 @@ class Checkpoint(_message.Message):
     def __init__(
         self,
         *,
-        steps: _builtins.int = ...,
+        engine_steps: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tensors: _abc.Iterable[_tensor_pb2.Tensor] | None = ...,
         outputs: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
@@ -620,7 +580,7 @@ class Checkpoint(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs", "rows", b"rows", "steps", b"steps", "tensors", b"tensors", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_steps", b"engine_steps", "outputs", b"outputs", "rows", b"rows", "tensors", b"tensors", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -668,8 +628,8 @@ Global___RebindStepRequest: _TypeAlias = RebindStepRequest  # noqa: Y015
 
 @_typing.final
 class InputRebinding(_message.Message):
-    """InputRebinding connects an incoming edge to another producer. Rows that the step has already received are dropped.
-    They are counted for each tensor along its first axis, over all packets of the edge.
+    """InputRebinding connects an incoming edge to another producer. Rows that the step has already received are dropped
+    (Tensor.first_row).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -703,8 +663,7 @@ class InputRebinding(_message.Message):
     @_builtins.property
     def first_rows(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """For each tensor, the number of rows before the first one of the new flow, which is that of the checkpoint from
-        which the producer resumes. 0 for a tensor that is not listed. Naming a tensor that the edge does not carry is an
-        error. Rejected if it is more than the step has received (ROWS_MISSING), and if it is not 0 on an edge whose chunks
+        which the producer resumes. 0 for a tensor that is not listed. Rejected if it is more than the step has received (ROWS_MISSING), and if it is not 0 on an edge whose chunks
         repeat left context.
         """
 
@@ -776,7 +735,7 @@ class ExecuteStepResponse(_message.Message):
 
     @_builtins.property
     def paused(self) -> Global___StepPaused:
-        """The last event if max_steps is reached, or if the draining replica releases the step (DrainRequest.move_after_s).
+        """The last event if max_engine_steps is reached, or if the draining replica releases the step (DrainRequest.move_after_s).
         The state is kept.
         """
 
@@ -1161,31 +1120,31 @@ class StepProgress(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    STEPS_FIELD_NUMBER: _builtins.int
-    TOTAL_STEPS_FIELD_NUMBER: _builtins.int
-    steps: _builtins.int
-    """The number of completed steps."""
-    total_steps: _builtins.int
-    """The total number of steps, if the engine knows it."""
+    ENGINE_STEPS_FIELD_NUMBER: _builtins.int
+    TOTAL_ENGINE_STEPS_FIELD_NUMBER: _builtins.int
+    engine_steps: _builtins.int
+    """The number of completed engine steps."""
+    total_engine_steps: _builtins.int
+    """The total number of engine steps, if the engine knows it."""
     def __init__(
         self,
         *,
-        steps: _builtins.int = ...,
-        total_steps: _builtins.int | None = ...,
+        engine_steps: _builtins.int = ...,
+        total_engine_steps: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_total_steps", b"_total_steps", "total_steps", b"total_steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_total_engine_steps", b"_total_engine_steps", "total_engine_steps", b"total_engine_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_total_steps", b"_total_steps", "steps", b"steps", "total_steps", b"total_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_total_engine_steps", b"_total_engine_steps", "engine_steps", b"engine_steps", "total_engine_steps", b"total_engine_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__total_steps: _TypeAlias = _typing.Literal["total_steps"]  # noqa: Y015
-    _WhichOneofArgType__total_steps: _TypeAlias = _typing.Literal["_total_steps", b"_total_steps"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__total_steps) -> _WhichOneofReturnType__total_steps | None: ...
+    _WhichOneofReturnType__total_engine_steps: _TypeAlias = _typing.Literal["total_engine_steps"]  # noqa: Y015
+    _WhichOneofArgType__total_engine_steps: _TypeAlias = _typing.Literal["_total_engine_steps", b"_total_engine_steps"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__total_engine_steps) -> _WhichOneofReturnType__total_engine_steps | None: ...
 
 Global___StepProgress: _TypeAlias = StepProgress  # noqa: Y015
 
 @_typing.final
 class StepPaused(_message.Message):
-    """StepPaused ends a call that had max_steps, or whose replica is drained."""
+    """StepPaused ends a call that had max_engine_steps, or whose replica is drained."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1476,19 +1435,25 @@ class Offer(_message.Message):
 
     CONNECTOR_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     connector: _chunk_pb2.Connector.ValueType
     """The connector."""
     offer: _builtins.bytes
     """The data that a consumer needs, in the connector's own format."""
+    name: _builtins.str
+    """The connector's name, for example "nixl". A consumer that knows another connector by the number answers with an error
+    (CONNECTOR_UNAVAILABLE).
+    """
     def __init__(
         self,
         *,
         connector: _chunk_pb2.Connector.ValueType = ...,
         offer: _builtins.bytes = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "offer", b"offer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "name", b"name", "offer", b"offer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1561,7 +1526,7 @@ Global___OpenEdge: _TypeAlias = OpenEdge  # noqa: Y015
 @_typing.final
 class CreditDemand(_message.Message):
     """CreditDemand asks for enough credit for the next chunk. Sent for a chunk that lacks credit and is larger than half the
-    credit window, because a consumer withholds small raises of the limit. Answered by CreditGrant after the earlier chunks
+    credit window (EdgeOpened.window_bytes), because a consumer withholds small raises of the limit. Answered by CreditGrant after the earlier chunks
     have been consumed, unless the limit already suffices, or by EdgeRejected (CHUNK_TOO_LARGE).
     """
 
@@ -1780,6 +1745,8 @@ class EdgeOpened(_message.Message):
     CREDIT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
     OPENING_FIELD_NUMBER: _builtins.int
+    WINDOW_BYTES_FIELD_NUMBER: _builtins.int
+    CREDIT_LIMIT_CHUNKS_FIELD_NUMBER: _builtins.int
     next_seq: _builtins.int
     """The number of the next chunk to send. 0 for a new flow."""
     credit_limit_bytes: _builtins.int
@@ -1788,6 +1755,10 @@ class EdgeOpened(_message.Message):
     """The connector of the OpenEdge."""
     opening: _builtins.int
     """The opening of the OpenEdge."""
+    window_bytes: _builtins.int
+    """The flow's credit window in bytes: by how much the limit exceeds the bytes that the consumer's engine has read."""
+    credit_limit_chunks: _builtins.int
+    """The total number of data chunks that may be sent, counted from the flow's first chunk."""
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow."""
@@ -1800,10 +1771,12 @@ class EdgeOpened(_message.Message):
         credit_limit_bytes: _builtins.int = ...,
         connector: _chunk_pb2.Connector.ValueType = ...,
         opening: _builtins.int = ...,
+        window_bytes: _builtins.int = ...,
+        credit_limit_chunks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "credit_limit_bytes", b"credit_limit_bytes", "key", b"key", "next_seq", b"next_seq", "opening", b"opening"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "credit_limit_bytes", b"credit_limit_bytes", "credit_limit_chunks", b"credit_limit_chunks", "key", b"key", "next_seq", b"next_seq", "opening", b"opening", "window_bytes", b"window_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1818,10 +1791,13 @@ class ChunkAck(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     NEXT_SEQ_FIELD_NUMBER: _builtins.int
     CREDIT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    CREDIT_LIMIT_CHUNKS_FIELD_NUMBER: _builtins.int
     next_seq: _builtins.int
     """All chunks with a lower number have arrived."""
     credit_limit_bytes: _builtins.int
-    """The total number of bytes that may be sent, as in CreditGrant. 0 if it has not changed."""
+    """The total number of bytes that may be sent, as in CreditGrant. Absent if it has not changed."""
+    credit_limit_chunks: _builtins.int
+    """The total number of data chunks that may be sent, as in CreditGrant. Absent if it has not changed."""
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow."""
@@ -1831,26 +1807,37 @@ class ChunkAck(_message.Message):
         *,
         key: _chunk_pb2.EdgeKey | None = ...,
         next_seq: _builtins.int = ...,
-        credit_limit_bytes: _builtins.int = ...,
+        credit_limit_bytes: _builtins.int | None = ...,
+        credit_limit_chunks: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_credit_limit_bytes", b"_credit_limit_bytes", "_credit_limit_chunks", b"_credit_limit_chunks", "credit_limit_bytes", b"credit_limit_bytes", "credit_limit_chunks", b"credit_limit_chunks", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_limit_bytes", b"credit_limit_bytes", "key", b"key", "next_seq", b"next_seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_credit_limit_bytes", b"_credit_limit_bytes", "_credit_limit_chunks", b"_credit_limit_chunks", "credit_limit_bytes", b"credit_limit_bytes", "credit_limit_chunks", b"credit_limit_chunks", "key", b"key", "next_seq", b"next_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__credit_limit_bytes: _TypeAlias = _typing.Literal["credit_limit_bytes"]  # noqa: Y015
+    _WhichOneofArgType__credit_limit_bytes: _TypeAlias = _typing.Literal["_credit_limit_bytes", b"_credit_limit_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__credit_limit_chunks: _TypeAlias = _typing.Literal["credit_limit_chunks"]  # noqa: Y015
+    _WhichOneofArgType__credit_limit_chunks: _TypeAlias = _typing.Literal["_credit_limit_chunks", b"_credit_limit_chunks"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__credit_limit_bytes) -> _WhichOneofReturnType__credit_limit_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__credit_limit_chunks) -> _WhichOneofReturnType__credit_limit_chunks | None: ...
 
 Global___ChunkAck: _TypeAlias = ChunkAck  # noqa: Y015
 
 @_typing.final
 class CreditGrant(_message.Message):
-    """CreditGrant raises the number of bytes that may be sent. It is a total, so a repeated message has no effect."""
+    """CreditGrant raises what may be sent. The limits are totals, so a repeated message has no effect."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
     CREDIT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    CREDIT_LIMIT_CHUNKS_FIELD_NUMBER: _builtins.int
     credit_limit_bytes: _builtins.int
-    """The total number of bytes that may be sent, counted from the flow's first chunk."""
+    """The total number of bytes that may be sent, counted from the flow's first chunk. Absent if it has not changed."""
+    credit_limit_chunks: _builtins.int
+    """The total number of data chunks that may be sent, counted from the flow's first chunk. Absent if it has not changed."""
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow."""
@@ -1859,13 +1846,21 @@ class CreditGrant(_message.Message):
         self,
         *,
         key: _chunk_pb2.EdgeKey | None = ...,
-        credit_limit_bytes: _builtins.int = ...,
+        credit_limit_bytes: _builtins.int | None = ...,
+        credit_limit_chunks: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_credit_limit_bytes", b"_credit_limit_bytes", "_credit_limit_chunks", b"_credit_limit_chunks", "credit_limit_bytes", b"credit_limit_bytes", "credit_limit_chunks", b"credit_limit_chunks", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_limit_bytes", b"credit_limit_bytes", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_credit_limit_bytes", b"_credit_limit_bytes", "_credit_limit_chunks", b"_credit_limit_chunks", "credit_limit_bytes", b"credit_limit_bytes", "credit_limit_chunks", b"credit_limit_chunks", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__credit_limit_bytes: _TypeAlias = _typing.Literal["credit_limit_bytes"]  # noqa: Y015
+    _WhichOneofArgType__credit_limit_bytes: _TypeAlias = _typing.Literal["_credit_limit_bytes", b"_credit_limit_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__credit_limit_chunks: _TypeAlias = _typing.Literal["credit_limit_chunks"]  # noqa: Y015
+    _WhichOneofArgType__credit_limit_chunks: _TypeAlias = _typing.Literal["_credit_limit_chunks", b"_credit_limit_chunks"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__credit_limit_bytes) -> _WhichOneofReturnType__credit_limit_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__credit_limit_chunks) -> _WhichOneofReturnType__credit_limit_chunks | None: ...
 
 Global___CreditGrant: _TypeAlias = CreditGrant  # noqa: Y015
 
@@ -2200,10 +2195,10 @@ class WatchLoadRequest(_message.Message):
     IDLE_INTERVAL_S_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
     interval_s: _builtins.float
-    """Seconds between reports, at least 0.05. 0 means 1."""
+    """Seconds between reports, at least 0.05. 1 if absent."""
     idle_interval_s: _builtins.float
-    """Seconds between reports while no step runs or waits. 0, or less than interval_s, means interval_s. A replica that
-    receives work reports again within interval_s.
+    """Seconds between reports while no step runs or waits. interval_s if absent or less. A replica that receives work
+    reports again within interval_s.
     """
     verdict: Global___RolloutVerdict.ValueType
     """The caller's verdict whether a rolling update may count this replica as ready. It holds until the call ends. A caller
@@ -2212,15 +2207,22 @@ class WatchLoadRequest(_message.Message):
     def __init__(
         self,
         *,
-        interval_s: _builtins.float = ...,
-        idle_interval_s: _builtins.float = ...,
+        interval_s: _builtins.float | None = ...,
+        idle_interval_s: _builtins.float | None = ...,
         verdict: Global___RolloutVerdict.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_interval_s", b"_idle_interval_s", "_interval_s", b"_interval_s", "idle_interval_s", b"idle_interval_s", "interval_s", b"interval_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_interval_s", b"idle_interval_s", "interval_s", b"interval_s", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_interval_s", b"_idle_interval_s", "_interval_s", b"_interval_s", "idle_interval_s", b"idle_interval_s", "interval_s", b"interval_s", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__idle_interval_s: _TypeAlias = _typing.Literal["idle_interval_s"]  # noqa: Y015
+    _WhichOneofArgType__idle_interval_s: _TypeAlias = _typing.Literal["_idle_interval_s", b"_idle_interval_s"]  # noqa: Y015
+    _WhichOneofReturnType__interval_s: _TypeAlias = _typing.Literal["interval_s"]  # noqa: Y015
+    _WhichOneofArgType__interval_s: _TypeAlias = _typing.Literal["_interval_s", b"_interval_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_interval_s) -> _WhichOneofReturnType__idle_interval_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__interval_s) -> _WhichOneofReturnType__interval_s | None: ...
 
 Global___WatchLoadRequest: _TypeAlias = WatchLoadRequest  # noqa: Y015
 
@@ -2229,26 +2231,6 @@ class WatchLoadResponse(_message.Message):
     """WatchLoadResponse is the current load of a replica."""
 
     DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class FrameIntervalsSEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.float
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.float = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
@@ -2262,11 +2244,8 @@ class WatchLoadResponse(_message.Message):
     LANDING_USED_BYTES_FIELD_NUMBER: _builtins.int
     LANDING_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
-    CALL_COSTS_FIELD_NUMBER: _builtins.int
-    FRAME_AUDIO_S_FIELD_NUMBER: _builtins.int
-    FRAME_INTERVALS_S_FIELD_NUMBER: _builtins.int
+    PLAYOUT_FIELD_NUMBER: _builtins.int
     SENT_FIELD_NUMBER: _builtins.int
-    AUDIO_DELAY_S_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Steps that the engine is processing."""
     queued: _builtins.int
@@ -2293,14 +2272,6 @@ class WatchLoadResponse(_message.Message):
     """Bytes in use of the memory into which connectors that copy read chunks."""
     landing_size_bytes: _builtins.int
     """The size of that memory in bytes. 0 if no such connector is in use."""
-    frame_audio_s: _builtins.float
-    """The mean duration of the audio that the engine emits for one frame of its input, in seconds. 0 like an empty
-    `call_costs`.
-    """
-    audio_delay_s: _builtins.float
-    """The mean duration of the audio that the engine retains of a request's frames until the next ones arrive, in seconds.
-    0 if it retains none, and like an empty `call_costs`.
-    """
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The names of the loaded adapters, in order. Orchestrators place a request that selects an adapter only on replicas
@@ -2308,16 +2279,8 @@ class WatchLoadResponse(_message.Message):
         """
 
     @_builtins.property
-    def call_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallCost]:
-        """The measured duration of the engine's calls on packets with frames, by size. Moving averages, in the order of size.
-        Empty if the engine emits no audio or has measured nothing.
-        """
-
-    @_builtins.property
-    def frame_intervals_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """The mean time in which the engine emits one row of a tensor, in seconds, by the name of the tensor. Moving averages
-        over steps that have finished. The time before a step's first packet does not count.
-        """
+    def playout(self) -> _playout_pb2.PlayoutMeasures:
+        """What the replica has measured for the play-out of audio. Absent if it measures nothing."""
 
     @_builtins.property
     def sent(self) -> _containers.RepeatedCompositeFieldContainer[Global___SentChunks]:
@@ -2340,15 +2303,12 @@ class WatchLoadResponse(_message.Message):
         landing_used_bytes: _builtins.int = ...,
         landing_size_bytes: _builtins.int = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
-        call_costs: _abc.Iterable[Global___CallCost] | None = ...,
-        frame_audio_s: _builtins.float = ...,
-        frame_intervals_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        playout: _playout_pb2.PlayoutMeasures | None = ...,
         sent: _abc.Iterable[Global___SentChunks] | None = ...,
-        audio_delay_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "work_s", b"work_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "playout", b"playout", "work_s", b"work_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "adapters", b"adapters", "arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "audio_delay_s", b"audio_delay_s", "call_costs", b"call_costs", "credit_bytes", b"credit_bytes", "frame_audio_s", b"frame_audio_s", "frame_intervals_s", b"frame_intervals_s", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "queued", b"queued", "running", b"running", "sent", b"sent", "work_s", b"work_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_work_s", b"_work_s", "adapters", b"adapters", "arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "credit_bytes", b"credit_bytes", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "playout", b"playout", "queued", b"queued", "running", b"running", "sent", b"sent", "work_s", b"work_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__work_s: _TypeAlias = _typing.Literal["work_s"]  # noqa: Y015
     _WhichOneofArgType__work_s: _TypeAlias = _typing.Literal["_work_s", b"_work_s"]  # noqa: Y015
@@ -2389,32 +2349,6 @@ class SentChunks(_message.Message):
 Global___SentChunks: _TypeAlias = SentChunks  # noqa: Y015
 
 @_typing.final
-class CallCost(_message.Message):
-    """CallCost is the measured duration of calls of an engine, each of which may process several requests."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FRAMES_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
-    frames: _builtins.int
-    """The maximum number of frames in each packet of the calls, a power of 2. The minimum is more than half of it."""
-    seconds: _builtins.float
-    """The mean duration of a call in seconds."""
-    def __init__(
-        self,
-        *,
-        frames: _builtins.int = ...,
-        seconds: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "seconds", b"seconds"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CallCost: _TypeAlias = CallCost  # noqa: Y015
-
-@_typing.final
 class CancelStepRequest(_message.Message):
     """CancelStepRequest names the steps to cancel."""
 
@@ -2427,26 +2361,28 @@ class CancelStepRequest(_message.Message):
     request_id: _builtins.str
     """The request."""
     attempt: _builtins.int
-    """Cancel this attempt and all earlier ones. 0 cancels all attempts."""
+    """Cancel this attempt and all earlier ones. If absent, cancel all attempts."""
     reason: _builtins.str
     """The reason, for the log and for the Abort that is sent downstream."""
     when_left: _builtins.bool
     """Whether to spare the steps that another caller follows, such as the orchestrator that continues the request. The
-    caller has ended its own calls. A stage that does not know the field cancels all of them.
+    caller has ended its own calls.
     """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
+        attempt: _builtins.int | None = ...,
         reason: _builtins.str = ...,
         when_left: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "attempt", b"attempt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reason", b"reason", "request_id", b"request_id", "when_left", b"when_left"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "reason", b"reason", "request_id", b"request_id", "when_left", b"when_left"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
+    _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attempt) -> _WhichOneofReturnType__attempt | None: ...
 
 Global___CancelStepRequest: _TypeAlias = CancelStepRequest  # noqa: Y015
 

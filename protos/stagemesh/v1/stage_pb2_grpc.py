@@ -115,8 +115,8 @@ class StageServiceServicer(object):
         rebound as long as one of its consumers has not finished. Fails with NOT_FOUND if the step does not run here and
         has left nothing (UNKNOWN_STEP), or does not have the edge (UNKNOWN_EDGE). Fails with FAILED_PRECONDITION if the
         first chunks of an outgoing edge are no longer retained (CHUNK_GONE), if an incoming edge would lose rows
-        (ROWS_MISSING; the error's metadata names the `edge`, the `tensor`, and how many of its `rows` were received), or
-        if the attempt of an edge is lower than its current one (STALE_ATTEMPT). A call that fails changes nothing. Edges
+        (ROWS_MISSING; the error names the `edge` and the `tensor`, and its facts how many rows were received), or if the
+        attempt of an edge is lower than its current one (STALE_ATTEMPT). A call that fails changes nothing. Edges
         that already have the requested binding keep it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -47,6 +47,20 @@ class _DataTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DataType.Val
     """IEEE 754 single precision."""
     DATA_TYPE_FLOAT64: _DataType.ValueType  # 10
     """IEEE 754 double precision."""
+    DATA_TYPE_UINT16: _DataType.ValueType  # 11
+    """Unsigned 16-bit integer."""
+    DATA_TYPE_UINT32: _DataType.ValueType  # 12
+    """Unsigned 32-bit integer."""
+    DATA_TYPE_UINT64: _DataType.ValueType  # 13
+    """Unsigned 64-bit integer."""
+    DATA_TYPE_FLOAT8_E4M3: _DataType.ValueType  # 14
+    """8-bit float with 4 bits of exponent and 3 of mantissa, without infinities (E4M3FN of OCP FP8)."""
+    DATA_TYPE_FLOAT8_E5M2: _DataType.ValueType  # 15
+    """8-bit float with 5 bits of exponent and 2 of mantissa (E5M2 of OCP FP8)."""
+    DATA_TYPE_COMPLEX64: _DataType.ValueType  # 16
+    """Two float32: the real part, then the imaginary part."""
+    DATA_TYPE_COMPLEX128: _DataType.ValueType  # 17
+    """Two float64: the real part, then the imaginary part."""
 
 class DataType(_DataType, metaclass=_DataTypeEnumTypeWrapper):
     """DataType is the element type of a tensor."""
@@ -73,6 +87,20 @@ DATA_TYPE_FLOAT32: DataType.ValueType  # 9
 """IEEE 754 single precision."""
 DATA_TYPE_FLOAT64: DataType.ValueType  # 10
 """IEEE 754 double precision."""
+DATA_TYPE_UINT16: DataType.ValueType  # 11
+"""Unsigned 16-bit integer."""
+DATA_TYPE_UINT32: DataType.ValueType  # 12
+"""Unsigned 32-bit integer."""
+DATA_TYPE_UINT64: DataType.ValueType  # 13
+"""Unsigned 64-bit integer."""
+DATA_TYPE_FLOAT8_E4M3: DataType.ValueType  # 14
+"""8-bit float with 4 bits of exponent and 3 of mantissa, without infinities (E4M3FN of OCP FP8)."""
+DATA_TYPE_FLOAT8_E5M2: DataType.ValueType  # 15
+"""8-bit float with 5 bits of exponent and 2 of mantissa (E5M2 of OCP FP8)."""
+DATA_TYPE_COMPLEX64: DataType.ValueType  # 16
+"""Two float32: the real part, then the imaginary part."""
+DATA_TYPE_COMPLEX128: DataType.ValueType  # 17
+"""Two float64: the real part, then the imaginary part."""
 Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 @_typing.final
@@ -90,12 +118,20 @@ class Tensor(_message.Message):
     SHM_FIELD_NUMBER: _builtins.int
     STREAMED_FIELD_NUMBER: _builtins.int
     HANDOVER_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    FIRST_ROW_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that producer and consumer use for it. Unique within its chunk."""
     dtype: Global___DataType.ValueType
     """The element type. Not set for a ticket."""
     inline: _builtins.bytes
     """The bytes themselves, in chunks that are no larger than the receiver's inline_limit_bytes."""
+    first_row: _builtins.int
+    """In a chunk: the number of rows of this tensor that precede its first row on the edge, counted from the start of the
+    request along the first axis, also if the producer resumed from a checkpoint. A tensor without axes, and a ticket, is
+    one row. Rows of left context (ChunkData.context_frames) keep the numbers that they had in the chunk before. The first
+    chunk with a tensor determines where its rows begin. 0 elsewhere.
+    """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The length of each dimension. No length is negative. Empty for a scalar and for a ticket. The product of the lengths
@@ -116,6 +152,10 @@ class Tensor(_message.Message):
     def handover(self) -> Global___Handover:
         """State that the consumer's engine reads by itself."""
 
+    @_builtins.property
+    def device(self) -> Global___DeviceRegion:
+        """A region of a device's memory. Sent only to a consumer with the feature "device_memory"."""
+
     def __init__(
         self,
         *,
@@ -126,16 +166,58 @@ class Tensor(_message.Message):
         shm: Global___ShmRegion | None = ...,
         streamed: Global___StreamedRegion | None = ...,
         handover: Global___Handover | None = ...,
+        device: Global___DeviceRegion | None = ...,
+        first_row: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handover", b"handover", "inline", b"inline", "location", b"location", "shm", b"shm", "streamed", b"streamed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "handover", b"handover", "inline", b"inline", "location", b"location", "shm", b"shm", "streamed", b"streamed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "handover", b"handover", "inline", b"inline", "location", b"location", "name", b"name", "shape", b"shape", "shm", b"shm", "streamed", b"streamed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "dtype", b"dtype", "first_row", b"first_row", "handover", b"handover", "inline", b"inline", "location", b"location", "name", b"name", "shape", b"shape", "shm", b"shm", "streamed", b"streamed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_location: _TypeAlias = _typing.Literal["inline", "shm", "streamed", "handover"]  # noqa: Y015
+    _WhichOneofReturnType_location: _TypeAlias = _typing.Literal["inline", "shm", "streamed", "handover", "device"]  # noqa: Y015
     _WhichOneofArgType_location: _TypeAlias = _typing.Literal["location", b"location"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_location) -> _WhichOneofReturnType_location | None: ...
 
 Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
+
+@_typing.final
+class DeviceRegion(_message.Message):
+    """DeviceRegion is a region of memory on a device of the producer's host, such as a GPU. No software of version 1 sends or
+    accepts it yet: the message reserves the form for a later feature.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """The kind of the device and of the handle, for example "cuda_ipc"."""
+    device: _builtins.str
+    """The device's identifier, in the form of the kind, for example the UUID of a GPU."""
+    handle: _builtins.bytes
+    """The handle by which another process opens the memory, in the format of the kind. At most 64 KiB."""
+    offset: _builtins.int
+    """The offset of the tensor within the memory, in bytes."""
+    size_bytes: _builtins.int
+    """The length in bytes."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        device: _builtins.str = ...,
+        handle: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "handle", b"handle", "kind", b"kind", "offset", b"offset", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceRegion: _TypeAlias = DeviceRegion  # noqa: Y015
 
 @_typing.final
 class Handover(_message.Message):
@@ -227,29 +309,25 @@ Global___ShmRegion: _TypeAlias = ShmRegion  # noqa: Y015
 
 @_typing.final
 class StreamedRegion(_message.Message):
-    """StreamedRegion refers to bytes that arrived earlier on the same stream, as ChunkFragment messages."""
+    """StreamedRegion refers to bytes of the same chunk that arrived earlier on the same stream, as ChunkFragment messages."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TRANSFER_ID_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    transfer_id: _builtins.int
-    """The transfer_id of the fragments."""
     offset: _builtins.int
-    """The offset of this tensor within the transfer, in bytes."""
+    """The offset of this tensor within the chunk's bytes."""
     size_bytes: _builtins.int
     """The length in bytes."""
     def __init__(
         self,
         *,
-        transfer_id: _builtins.int = ...,
         offset: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "size_bytes", b"size_bytes", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -215,7 +215,7 @@ async def test_text_has_the_logprobs_of_its_tokens(engine: VllmEngine) -> None:
     events = await collect(engine.submit(asked))
     assert text_of(events) == "aé\U0001f600"
     made = text_logprobs_of(events)
-    assert [each.position for each in made] == [0, 1, 1, 2, 2, 2, 2]
+    assert [each.position for each in made] == [0, 1, 1, 3, 3, 3, 3]
     assert [each.sampled.text for each in made] == ["a", "", "é", "", "", "", "\U0001f600"]
     assert all(each.sampled == each.top[0] for each in made)
 
@@ -224,11 +224,11 @@ async def test_each_piece_of_text_has_the_tokens_that_begin_in_it(engine: VllmEn
     events = await collect(engine.submit(task(LONG, logprobs=0, stop=("never generated",), max_tokens=50)))
     end = 0
     for event in (each for each in events if isinstance(each, Emission)):
-        begin, end = end, end + len(event.packet.tensors["text"].tobytes().decode())
+        begin, end = end, end + len(event.packet.tensors["text"])
         assert all(begin <= each.position < end for each in event.text_logprobs)
     plain = await collect(engine.submit(task(LONG, logprobs=0, max_tokens=50)))
     assert text_logprobs_of(events) == text_logprobs_of(plain)
-    assert end == len(text_of(events))
+    assert end == len(text_of(events).encode())
     after_the_text = [each for each in logprobs_of(events) if each.position >= end]
     assert text_logprobs_of(events) + after_the_text == logprobs_of(events)
 
@@ -320,7 +320,7 @@ async def test_structure_cannot_resume_from_a_checkpoint(engine: VllmEngine) -> 
 async def test_usage_counts_the_sampled_and_the_cached_tokens(engine: VllmEngine) -> None:
     runs = [await collect(engine.submit(task(LONG, ignore_eos=True))) for _ in range(2)]
     first, second = (usage_of(events) for events in runs)
-    assert (first.prompt_tokens, first.output_tokens, first.steps) == (len(LONG), 24, 24)
+    assert (first.prompt_tokens, first.output_tokens, first.engine_steps) == (len(LONG), 24, 24)
     assert 0 < second.cached_tokens < len(LONG)
 
 

@@ -212,7 +212,11 @@ async def test_a_request_that_ended_shows_what_each_stage_did(chain: Mesh) -> No
     await chain.generate(request_id="done")
     answer = await _admin(chain).GetRequest(admin_pb2.GetRequestRequest(request_id="done"), timeout=10)
     assert answer.request.state == admin_pb2.REQUEST_STATE_FINISHED
-    assert {step.stage: (step.outputs, step.steps) for step in answer.steps} == {"a": (2, 3), "b": (0, 3), "c": (2, 3)}
+    assert {step.stage: (step.outputs, step.engine_steps) for step in answer.steps} == {
+        "a": (2, 3),
+        "b": (0, 3),
+        "c": (2, 3),
+    }
     for step in answer.steps:
         assert step.sent_s <= step.accepted_s <= step.ended_s
 

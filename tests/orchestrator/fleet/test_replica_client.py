@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from stagemesh.common.errors import StagemeshError
+from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.v1 import control_pb2, stage_pb2
@@ -16,6 +16,7 @@ from stagemesh.v1 import control_pb2, stage_pb2
 MALFORMED = b"\xff\xff"
 MANY = b"\x0a\0" * (4 << 20)
 """The first field, four million times."""
+TOO_LARGE = bytes(9 << 20)
 BUSY_S = 0.5
 
 
@@ -71,14 +72,27 @@ CALLS: dict[str, Callable[[ReplicaClient], Awaitable[object]]] = {
 }
 
 
-@pytest.mark.parametrize("call", sorted(CALLS.keys() - {"rebind"}))
+@pytest.mark.parametrize("call", sorted(CALLS.keys() - {"rebind", "health"}))
 async def test_an_answer_that_cannot_be_read_is_an_error(call: str) -> None:
-    for answer in (MALFORMED, MANY)[: 1 if call == "health" else 2]:
+    causes = {MALFORMED: "is damaged, or a string", MANY: "more than 131,072 values", TOO_LARGE: "larger than max"}
+    for answer, cause in causes.items():
         async with _client(answer) as client:
             began_s = time.thread_time()
-            with pytest.raises(StagemeshError, match=r"stage 'a' \(replica a-0"):
+            with pytest.raises(InternalError, match=rf"stage 'a' \(replica a-0 .*{cause}"):
                 await CALLS[call](client)
             assert time.thread_time() - began_s < BUSY_S
+
+
+async def test_a_health_that_cannot_be_read_is_an_error() -> None:
+    async with _client() as client:
+        with pytest.raises(StagemeshError, match=r"stage 'a' \(replica a-0"):
+            await client.wait_while_serving()
+
+
+async def test_a_string_of_a_replica_that_is_not_utf8_is_an_error() -> None:
+    async with _client(b"\x0a\x01\xff") as client:
+        with pytest.raises(InternalError, match=r"stage 'a' .* not a valid DescribeResponse: .* not UTF-8"):
+            await client.describe(timeout_s=5)
 
 
 @pytest.mark.parametrize("call", CALLS)

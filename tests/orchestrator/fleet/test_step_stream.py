@@ -2,12 +2,14 @@
 
 import asyncio
 import weakref
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+import grpc
 import pytest
 
 from stagemesh.common import errors
@@ -17,13 +19,22 @@ from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_loss import REPLICA_LOST
 from stagemesh.orchestrator.request.step_calls import follow_step
-from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.rpc.channels import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from stagemesh.rpc.server import Server
 from stagemesh.services.stage import servicer
 from stagemesh.v1 import stage_pb2
 from tests.later_contract import later_class
 from tests.orchestrator.mesh import serve
-from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang, say_hello
+from tests.orchestrator.scripted_stage import (
+    ACCEPTED,
+    FINISHED,
+    Response,
+    Script,
+    ScriptedStage,
+    hang,
+    say_hello,
+    text_output,
+)
 from tests.rpc.call_errors import raises
 
 BOUND_S = 10
@@ -273,6 +284,83 @@ async def test_a_step_that_is_cancelled_before_it_was_accepted_is_freed_at_once(
         await asyncio.wait([following])
         del held, following
         assert gone() is None
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "is not UTF-8": lambda data: data.replace(b"BAD", b"\xff\xfe\xfd"),
+    "larger than max": lambda data: data + bytes(MAX_MESSAGE_BYTES),
+}
+
+
+class _DamagingReplica(grpc.GenericRpcHandler):
+    """Serves the steps of a stage. Damages each message with the text "BAD"."""
+
+    def __init__(self, stage: ScriptedStage, damage: Callable[[bytes], bytes]) -> None:
+        self.stage, self._damage = stage, damage
+        self.alone = Counter[str]()
+        """The number of calls of ExecuteStep by request."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        _, _, method = handler_call_details.method.rpartition("/")
+        make: Any = grpc.stream_stream_rpc_method_handler
+        return make({"ExecuteSteps": self._steps, "ExecuteStep": self._step, "Describe": self._describe}[method])
+
+    async def _steps(self, requests: Any, _context: Any) -> AsyncIterator[bytes]:
+        session = servicer.StepSession(self.stage._attach, closing=self.stage.closing, where={"stage": "a"})
+        async for data in session.serve(requests):
+            yield self._sent(data)
+
+    async def _step(self, requests: Any, _context: Any) -> AsyncIterator[bytes]:
+        request = stage_pb2.ExecuteStepRequest.FromString(await anext(aiter(requests)))
+        self.alone[request.request_id] += 1
+        async for event in self.stage._execute(request, None):
+            yield self._sent(event.SerializeToString())
+
+    async def _describe(self, _requests: Any, _context: Any) -> AsyncIterator[bytes]:
+        yield stage_pb2.DescribeResponse(incarnation="i").SerializeToString()
+
+    def _sent(self, data: bytes) -> bytes:
+        return self._damage(data) if b"BAD" in data else data
+
+
+@pytest.mark.parametrize("limits", ["the orchestrator's", "the replica's"])
+@pytest.mark.parametrize("problem", DAMAGES)
+async def test_a_message_that_cannot_be_received_fails_its_step_alone(problem: str, limits: str) -> None:
+    go = asyncio.Event()
+
+    async def script(_stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        yield ACCEPTED
+        if request.request_id == "good":
+            await go.wait()
+        yield text_output("text", "BAD" if request.request_id == "bad" else "good")
+        yield FINISHED
+
+    replica = _DamagingReplica(ScriptedStage("a", script=script), DAMAGES[problem])
+    options: Any = CHANNEL_OPTIONS if limits == "the replica's" else [("grpc.max_send_message_length", -1)]
+    server = grpc.aio.server(handlers=[replica], options=options)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = ReplicaClient(stage="a", replica="a-0", endpoint=f"127.0.0.1:{port}")
+    target = cast("Replica", SimpleNamespace(stage="a", name="a-0", client=client, end_cause=None, incarnation="i"))
+    received: dict[str, list[str | None]] = {"good": [], "bad": []}
+
+    async def follow(name: str) -> None:
+        order = stage_pb2.ExecuteStepRequest(request_id=name, step_id=f"{name}/a/1").SerializeToString()
+        deadline_s = asyncio.get_running_loop().time() + BOUND_S
+        take = lambda event: received[name].append(event.WhichOneof("event"))  # noqa: E731
+        await follow_step(target, order, deadline_s=deadline_s, take=take)
+
+    good = asyncio.create_task(follow("good"))
+    await until(lambda: received["good"] == ["accepted"], timeout_s=BOUND_S)
+    with pytest.raises(errors.InternalError, match=f"stage 'a' .*cannot be read: .*{problem}") as caught:
+        await follow("bad")
+    go.set()
+    await good
+    await client.close()
+    await server.stop(None)
+    assert (caught.value.reason, caught.value.metadata["replica"]) == ("INTERNAL", "a-0")
+    assert received == {"good": ["accepted", "output", "finished"], "bad": ["accepted"]}
+    assert replica.alone["bad"] == 1
 
 
 async def test_a_service_without_the_method_does_not_count_as_lost() -> None:

@@ -8,7 +8,7 @@ from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, Playout
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
 from stagemesh.orchestrator.planning.chunk_policies import set_chunk_policies
 from stagemesh.orchestrator.planning.planner import Plan, Planner
-from stagemesh.v1 import request_pb2, stage_pb2
+from stagemesh.v1 import playout_pb2, request_pb2, stage_pb2
 from tests.orchestrator.mesh import load
 from tests.orchestrator.replicas import ready_replica
 
@@ -33,10 +33,11 @@ def _plan(folder: Path, chunk: str, *, costs_s: dict[int, float] | None = None, 
     pipeline, registry = load(folder, SPEECH.replace("CHUNK", chunk)), ReplicaRegistry()
     replicas = {stage: ready_replica(f"{stage}-0", pipeline, registry=registry) for stage in pipeline.stages}
     if costs_s:
-        replicas["talker"].record_load(stage_pb2.WatchLoadResponse(frame_intervals_s={"frames": 0.01, "other": 9.0}))
-        costs = [stage_pb2.CallCost(frames=frames, seconds=cost_s) for frames, cost_s in costs_s.items()]
-        measured = stage_pb2.WatchLoadResponse(call_costs=costs, frame_audio_s=0.08, audio_delay_s=delay_s)
-        replicas["vocoder"].record_load(measured)
+        emitted = playout_pb2.PlayoutMeasures(frame_intervals_s={"frames": 0.01, "other": 9.0})
+        replicas["talker"].record_load(stage_pb2.WatchLoadResponse(playout=emitted))
+        costs = [playout_pb2.CallCost(frames=frames, seconds=cost_s) for frames, cost_s in costs_s.items()]
+        measured = playout_pb2.PlayoutMeasures(call_costs=costs, frame_audio_s=0.08, audio_delay_s=delay_s)
+        replicas["vocoder"].record_load(stage_pb2.WatchLoadResponse(playout=measured))
     return Planner(pipeline, registry).plan(pipeline.route(["audio"]))
 
 

@@ -29,7 +29,7 @@ def _texts(events: Events, name: str) -> dict[int, str]:
 async def _say_seed(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
     yield ACCEPTED
     await stage.until_fed(request)
-    yield Response(progress=stage_pb2.StepProgress(steps=1))
+    yield Response(progress=stage_pb2.StepProgress(engine_steps=1))
     for tensor in request.streamed:
         yield text_output(tensor.tensor, f"{stage.name} {request.seed}")
     yield FINISHED
@@ -52,7 +52,7 @@ async def test_every_event_names_its_choice(tmp_path: Path) -> None:
     admitted, finished = events[0].admitted, events[-1].finished
     assert admitted.seed == 5
     assert [dict(each.replicas) for each in admitted.choices] == [{"a": "a-0", "b": "b-0", "c": "c-0"}] * 2
-    steps = [{name: each.usage.steps for name, each in choice.stages.items()} for choice in finished.choices]
+    steps = [{name: each.usage.engine_steps for name, each in choice.stages.items()} for choice in finished.choices]
     assert steps == [{"a": 3, "b": 3, "c": 3}] * 2
     progress = [(event.progress.stage, event.progress.index) for event in events if event.HasField("progress")]
     assert sorted(progress) == list(product("abc", range(2)))
@@ -112,7 +112,7 @@ def _taken_second(first_spoke: asyncio.Event, taken_over: asyncio.Event) -> Scri
         """Rejects the second choice's first attempt after an output of the first choice, which ends after the next."""
         if request.request_id == "r/1" and request.attempt == 1:
             await first_spoke.wait()
-            raise errors.StaleAttemptError("it is over", metadata={"attempt": "41"})
+            raise errors.StaleAttemptError("it is over", facts={"attempt": 41})
         yield ACCEPTED
         await stage.until_fed(request)
         yield text_output(request.streamed[0].tensor, f"c {request.seed}")

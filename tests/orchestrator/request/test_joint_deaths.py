@@ -83,7 +83,8 @@ class _Client:
 
     async def _call(self, orchestrator: Orchestrator) -> None:
         positions = [
-            orchestrator_pb2.OutputPosition(name=name, position=len(text)) for name, text in self.spoken.items()
+            orchestrator_pb2.OutputPosition(name=name, position=len(text.encode()))
+            for name, text in self.spoken.items()
         ]
         request = ask(request_id="r", earlier_calls=self._calls, parameters={"seed": 0}, next_positions=positions)
         if self._admitted_call is not None:
@@ -98,7 +99,7 @@ class _Client:
                     self.admitted.set()
                 elif event.HasField("output"):
                     known = self.spoken.get(event.output.name, "")
-                    assert event.output.position == len(known), "each part begins where the previous one ended"
+                    assert event.output.position == len(known.encode()), "each part begins where the previous one ended"
                     self.spoken[event.output.name] = known + event.output.text
 
 

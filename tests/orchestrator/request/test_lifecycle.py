@@ -246,7 +246,7 @@ def test_a_released_state_leaves_room_for_others() -> None:
 
 
 def checkpoint(steps: int, size_bytes: int = 100) -> stage_pb2.Checkpoint:
-    made = stage_pb2.Checkpoint(steps=steps, rows={"latents": steps})
+    made = stage_pb2.Checkpoint(engine_steps=steps, rows={"latents": steps})
     made.tensors.add().inline = bytes(size_bytes)
     return made
 
@@ -268,7 +268,7 @@ def test_a_step_whose_state_is_dropped_has_no_checkpoint() -> None:
     assert is_kept(first)
     second.store_checkpoint(checkpoint(2, size_bytes=200))
     assert second.checkpoint is not None
-    assert second.checkpoint.steps == 2
+    assert second.checkpoint.engine_steps == 2
     assert not is_kept(first)
 
 
@@ -293,14 +293,14 @@ def test_a_checkpoint_that_is_too_large_replaces_an_older_one_by_none() -> None:
 )
 def test_a_useful_checkpoint_fits_a_message(tmp_path: Path, prompt_bytes: int, state_bytes: int, *, fits: bool) -> None:
     state = tensor_pb2.Tensor(name="state", inline=bytes(state_bytes))
-    checkpoint = stage_pb2.Checkpoint(steps=3, tensors=[state])
+    checkpoint = stage_pb2.Checkpoint(engine_steps=3, tensors=[state])
     assert _calls(tmp_path, prompt_bytes).can_resume_from(checkpoint) is fits
 
 
 def test_a_checkpoint_without_a_state_is_useless(tmp_path: Path) -> None:
     calls = _calls(tmp_path, prompt_bytes=10)
-    assert not calls.can_resume_from(stage_pb2.Checkpoint(steps=3, rows={"text": 3}))
-    assert calls.can_resume_from(stage_pb2.Checkpoint(steps=3, token_ids=[5, 6, 7]))
+    assert not calls.can_resume_from(stage_pb2.Checkpoint(engine_steps=3, rows={"text": 3}))
+    assert calls.can_resume_from(stage_pb2.Checkpoint(engine_steps=3, token_ids=[5, 6, 7]))
 
 
 def _calls(folder: Path, prompt_bytes: int) -> StepCalls:

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.common.errors import CancelledRequestError, InternalError, StagemeshError, UnavailableError
+from stagemesh.common.errors import (
+    CancelledRequestError,
+    InternalError,
+    InvalidRequestError,
+    StagemeshError,
+    UnavailableError,
+)
 from stagemesh.common.wire.telemetry import Playout
 from stagemesh.orchestrator.request.output_record import RequestRecord
 from stagemesh.orchestrator.request.timeline import History, RequestState, StepNotes, Timeline, Totals, describe_wait
@@ -15,7 +21,7 @@ from stagemesh.v1 import chunk_pb2, control_pb2, orchestrator_pb2, request_pb2, 
 from tests.orchestrator.mesh import CHAIN, ask, mesh
 from tests.orchestrator.replicas import Clock
 from tests.orchestrator.scripted_stage import ACCEPTED, Response, ScriptedStage, hang, text_output
-from tests.rpc.call_errors import error_of
+from tests.rpc.call_errors import error_of, raises
 
 
 def add_texts(record: RequestRecord, *texts: str, begin: int | None = None) -> None:
@@ -23,7 +29,7 @@ def add_texts(record: RequestRecord, *texts: str, begin: int | None = None) -> N
     position = record.position.counts.get(("text", 0), 0) if begin is None else begin
     for text in texts:
         record.add_output(request_pb2.Output(name="text", position=position, text=text))
-        position += len(text)
+        position += len(text.encode())
 
 
 def _planned(*outputs: str) -> RequestRecord:
@@ -84,6 +90,26 @@ async def test_a_gap_in_an_output_is_a_defect() -> None:
     add_texts(record, "He")
     with pytest.raises(InternalError, match="continues at 3, but only 2 were received"):
         add_texts(record, "o", begin=3)
+
+
+async def test_a_stage_that_repeats_another_text_is_a_defect() -> None:
+    record = _planned("text")
+    add_texts(record, "ab")
+    with raises(InternalError, reason="OUTPUT_OUT_OF_ORDER", match="another text, in which 2 is within"):
+        add_texts(record, "a€", begin=0)
+    add_texts(record, "c")
+    record.close(None)
+    assert [event.output.text for event in (await _received(record))[:2]] == ["ab", "c"]
+
+
+async def test_a_caller_within_a_character_is_rejected_and_loses_nothing() -> None:
+    record = _record_of("Zo", "ë🙂", "!")
+    for position in (3, 5, 6, 7):
+        with raises(InvalidRequestError, reason="INVALID_POSITION", match="use the end of the last part"):
+            await _received(record, text=position)
+        with raises(InvalidRequestError, reason="INVALID_POSITION"):
+            record.events_after({("text", 0): position})
+    assert [event.output.text for event in (await _received(record, text=4))[:2]] == ["🙂", "!"]
 
 
 _ENDS = {
@@ -210,9 +236,9 @@ def test_times_count_from_when_the_request_was_received(clock: Clock) -> None:
 
 def test_progress_is_the_last_report() -> None:
     _, notes = _running(Clock())
-    notes.note_progress(stage_pb2.StepProgress(steps=1, total_steps=9))
-    notes.note_progress(stage_pb2.StepProgress(steps=2, total_steps=9))
-    assert (notes.steps, notes.total_steps) == (2, 9)
+    notes.note_progress(stage_pb2.StepProgress(engine_steps=1, total_engine_steps=9))
+    notes.note_progress(stage_pb2.StepProgress(engine_steps=2, total_engine_steps=9))
+    assert (notes.engine_steps, notes.total_engine_steps) == (2, 9)
 
 
 def test_a_request_goes_from_queued_to_running_to_its_end() -> None:
@@ -256,7 +282,7 @@ def test_totals_count_running_requests_as_they_are_and_ended_ones_once() -> None
     totals = Totals()
     done, notes = _running(Clock())
     notes.note_output()
-    usage = request_pb2.Usage(steps=3, output_tokens=2)
+    usage = request_pb2.Usage(engine_steps=3, output_tokens=2)
     edge_usage = request_pb2.EdgeUsage(edge="a->b", connector=chunk_pb2.CONNECTOR_SHM, chunks=4, size_bytes=50)
     notes.note_finished(stage_pb2.StepFinished(usage=usage, edges=[edge_usage]))
     notes.end(None)
@@ -266,7 +292,7 @@ def test_totals_count_running_requests_as_they_are_and_ended_ones_once() -> None
     more.note_output()
     both = totals.together_with([running])
     stage, edge = both.stages["a"], both.edges["a->b"]
-    assert (stage.outputs, stage.finished, stage.failed, stage.steps) == (2, 1, 0, 3)
+    assert (stage.outputs, stage.finished, stage.failed, stage.engine_steps) == (2, 1, 0, 3)
     assert (edge.chunks, edge.size_bytes) == (4, 50)
     assert totals.stages["a"].outputs == 1
 

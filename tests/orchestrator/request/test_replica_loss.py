@@ -24,7 +24,7 @@ from tests.orchestrator.simulated_replicas import Members, SimulatedReplica, Ste
 from tests.orchestrator.virtual_time import in_virtual_time
 from tests.rpc.call_errors import raises
 
-_SPOKEN = {"first": "a0é a1é a2é a3é a4é ", "last": "c0é c1é c2é c3é c4é "}
+_SPOKEN = {"first": "a0é🙂 a1é🙂 a2é🙂 a3é🙂 a4é🙂 ", "last": "c0é🙂 c1é🙂 c2é🙂 c3é🙂 c4é🙂 "}
 _DIAMOND = DIAMOND.replace("chunk: {frames: 5, initial_frames: 2}", "chunk: {frames: 5}")
 _Blow: TypeAlias = Callable[[SimulatedReplica], object]
 
@@ -149,8 +149,8 @@ async def test_a_paused_stage_resumes_elsewhere(world: World, stage: str) -> Non
     assert first.error is not None
     assert first.error.reason == "DRAINED"
     (call,) = world.replicas[second.replica].calls
-    assert (first.resumed_steps, second.resumed_steps) == (None, call.resume_from.steps)
-    assert second.resumed_steps
+    assert (first.resumed_engine_steps, second.resumed_engine_steps) == (None, call.resume_from.engine_steps)
+    assert second.resumed_engine_steps
     rebound = {notes.stage: [each.edges for each in notes.rebindings] for notes in mesh.timeline().steps}
     edges = {"a": {"b": [("a->b",)]}, "b": {"a": [("a->b",)], "c": [("b->c",)]}, "c": {"b": [("b->c",)]}}
     assert {name: found for name, found in rebound.items() if found} == edges[stage]

@@ -1,7 +1,7 @@
 """Positions in outputs: what a caller has received does not arrive again, and nothing is missing."""
 
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, product
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from stagemesh.client import (
     Tokens,
 )
 from stagemesh.client.received_events import ClientPosition
-from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.errors import InternalError, InvalidChunkError, InvalidRequestError
 from stagemesh.common.requests.output_position import Position, after, length_of
 from stagemesh.common.wire.tensors import inline_tensor, read_inline
 from stagemesh.orchestrator.request.output_record import Resumption
@@ -36,6 +36,7 @@ from stagemesh.v1.request_pb2 import (
     TokenLogprob,
     TokenLogprobs,
 )
+from tests.rpc.call_errors import raises
 
 
 def test_an_output_without_a_position_starts_at_its_beginning() -> None:
@@ -57,11 +58,41 @@ def _text(text: str, logprobs_at: Iterable[int], *, position: int) -> Output:
     return Output(name="text", position=position, text=text, logprobs=logprobs)
 
 
-@given(text=st.text(max_size=20), position=st.integers(0, 25))
-def test_text_is_cut_between_code_points(text: str, position: int) -> None:
-    rest = after(Output(name="text", position=7, text=text), position)
-    assert (rest.text if rest is not None else "") == text[position:]
+@given(text=st.text(max_size=20), character=st.integers(0, 25))
+def test_text_is_cut_between_characters(text: str, character: int) -> None:
+    position = len(text[:character].encode())
+    whole = Output(name="text", position=7, text=text)
+    rest = after(whole, position)
+    assert (rest.text if rest is not None else "") == text[character:]
     assert rest is None or (rest.name, rest.position) == ("text", 7 + position)
+    assert length_of(whole) == len(text.encode())
+
+
+@given(text=st.text(min_size=1, max_size=20), position=st.integers(0, 80))
+def test_text_is_never_cut_within_a_character(text: str, position: int) -> None:
+    part = Output(name="text", text=text)
+    has_end = position in accumulate((len(character.encode()) for character in text), initial=0)
+    received, resumption = Position({("text", 0): position}), Resumption({("text", 0): position})
+    if has_end or position > length_of(part):
+        assert (received.remainder(part) or Output()).text == text.encode()[position:].decode()
+        return
+    with raises(InternalError, reason="OUTPUT_OUT_OF_ORDER", match=f"{position} is within a character"):
+        received.remainder(part)
+    assert received.counts == {("text", 0): position}, "the receiver must not advance"
+    with raises(InvalidRequestError, reason="INVALID_POSITION", match=f"position {position} is within"):
+        resumption.remainder(part)
+
+
+def test_a_replay_is_cut_at_every_boundary() -> None:
+    ends = list(accumulate((len(character.encode()) for character in TEXT), initial=0))
+    for (first, head), (second, cut) in product(enumerate(ends), repeat=2):
+        received = Position()
+        received.remainder(Output(name="text", text=TEXT[:first]))
+        parts = [Output(name="text", text=TEXT[:second]), Output(name="text", position=cut, text=TEXT[second:])]
+        rests = [rest for part in parts if (rest := received.remainder(part)) is not None]
+        assert "".join(rest.text for rest in rests) == TEXT[first:]
+        assert all(rest.position >= head for rest in rests)
+        assert received.counts["text", 0] == ends[-1]
 
 
 def test_tokens_keep_their_logprobs() -> None:
@@ -80,12 +111,12 @@ def test_text_keeps_the_logprobs_of_the_tokens_that_begin_in_it() -> None:
 
 def test_a_replay_with_other_fragments_gives_each_logprob_once() -> None:
     received = Position()
-    first = _text("abc", (0, 1, 1), position=0)
+    first = _text("aéc", (0, 1, 1), position=0)
     assert received.remainder(first) == first
-    cuts = [(0, "a", [0]), (1, "bcd", [1, 1, 3]), (4, "e", [4])]
+    cuts = [(0, "a", [0]), (1, "éc🙂", [1, 1, 4]), (8, "e", [8])]
     rest = [received.remainder(_text(text, positions, position=begin)) for begin, text, positions in cuts]
     found = [(each.text, [token.position for token in each.logprobs]) for each in rest if each]
-    assert found == [("d", [3]), ("e", [4])]
+    assert found == [("🙂", [4]), ("e", [8])]
 
 
 @pytest.mark.parametrize("channels", [0, 2])
@@ -121,13 +152,20 @@ def test_a_tensor_with_a_wrong_size_is_not_cut() -> None:
         after(whole, 1)
 
 
+def test_a_damaged_part_is_not_another_text() -> None:
+    whole = _audio(5)
+    whole.audio.samples.shape[:] = [6]
+    with pytest.raises(InvalidChunkError, match="24 bytes"):
+        Position({("audio", 0): 5}).remainder(whole)
+
+
 def test_the_end_of_an_output_remains() -> None:
     finish = Finish(reason=FINISH_REASON_LENGTH)
     rest = after(Output(name="text", text="abc", finish=finish), 3)
     assert rest == Output(name="text", position=3, finish=finish)
 
 
-TEXT = "Zoë sagt: 🙂 e\u0301!"
+TEXT = "Zoë: 🙂 e\u0301 5 € 👩\u200d🚀!"
 TOKENS = tuple(range(17))
 SAMPLES = np.linspace(-1, 1, 23, dtype=np.float32)
 ROWS = np.arange(26, dtype=np.int16).reshape(13, 2)

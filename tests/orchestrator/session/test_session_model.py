@@ -22,7 +22,7 @@ from tests.orchestrator.session.fake_runner import Chat, SteeredRequest, chattin
 from tests.orchestrator.session.scripts import ECHO, SPEAK, STREAM
 
 _T = TypeVar("_T")
-WORDS = st.text("ab ", min_size=1, max_size=8)
+WORDS = st.text("aé🙂 ", min_size=1, max_size=8)
 TURNS = st.integers(0, 6)
 
 
@@ -120,7 +120,7 @@ class SessionModel(RuleBasedStateMachine):
     @rule()
     def attach_again(self) -> None:
         oldest = next(turn for turn in range(1, 1000) if turn not in self.answers)
-        position = orchestrator_pb2.OutputPosition(name="text", position=len(self.texts.get(oldest, "")))
+        position = orchestrator_pb2.OutputPosition(name="text", position=len(self.texts.get(oldest, "").encode()))
         fields = {"linger_s": 60, "turn": oldest, "next_positions": [position]}
         self.call(lambda: self.chat.attach(is_known=True, **fields))
 
@@ -184,7 +184,7 @@ class SessionModel(RuleBasedStateMachine):
             case "generated" if (output := event.generated.output).text:
                 assert turn not in self.interrupted, "an output follows its interruption"
                 assert turn not in self.answers, "an output follows the end of its turn"
-                assert output.position == len(self.texts.get(turn, "")), "an output is missing or repeated"
+                assert output.position == len(self.texts.get(turn, "").encode()), "an output is missing or repeated"
                 self.texts[turn] = self.texts.get(turn, "") + output.text
             case "rejected":
                 self.rejected.add(event.rejected.seq)
@@ -193,7 +193,7 @@ class SessionModel(RuleBasedStateMachine):
             case "interrupted":
                 self.interrupted.add(turn)
                 sent = {each.name: each.position for each in event.interrupted.positions}
-                assert sent.get("text", 0) == len(self.texts.get(turn, ""))
+                assert sent.get("text", 0) == len(self.texts.get(turn, "").encode())
             case "ended" if turn not in self.answers:
                 self.answers[turn] = event.ended.answer
                 assert event.ended.answer == self.texts.get(turn, ""), "the answer is not the text that was sent"

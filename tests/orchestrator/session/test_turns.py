@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.common.errors import OverloadedError
+from stagemesh.common.errors import InvalidRequestError, OverloadedError
 from stagemesh.common.requests.request_checks import read_samples
 from stagemesh.common.requests.turn_content import PromptInput, shorten
 from stagemesh.common.wire.tensors import inline_tensor
@@ -15,6 +15,7 @@ from stagemesh.orchestrator.session.turn_input import Credit
 from stagemesh.orchestrator.session.turns import Transcript, TranscriptTurn, restored_turn
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 from tests.orchestrator.session.fake_runner import Chat, chatting, settle
+from tests.rpc.call_errors import raises
 
 RATE_HZ = 1000
 Piece = orchestrator_pb2.InputAppend
@@ -155,6 +156,67 @@ async def test_a_truncation_never_lengthens_an_answer(chat: Chat) -> None:
         chat.send(truncate={"turn": 1, "positions": [{"name": "text", "position": position}]})
     await settle()
     assert [each.truncated.answer for each in chat.received if each.HasField("truncated")] == ["one", "one"]
+
+
+ANSWER = "Zoë 🙂 e\u0301 €"
+
+
+@pytest.mark.parametrize("restored", [False, True])
+async def test_a_text_is_cut_at_bytes_between_characters(chat: Chat, restored: bool) -> None:
+    if restored:
+        message = request_pb2.Message(role=request_pb2.ROLE_ASSISTANT, content=ANSWER)
+        chat.send(seq=0, restore=orchestrator_pb2.TurnRestore(turn=1, messages=[message]))
+    else:
+        await chat.turn(1, "hello", ANSWER)
+    for position in range(len(ANSWER.encode()), -1, -1):
+        chat.send(truncate={"turn": 1, "positions": [{"name": "text", "position": position}]})
+        await settle()
+        heard = ANSWER.encode()[:position].decode(errors="ignore")
+        if len(heard.encode()) == position:
+            assert chat.last("truncated").truncated.answer == heard
+        else:
+            assert await chat.rejection() == "INVALID_POSITION"
+
+
+async def test_an_interruption_states_and_keeps_what_was_sent_in_bytes(chat: Chat) -> None:
+    chat.commit("hello")
+    chat.request(1).emit("Zoë ")
+    chat.request(1).emit("🙂")
+    await settle()
+    chat.send(interrupt={})
+    chat.commit("more")
+    await settle()
+    (sent,) = chat.last("interrupted").interrupted.positions
+    assert (sent.position, chat.prompt(2)) == (9, ["hello", "Zoë 🙂", "more"])
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["running", "ended"])
+async def test_a_client_within_a_character_is_rejected_and_loses_nothing(chat: Chat, ended: bool) -> None:
+    chat.commit("hello")
+    chat.request(1).emit("Zoë")
+    await settle()
+    await chat.leave()
+    chat.request(1).emit("🙂")
+    if ended:
+        chat.request(1).end()
+        await settle()
+    for position in (3, 6):
+        positions = [{"name": "text", "position": position}]
+        with raises(InvalidRequestError, reason="INVALID_POSITION"):
+            await chat.reattach(linger_s=60, turn=1, next_positions=positions)
+            await settle()
+            raise chat.error or AssertionError("the call must end with an error")
+        # A running answer reaches the position only later.
+        assert chat.session.is_attached is not ended
+        if not ended:
+            await chat.leave()
+    await chat.reattach(linger_s=60, turn=1, next_positions=[{"name": "text", "position": 4}])
+    if not ended:
+        chat.request(1).end()
+        await settle()
+    assert [each.generated.output.text for each in chat.received if each.generated.output.text] == ["🙂"]
+    assert chat.last("ended").ended.answer == "Zoë🙂"
+    assert not chat.last("ended").ended.HasField("error")
 
 
 @pytest.mark.parametrize("answered", [False, True])

@@ -116,7 +116,7 @@ def _stage_columns(now: "admin_pb2.WatchPipelineResponse", seconds: float) -> Se
         Column("stage", lambda pair: pair[0].name),
         *(_current(column) for column in (*views.STAGE_WORK, *views.scaling_signals(now.stages))),
         _rate_column("outputs/s", "outputs", seconds, _rate),
-        _rate_column("steps/s", "steps", seconds, _rate),
+        _rate_column("steps/s", "engine_steps", seconds, _rate),
         _rate_column("done/s", "finished", seconds, _rate),
         number("failed", lambda pair: pair[0].failed),
         number("arena", lambda pair: views.arena(pair[0])),

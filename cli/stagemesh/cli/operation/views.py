@@ -201,7 +201,7 @@ def _of_choice(text: str, index: int) -> str:
 
 
 def _step_count(step: Any) -> str:
-    return f"{step.steps:,}" + (f" of {step.total_steps}" if step.HasField("total_steps") else "")
+    return f"{step.engine_steps:,}" + (f" of {step.total_engine_steps}" if step.HasField("total_engine_steps") else "")
 
 
 def _step_state(step: Any) -> Cell:
@@ -272,7 +272,11 @@ def _step_moments(step: "admin_pb2.StepStatus") -> Iterator[Moment]:
         yield Moment(step.sent_s, source, "was sent the step")
     if step.HasField("accepted_s"):
         queued = f", {step.queue_position} before it in the queue" if step.queue_position else ""
-        resumed = f" and resumes after engine step {step.resumed_steps:,}" if step.HasField("resumed_steps") else ""
+        resumed = (
+            f" and resumes after engine step {step.resumed_engine_steps:,}"
+            if step.HasField("resumed_engine_steps")
+            else ""
+        )
         yield Moment(step.accepted_s, source, f"accepted the step{resumed}{queued}")
     for each in step.rebindings:
         yield Moment(each.at_s, source, f"was connected to another replica on {' and '.join(each.edges)}")
@@ -280,8 +284,10 @@ def _step_moments(step: "admin_pb2.StepStatus") -> Iterator[Moment]:
         yield Moment(step.first_output_s, source, "sent its first output")
     if step.HasField("ended_s"):
         yield Moment(step.ended_s, source, _ending(step))
-    elif step.HasField("last_event_s") and step.outputs + step.steps:
-        yield Moment(step.last_event_s, source, f"last report: {step.outputs:,} outputs, {step.steps:,} engine steps")
+    elif step.HasField("last_event_s") and step.outputs + step.engine_steps:
+        yield Moment(
+            step.last_event_s, source, f"last report: {step.outputs:,} outputs, {step.engine_steps:,} engine steps"
+        )
 
 
 def _ending(step: "admin_pb2.StepStatus") -> str:
@@ -295,7 +301,7 @@ def _ending(step: "admin_pb2.StepStatus") -> str:
         f"; sent {edge.chunks:,} chunks ({size(edge.size_bytes)}) on {edge.edge} by {connector_name(edge.connector)}"
         for edge in step.finished.edges
     )
-    return f"finished: {step.outputs:,} outputs, {step.steps:,} engine steps{sent}"
+    return f"finished: {step.outputs:,} outputs, {step.engine_steps:,} engine steps{sent}"
 
 
 Values: TypeAlias = Mapping[str, Any]

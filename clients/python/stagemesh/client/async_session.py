@@ -153,7 +153,7 @@ class AsyncSession(BaseSession):
 
         - `turn` is the newest turn that was answered. It is the default.
         - `audio_s` is the playing time of the heard audio in seconds.
-        - `positions` is how much of each output was heard, by name: code points of a text, samples of an audio. By
+        - `positions` is how much of each output was heard, by name: bytes of a text in UTF-8, samples of an audio. By
           default, it is what the program has received by iteration.
 
         Raises NotReadyError for any other turn, and InvalidRequestError (BEYOND_OUTPUT) for more than was sent.

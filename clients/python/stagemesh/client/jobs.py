@@ -92,9 +92,9 @@ class Job:
         """
         if self.state == "succeeded":
             return 1.0
-        known = [each for each in self.progress if each.total_steps]
-        total = sum(each.total_steps or 0 for each in known)
-        return min(1.0, sum(each.steps for each in known) / total) if total else None
+        known = [each for each in self.progress if each.total_engine_steps]
+        total = sum(each.total_engine_steps or 0 for each in known)
+        return min(1.0, sum(each.engine_steps for each in known) / total) if total else None
 
 
 class AsyncJobs:

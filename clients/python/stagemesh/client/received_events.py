@@ -253,9 +253,9 @@ class ClientPosition:
                 self._request.parameters.seed = event.seed
             case Progress():
                 key = event.stage, event.index
-                is_new = not self._request.earlier_calls or event.steps > self._steps[key]
+                is_new = not self._request.earlier_calls or event.engine_steps > self._steps[key]
                 if is_new:
-                    self._steps[key] = event.steps
+                    self._steps[key] = event.engine_steps
                 return is_new
             case Finished():
                 # An orchestrator repeats it if the connection broke after it.

@@ -59,14 +59,14 @@ class Admitted(RequestEvent):
 
 @dataclass(frozen=True)
 class Progress(RequestEvent):
-    """An event: a stage has completed `steps` engine steps.
+    """An event: a stage has completed `engine_steps` steps of its engine.
 
-    `total_steps` is None if the stage cannot determine the total number in advance.
+    `total_engine_steps` is None if the stage cannot determine the total number in advance.
     """
 
     stage: str
-    steps: int
-    total_steps: int | None
+    engine_steps: int
+    total_engine_steps: int | None
     index: int = 0
 
 
@@ -97,7 +97,7 @@ class TokenLogprobs:
     sampled: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
     position: int = 0
-    """The position of the token's text in the stage's whole text, in code points."""
+    """The position of the token's text in the stage's whole text, in bytes of UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Usage:
 
     prompt_tokens: int
     output_tokens: int
-    steps: int
+    engine_steps: int
     cached_tokens: int = 0
     media_tokens: int = 0
     audio_s: float = 0.0

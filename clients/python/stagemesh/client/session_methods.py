@@ -24,6 +24,7 @@ from stagemesh.client.session_turns import (
     TurnTruncated,
 )
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError
+from stagemesh.common.requests.output_position import text_until
 from stagemesh.v1 import orchestrator_pb2
 from stagemesh.v1.orchestrator_pb2 import ConverseRequest, InputAppend, SessionOpen
 
@@ -103,7 +104,10 @@ class SessionMethods:
     def truncate(
         self, turn: int | None, *, audio_s: float | None, positions: Mapping[str, int] | None
     ) -> Steps[TurnTruncated]:
-        """Shortens the answer to a turn in the transcript. Returns when it is confirmed."""
+        """Shortens the answer to a turn in the transcript. Returns when it is confirmed.
+
+        Raises InvalidRequestError (INVALID_POSITION) if a position is within a character of the text.
+        """
         number = self._state.newest if turn is None else turn
         answer = self._state.known(number)
         if answer is not None and answer.is_stopped:
@@ -112,6 +116,8 @@ class SessionMethods:
             positions = self._heard(answer, audio_s)
         event = orchestrator_pb2.TurnTruncate(turn=number)
         for name, position in positions.items():
+            if answer is not None:
+                text_until(answer.text(name), position)
             event.positions.add(name=name, position=position)
         truncated = yield from self._send(ConverseRequest(truncate=event))
         assert isinstance(truncated, TurnTruncated), "TurnTruncated confirms a truncation"

@@ -9,7 +9,7 @@ from stagemesh.client.requests import check_size
 from stagemesh.client.responses import AudioChunk, Event, Text
 from stagemesh.client.retries import RetryPolicy
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.requests.output_position import length_of
+from stagemesh.common.requests.output_position import length_of, text_until
 from stagemesh.common.requests.turn_content import PromptInput, shorten
 from stagemesh.v1 import request_pb2
 from stagemesh.v1.orchestrator_pb2 import ConverseRequest, ConverseResponse, GenerateRequest, InputAppend, TurnRestore
@@ -57,7 +57,7 @@ class TurnInterrupted:
     detected: bool
     """Whether the user's speech has interrupted the answer."""
     positions: Mapping[str, int]
-    """How much of each output was sent: code points, tokens, samples, images, bytes, files or rows."""
+    """How much of each output was sent: bytes of a text or a file, tokens, samples, images, files or rows."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class ClientTranscript:
         `output` is the output whose text is the answer. `sent` is how much of each output was sent.
         """
         if output in positions:
-            return self.answer[: positions[output]]
+            return text_until(self.answer, positions[output])
         shares = (position / sent[name] for name, position in positions.items() if sent.get(name))
         return shorten(self.answer, length=round(len(self.answer) * min(1.0, next(shares, 1.0))))
 

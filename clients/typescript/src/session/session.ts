@@ -20,6 +20,7 @@ import { mayCallAgain, Pauses } from "../retries.js";
 import type { SentEvent } from "./event_log.js";
 import { type Content, piecesOf } from "./pieces.js";
 import { type Answer, type SessionEvent, SessionState } from "./state.js";
+import { textUntil } from "./transcript.js";
 
 /** The fields of a SessionOpen that a caller sets. The session itself sets those for opening it again. */
 export type SessionInput = DeepPartial<SessionOpen>;
@@ -136,7 +137,7 @@ export class Session implements AsyncIterable<SessionEvent> {
   /**
    * Shortens the answer to a turn in the transcript, by default the newest one, to what the user has heard. By default,
    * that is what the program has read. Later turns contain only that. Throws StagemeshError for an older turn, and
-   * for more than was sent (BEYOND_OUTPUT).
+   * for more than was sent (BEYOND_OUTPUT), and for a position within a character of a text (INVALID_POSITION).
    */
   async truncate(heard: Heard = {}, turn = this.#state.newest): Promise<TurnTruncated> {
     if (this.#state.known(turn)?.isStopped) await this.#until(() => !this.#state.turns.has(turn));
@@ -310,7 +311,10 @@ export class Session implements AsyncIterable<SessionEvent> {
   #positionsOf({ audioS, positions }: Heard, turn: bigint): OutputPosition[] {
     const answer = this.#state.known(turn);
     if (positions !== undefined) {
-      return Object.entries(positions).map(([name, end]) => OutputPosition.create({ name, position: BigInt(end) }));
+      return Object.entries(positions).map(([name, end]) => {
+        textUntil(answer?.text(name) ?? "", BigInt(end));
+        return OutputPosition.create({ name, position: BigInt(end) });
+      });
     }
     if (audioS !== undefined) {
       if (answer?.audio === undefined) {

@@ -1,3 +1,5 @@
+import { status } from "@grpc/grpc-js";
+import { failure } from "../errors.js";
 import { ConverseRequest, type InputAppend, type OutputPosition, TurnRestore } from "../gen/stagemesh/v1/orchestrator.js";
 import { Message, Role } from "../gen/stagemesh/v1/request.js";
 import { messagesOf } from "./pieces.js";
@@ -31,11 +33,11 @@ export class Transcript {
    * is the answer. `sent` is how much of each output was sent.
    */
   shortened(positions: OutputPosition[], output: string, sent: OutputPosition[]): string {
-    const characters = [...this.answer];
     const exact = positions.find(({ name }) => name === output);
-    if (exact !== undefined) return characters.slice(0, Number(exact.position)).join("");
+    if (exact !== undefined) return textUntil(this.answer, exact.position);
     for (const { name, position } of positions) {
       const whole = sent.find((each) => each.name === name)?.position;
+      const characters = [...this.answer];
       if (whole) return shorten(characters, Math.round(characters.length * Math.min(1, Number(position) / Number(whole))));
     }
     return this.answer;
@@ -45,6 +47,17 @@ export class Transcript {
   events(): ConverseRequest[] {
     return this.#turns.map((value) => ConverseRequest.create({ event: { $case: "restore", value } }));
   }
+}
+
+/** Returns the first `position` bytes of a text in UTF-8. Throws INVALID_POSITION if they end within a character. */
+export function textUntil(text: string, position: bigint): string {
+  const bytes = Buffer.from(text);
+  const end = Math.min(Number(position), bytes.length);
+  if ((bytes[end] ?? 0) >> 6 === 0b10) {
+    const problem = `position ${position} is within a character of the text; use the end of a character`;
+    throw failure(status.INVALID_ARGUMENT, "INVALID_POSITION", problem);
+  }
+  return bytes.toString("utf8", 0, end);
 }
 
 /** Returns the first `length` characters of an answer, without a word that is cut in the middle. */

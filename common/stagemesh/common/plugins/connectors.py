@@ -130,10 +130,10 @@ def shown_name(number: int) -> str:
 def name_of(number: int) -> ConnectorName:
     """Returns the name of the connector whose value in the protobuf enum `Connector` is `number`.
 
-    Returns AUTO if `number` is CONNECTOR_UNSPECIFIED or CONNECTOR_AUTO. Raises InvalidRequestError (UNKNOWN_CONNECTOR)
-    if there is no such connector.
+    Returns AUTO if `number` is CONNECTOR_AUTO. Raises InvalidRequestError (UNKNOWN_CONNECTOR) if there is no such
+    connector.
     """
-    if number in {chunk_pb2.CONNECTOR_UNSPECIFIED, chunk_pb2.CONNECTOR_AUTO}:
+    if number == chunk_pb2.CONNECTOR_AUTO:
         return AUTO
     for descriptor in descriptors().values():
         if descriptor.number == number:

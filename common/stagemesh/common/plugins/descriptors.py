@@ -227,8 +227,8 @@ def differing_fields(reported: signature_pb2.Signature, expected: Signature) -> 
     """Returns the names of the fields in which a reported signature differs from the expected one.
 
     The names of the tensors or options that differ follow the name of their field, for example "emits (audio, text)".
-    Ignores `can_pause` and `can_resume`, which depend on the engine alone, the order of the lists, descriptions, and
-    fields that this process does not know.
+    Ignores `can_pause` and `can_resume`, which depend on the engine alone, the order of the lists, descriptions,
+    further options of the replica, and fields that this process does not know.
     """
     theirs, ours = signature_pb2.Signature(), signature_to_wire(expected)
     theirs.CopyFrom(reported)
@@ -238,7 +238,10 @@ def differing_fields(reported: signature_pb2.Signature, expected: Signature) -> 
     theirs.can_pause = theirs.can_resume = False
     theirs.accepts.sort(key=lambda each: each.spec.name)
     theirs.emits.sort(key=lambda each: each.spec.name)
-    theirs.options.sort(key=lambda each: each.name)
+    # A replica may have further options, which requests cannot set.
+    known = [option for option in theirs.options if option.name in expected.options]
+    theirs.ClearField("options")
+    theirs.options.extend(sorted(known, key=lambda each: each.name))
     pairs = [(field.name, getattr(theirs, field.name), getattr(ours, field.name)) for field in ours.DESCRIPTOR.fields]
     return [
         name if isinstance(our, bool) else f"{name} ({_differing_names(their, our)})"

@@ -1,20 +1,23 @@
 """The position of a receiver: how much of each output of a request the receiver has received, for each choice.
 
 Outputs are replayed if a connection breaks, a stage restarts or a client calls another orchestrator. The parts of the
-replay may have other boundaries. A position therefore counts units: code points of text, tokens, audio samples,
-images, bytes of an encoded file, stored files, or rows of a tensor along its first axis.
+replay may have other boundaries. A position therefore counts units: bytes of text in UTF-8, tokens, audio samples,
+images, bytes of an encoded file, stored files, or rows of a tensor along its first axis. A text is only divided between
+two characters.
 """
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
-from stagemesh.common.errors import InternalError, InvalidChunkError
+from stagemesh.common.errors import InternalError, InvalidChunkError, InvalidRequestError
 from stagemesh.common.wire.tensors import checked_layout, rows_of
 from stagemesh.v1 import request_pb2, tensor_pb2
 
 OutputKey: TypeAlias = tuple[str, int]
 """The name of an output, and the index of the choice to which the output belongs."""
+INVALID_POSITION = "INVALID_POSITION"
+"""The error reason of a position within a character of a text."""
 _INCOMPLETE = (request_pb2.FINISH_REASON_CANCELLED, request_pb2.FINISH_REASON_FAILED)
 _START: Mapping[OutputKey, int] = MappingProxyType({})
 
@@ -36,8 +39,9 @@ class Position:
     def remainder(self, output: request_pb2.Output) -> request_pb2.Output | None:
         """Returns the part of `output` that the receiver does not have yet, or None if it has all of `output`.
 
-        Advances to the end of `output`. Raises InternalError (OUTPUT_OUT_OF_ORDER) if an earlier part is missing, and
-        InvalidChunkError if a tensor's or the audio's number of bytes does not match its shape.
+        Advances to the end of `output`, unless it raises an error. Raises InternalError (OUTPUT_OUT_OF_ORDER) if an
+        earlier part is missing, or if the receiver's position is within a character of `output`, and InvalidChunkError
+        if a tensor's or the audio's number of bytes does not match its shape.
         """
         key = output.name, output.index
         received, end = self.counts.get(key, 0), output.position + length_of(output)
@@ -49,6 +53,13 @@ class Position:
             )
         if key in self.finished:
             return None
+        try:
+            rest = after(output, received - output.position)
+        except InvalidRequestError as exc:
+            if exc.reason != INVALID_POSITION:
+                raise
+            problem = f"output {output.name!r} is repeated with another text, in which {received} is within a character"
+            raise InternalError(f"{problem}; report this as a defect", reason="OUTPUT_OUT_OF_ORDER") from exc
         if end > received:
             self.counts[key] = end
         if output.HasField("finish"):
@@ -58,7 +69,7 @@ class Position:
         elif end <= received and output.WhichOneof("content") and not _continues_image(output, received):
             # A receiver passes on content of an unknown kind, which has no length.
             return None
-        return after(output, received - output.position)
+        return rest
 
 
 def _rows(tensor: tensor_pb2.Tensor) -> int:
@@ -66,7 +77,7 @@ def _rows(tensor: tensor_pb2.Tensor) -> int:
 
 
 _LENGTHS: Mapping[str, Callable[[request_pb2.Output], int]] = {
-    "text": lambda output: len(output.text),
+    "text": lambda output: len(output.text.encode()),
     "token_ids": lambda output: len(output.token_ids.ids),
     "audio": lambda output: _rows(output.audio.samples),
     "image": lambda output: int(output.image.last),
@@ -80,11 +91,24 @@ _LENGTHS: Mapping[str, Callable[[request_pb2.Output], int]] = {
 def length_of(output: request_pb2.Output) -> int:
     """Returns the number of units in a part of an output.
 
-    A unit is a code point of text, a token, an audio sample, a whole image, a byte of an encoded file, a stored file,
-    or a row of a tensor. A part of an image has no length unless it ends the image.
+    A unit is a byte of text in UTF-8, a token, an audio sample, a whole image, a byte of an encoded file, a stored
+    file, or a row of a tensor. A part of an image has no length unless it ends the image.
     """
     kind = output.WhichOneof("content")
     return 0 if kind is None else _LENGTHS[kind](output)
+
+
+def text_until(text: str, length: int, *, begin: int = 0) -> str:
+    """Returns the first `length` bytes of a text in UTF-8. `begin` is the position of the text in its output.
+
+    Raises InvalidRequestError (INVALID_POSITION) if they end within a character.
+    """
+    try:
+        return text.encode()[:length].decode()
+    except UnicodeDecodeError as exc:
+        problem = f"position {begin + length} is within a character; positions in a text count bytes of UTF-8"
+        text = f"{problem}: use the end of the last part that was received"
+        raise InvalidRequestError(text, reason=INVALID_POSITION) from exc
 
 
 def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
@@ -92,8 +116,8 @@ def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
 
     A text keeps the log-probabilities of the tokens that begin in the remaining text.
 
-    `length_of` says what a unit is. Raises InvalidChunkError if a tensor's or the audio's number of bytes does not
-    match its shape.
+    `length_of` says what a unit is. Raises InvalidRequestError (INVALID_POSITION) if the remaining text would begin
+    within a character, and InvalidChunkError if a tensor's or the audio's number of bytes does not match its shape.
     """
     if count <= 0:
         return output
@@ -105,7 +129,7 @@ def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
     # Images and stored files are single units, so one of the returns above has already handled them.
     match output.WhichOneof("content"):
         case "text":
-            rest.text = output.text[count:]
+            rest.text = output.text[len(text_until(output.text, count, begin=output.position)) :]
             rest.logprobs.extend(each for each in output.logprobs if each.position >= rest.position)
         case "token_ids":
             rest.token_ids.ids.extend(output.token_ids.ids[count:])

@@ -93,7 +93,8 @@ def parse_message(message: type[_MessageT], data: bytes, *, max_fields: int) -> 
         return message.FromString(data)
     except DecodeError as exc:
         raise InvalidRequestError(
-            f"a message is not a valid {message.DESCRIPTOR.name}; send the messages of the protos",
+            f"a message is not a valid {message.DESCRIPTOR.name}: it is damaged, or a string in it is not UTF-8; send "
+            "the messages of the protos",
             reason="MALFORMED_MESSAGE",
         ) from exc
 

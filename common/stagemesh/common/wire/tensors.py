@@ -23,11 +23,16 @@ DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "int16": np.dtype("<i2"),
     "int32": np.dtype("<i4"),
     "int64": np.dtype("<i8"),
+    "uint32": np.dtype("<u4"),
+    "uint64": np.dtype("<u8"),
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
+    "complex64": np.dtype("<c8"),
+    "complex128": np.dtype("<c16"),
 }
+"""The element types that can be sent and received. numpy has no float8, and the bits of bfloat16 are in its uint16."""
 FLOAT = "float"
 """Any floating-point dtype, in a `TensorSpec`."""
 HANDOVER = "handover"
@@ -38,7 +43,7 @@ MAX_DIMENSIONS = 16
 _WIRE_NAMES: Mapping[int, str] = {
     number: name.removeprefix("DATA_TYPE_").lower()
     for name, number in tensor_pb2.DataType.items()
-    if name != "DATA_TYPE_UNSPECIFIED"
+    if name.removeprefix("DATA_TYPE_").lower() in DTYPES
 }
 _NAME_BY_DTYPE: Mapping[np.dtype[np.generic], str] = {dtype: name for name, dtype in DTYPES.items()}
 _KIND = re.compile(r"(?=.{1,64}$)[a-z0-9_]+([.-][a-z0-9_]+)*")
@@ -148,7 +153,7 @@ def checked_layout(message: tensor_pb2.Tensor, *, size_bytes: int) -> tuple[np.d
     """
     name = _WIRE_NAMES.get(message.dtype)
     if name is None:
-        raise InvalidChunkError(f"tensor {message.name!r} has the unknown dtype {message.dtype}")
+        raise InvalidChunkError(f"tensor {message.name!r} has dtype {message.dtype}, which is not supported here")
     shape, dtype = tuple(message.shape), DTYPES[name]
     is_countable = math.prod(filter(None, shape)) * dtype.itemsize <= sys.maxsize  # also of a tensor without elements
     if len(shape) > MAX_DIMENSIONS or (shape and min(shape) < 0) or not is_countable:

@@ -8,7 +8,7 @@ import numpy as np
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.wire.chunk_sizes import FramesPolicy, WholePolicy
 from stagemesh.common.wire.tensors import Array
-from stagemesh.connectors.packets import MetadataValue, Packet
+from stagemesh.connectors.packets import CONTEXT, TOKEN_START, MetadataValue, Packet
 
 
 class Chunker:
@@ -77,7 +77,7 @@ class Chunker:
             for name, tensor in chunk.tensors.items()
         }
         self._context = {name: tensor[-self._policy.left_context_frames :] for name, tensor in tensors.items()}
-        metadata: Mapping[str, MetadataValue] = {**chunk.metadata, "context_frames": context}
+        metadata: Mapping[str, MetadataValue] = {**_moved(chunk.metadata, -context), CONTEXT: context}
         return Packet(tensors, metadata)
 
 
@@ -97,8 +97,17 @@ def _join(packets: list[Packet]) -> Packet:
         raise InvalidChunkError("packets that are joined into one chunk must have the same tensors")
     tensors = {name: np.concatenate([packet.tensors[name] for packet in packets]) for name in names}
     metadata = {key: value for packet in packets for key, value in packet.metadata.items()}
+    if TOKEN_START in packets[0].metadata:
+        metadata[TOKEN_START] = packets[0].metadata[TOKEN_START]
     return Packet(tensors, metadata)
 
 
 def _slice(packet: Packet, start: int, end: int) -> Packet:
-    return Packet({name: tensor[start:end] for name, tensor in packet.tensors.items()}, packet.metadata)
+    tensors = {name: tensor[start:end] for name, tensor in packet.tensors.items()}
+    return Packet(tensors, _moved(packet.metadata, start))
+
+
+def _moved(metadata: Mapping[str, MetadataValue], rows: int) -> Mapping[str, MetadataValue]:
+    """Returns the metadata of a packet that begins this number of rows later."""
+    token = metadata.get(TOKEN_START)
+    return {**metadata, TOKEN_START: token + rows} if isinstance(token, int) and rows else metadata

@@ -2,7 +2,10 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
+
+WINDOW_CHUNKS = 4096
+"""The number of unread chunks that a producer may send. Their descriptions take memory in addition to their bytes."""
 
 _Flow = TypeVar("_Flow")
 
@@ -59,10 +62,19 @@ class ReadyQueue(Generic[_Flow]):
         self._pull()
 
 
-class Credit:
-    """The number of payload bytes that one producer may send.
+class CreditLimit(NamedTuple):
+    """How much a producer may send, counted from the flow's first chunk."""
 
-    The limit is cumulative: it includes all bytes since the flow's first chunk.
+    size_bytes: int
+    """The payload bytes of data chunks."""
+    chunks: int
+    """The number of data chunks."""
+
+
+class Credit:
+    """The number of payload bytes and of chunks that one producer may send.
+
+    The limits are cumulative: they include everything since the flow's first chunk.
     """
 
     def __init__(self, window_bytes: int, *, max_chunk_bytes: int) -> None:
@@ -71,8 +83,10 @@ class Credit:
         A chunk that is larger than both `max_chunk_bytes` and `window_bytes` never receives credit.
         """
         self.max_chunk_bytes = max(max_chunk_bytes, window_bytes)
-        self.limit_bytes = self._window_bytes = self._reported_bytes = window_bytes
+        self.limit_bytes = self.window_bytes = self._reported_bytes = window_bytes
         self.received_bytes = self._consumed_bytes = self._demanded_bytes = 0
+        self.limit_chunks = self._reported_chunks = WINDOW_CHUNKS
+        self._consumed_chunks = 0
 
     @property
     def available_bytes(self) -> int:
@@ -80,14 +94,21 @@ class Credit:
         return max(0, self.limit_bytes - self.received_bytes)
 
     def consume(self, size_bytes: int) -> bool:
-        """Counts `size_bytes` bytes as read. Returns whether the credit limit has risen.
+        """Counts a chunk of `size_bytes` bytes as read. Returns whether a credit limit has risen.
 
-        The limit rises in steps of at least a quarter of the credit window, so a chunk of at most half the window
+        The limits rise in steps of at least a quarter of the credit window, so a chunk of at most half the window
         receives credit when all received bytes have been read. If a demand is pending at that time, the limit rises
         far enough for the demanded chunk.
         """
         self._consumed_bytes += size_bytes
-        limit_bytes, step_bytes = self._consumed_bytes + self._window_bytes, max(1, self._window_bytes // 4)
+        self._consumed_chunks += 1
+        is_raised = self._consumed_chunks + WINDOW_CHUNKS - self.limit_chunks >= WINDOW_CHUNKS // 4
+        if is_raised:
+            self.limit_chunks = self._consumed_chunks + WINDOW_CHUNKS
+        return self._raise_bytes() or is_raised
+
+    def _raise_bytes(self) -> bool:
+        limit_bytes, step_bytes = self._consumed_bytes + self.window_bytes, max(1, self.window_bytes // 4)
         if self._demanded_bytes and self._consumed_bytes == self.received_bytes:
             limit_bytes, step_bytes = max(limit_bytes, self.received_bytes + self._demanded_bytes), 1
             self._demanded_bytes = 0
@@ -102,11 +123,11 @@ class Credit:
         Otherwise, the credit is granted when all received bytes have been read.
         """
         self._demanded_bytes = size_bytes
-        return self.consume(0)
+        return self._raise_bytes()
 
-    def report(self) -> int:
-        """Returns the credit limit in bytes if the limit has risen since the last call. Otherwise, returns 0."""
-        if self.limit_bytes <= self._reported_bytes:
-            return 0
-        self._reported_bytes = self.limit_bytes
-        return self.limit_bytes
+    def report(self) -> tuple[int | None, int | None]:
+        """Returns the credit limits in bytes and in chunks, each None if it has not risen since the last call."""
+        size_bytes = self.limit_bytes if self.limit_bytes > self._reported_bytes else None
+        chunks = self.limit_chunks if self.limit_chunks > self._reported_chunks else None
+        self._reported_bytes, self._reported_chunks = self.limit_bytes, self.limit_chunks
+        return size_bytes, chunks

@@ -13,7 +13,7 @@ from stagemesh.connectors import peer_timeouts, wire
 from stagemesh.connectors.base import MemoryAccount
 from stagemesh.connectors.flow.flow_control import Credit, ReadyQueue
 from stagemesh.connectors.flow.received_rows import PacketQueue
-from stagemesh.connectors.packets import EdgeKey, Packet
+from stagemesh.connectors.packets import EdgeKey, FirstRows, Packet
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
@@ -173,6 +173,8 @@ class InletAttempt:
             credit_limit_bytes=self._credit.limit_bytes,
             connector=number_of(self.connector),
             opening=opening,
+            window_bytes=self._credit.window_bytes,
+            credit_limit_chunks=self._credit.limit_chunks,
         )
         self._reply(stage_pb2.PutReply(opened=opened))
 
@@ -213,17 +215,21 @@ class InletAttempt:
             response.replies.extend(self._replies)
             self._replies.clear()
         # A closed attempt also acknowledges, because the producer of an aborted flow waits for nothing else.
-        limit_bytes = self._credit.report()
+        limit_bytes, limit_chunks = self._credit.report()
         if self.next_seq > self._reported_seq:
             ack = response.replies.add().ack
             ack.key.CopyFrom(self.wire_key)
             ack.next_seq = self._reported_seq = self.next_seq
-            if limit_bytes:
-                ack.credit_limit_bytes = limit_bytes
-        elif limit_bytes:
-            credit = response.replies.add().credit
-            credit.key.CopyFrom(self.wire_key)
-            credit.credit_limit_bytes = limit_bytes
+            grant: stage_pb2.ChunkAck | stage_pb2.CreditGrant = ack
+        elif limit_bytes is not None or limit_chunks is not None:
+            grant = response.replies.add().credit
+            grant.key.CopyFrom(self.wire_key)
+        else:
+            return
+        if limit_bytes is not None:
+            grant.credit_limit_bytes = limit_bytes
+        if limit_chunks is not None:
+            grant.credit_limit_chunks = limit_chunks
 
     def lost_error(self) -> UnavailableError:
         return UnavailableError(
@@ -249,8 +255,8 @@ class InletAttempt:
         self.fail(error)
 
     def check_credit(self, size_bytes: int, *, overhead_bytes: int = 0) -> None:
-        """Raises InvalidChunkError (CREDIT_EXCEEDED) if `size_bytes` exceeds the producer's remaining credit, or if the
-        unread chunks would take more memory than `wire.MAX_OVERHEAD_BYTES` in addition to their payload.
+        """Raises InvalidChunkError (CREDIT_EXCEEDED) if the next chunk exceeds the producer's remaining credit, or if
+        the unread chunks would take more memory than `wire.MAX_OVERHEAD_BYTES` in addition to their payload.
         """
         if self._overhead_bytes + overhead_bytes > wire.MAX_OVERHEAD_BYTES:
             raise InvalidChunkError(
@@ -258,10 +264,10 @@ class InletAttempt:
                 "to their payload; send fewer, larger chunks",
                 reason="CREDIT_EXCEEDED",
             )
-        if size_bytes > self.credit_bytes:
+        if size_bytes > self.credit_bytes or self._due_seq >= self._credit.limit_chunks:
             raise InvalidChunkError(
-                f"chunk {self.next_seq} of edge {self.key.edge} has {size_bytes} bytes, "
-                f"but only {self.credit_bytes} were granted",
+                f"chunk {self._due_seq} of edge {self.key.edge} has {size_bytes} bytes, but only {self.credit_bytes} "
+                f"bytes and the chunks before {self._credit.limit_chunks} were granted",
                 reason="CREDIT_EXCEEDED",
             )
 
@@ -288,30 +294,34 @@ class InletAttempt:
 
         Raises InvalidChunkError (SEQUENCE_GAP) if an earlier chunk is missing.
         """
-        due = self.next_seq + len(self._arriving)
+        due = self._due_seq
         if seq > due or (self.phase is Phase.ENDED and seq == due):
             raise InvalidChunkError(
                 f"chunk {seq} of edge {self.key.edge} arrived when {due} was due", reason="SEQUENCE_GAP"
             )
         return seq == due
 
-    def deliver(self, packet: Packet, *, overhead_bytes: int) -> None:
+    def deliver(self, packet: Packet, *, first_rows: FirstRows, overhead_bytes: int) -> None:
         """Accepts the next data chunk, after all earlier chunks.
 
         The caller must have checked the chunk's number and credit. `overhead_bytes` is the memory that the chunk takes
         in addition to its payload.
         """
-        self._deliver(lambda: self._accept(packet, overhead_bytes), packet.size_bytes, overhead_bytes)
+        self._deliver(lambda: self._accept(packet, first_rows, overhead_bytes), packet.size_bytes, overhead_bytes)
 
-    def deliver_later(self, transfer: asyncio.Task[Packet], *, size_bytes: int, overhead_bytes: int) -> None:
+    def deliver_later(
+        self, transfer: asyncio.Task[Packet], *, size_bytes: int, first_rows: FirstRows, overhead_bytes: int
+    ) -> None:
         """Accepts the next data chunk when `transfer` has fetched the chunk's bytes.
 
         Later chunks are accepted after this chunk. `size_bytes` is the chunk's number of payload bytes.
         """
         self._count_received(size_bytes, overhead_bytes)
-        self._arriving.append(
-            _Arrival(size_bytes, overhead_bytes, lambda: self._accept(transfer.result(), overhead_bytes), transfer)
-        )
+
+        def accept() -> None:
+            self._accept(transfer.result(), first_rows, overhead_bytes)
+
+        self._arriving.append(_Arrival(size_bytes, overhead_bytes, accept, transfer))
         transfer.add_done_callback(lambda _: self._accept_arrived())
 
     def deliver_end(self, end: chunk_pb2.ChunkEnd) -> None:
@@ -328,6 +338,11 @@ class InletAttempt:
         self._deliver(lambda: self.fail(located))
 
     # -- inner workings
+
+    @property
+    def _due_seq(self) -> int:
+        """The number of the chunk that must arrive next. Chunks before it may still be fetched."""
+        return self.next_seq + len(self._arriving)
 
     def _deliver(self, accept: Callable[[], None], size_bytes: int = 0, overhead_bytes: int = 0) -> None:
         """Accepts the next message by calling `accept`, either now or as soon as all earlier chunks have been accepted.
@@ -346,14 +361,17 @@ class InletAttempt:
         self._credit.received_bytes += size_bytes
         self._overhead_bytes += overhead_bytes
 
-    def _accept(self, packet: Packet, overhead_bytes: int) -> None:
+    def _accept(self, packet: Packet, first_rows: FirstRows, overhead_bytes: int) -> None:
         consume = partial(self.consume, packet.size_bytes, overhead_bytes)
-        self._shape = shape = wire.shape_of(packet, last=self._shape)
+        shape = wire.shape_of(packet, last=self._shape)
+        if shape is not self._shape and not self.is_discarding:
+            self.packets.check(packet)
+        self._shape = shape
         self._digest.add(shape)
         if self.is_discarding:
             consume()
         elif self.error is None and not self.is_closed:
-            self.packets.accept(packet, consume)
+            self.packets.accept(packet, first_rows, consume)
 
     def _accept_end(self, end: chunk_pb2.ChunkEnd) -> None:
         expected = self._digest.end()

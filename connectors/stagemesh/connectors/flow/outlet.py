@@ -6,20 +6,21 @@ consumer.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import copy
+from types import MappingProxyType
 from typing import TypeAlias
 
 from stagemesh.common.errors import CancelledRequestError, NotReadyError, StagemeshError
 from stagemesh.common.plugins.connectors import GRPC, ConnectorName, number_of
-from stagemesh.common.wire.chunk_sizes import ChunkPolicy, StepPolicy
+from stagemesh.common.wire.chunk_sizes import ChunkPolicy, FramesPolicy, StepPolicy
 from stagemesh.connectors import wire
 from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.base import ArenaRange, MemoryAccount
 from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase
 from stagemesh.connectors.flow.sent_chunks import Retention, SentChunk, SentChunks
-from stagemesh.connectors.packets import EdgeKey, OfferedTicket, Packet, Transform
+from stagemesh.connectors.packets import CONTEXT, EdgeKey, OfferedTicket, Packet, RowCounter, Transform
 from stagemesh.connectors.peer_timeouts import is_recoverable
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.v1 import chunk_pb2, control_pb2, request_pb2
@@ -27,6 +28,7 @@ from stagemesh.v1 import chunk_pb2, control_pb2, request_pb2
 BULK_BYTES = 256 << 10
 """The chunk size, in bytes, above which a flow uses the bulk stream. Applies only to chunks sent as fragments."""
 _NOWHERE = ArenaRange(0, 0, 0)
+NO_ROWS: Mapping[str, int] = MappingProxyType({})
 
 Select: TypeAlias = Callable[[Packet], Packet | None]
 """A function that selects the part of a packet that an outlet sends. Returns None if the outlet sends nothing."""
@@ -48,11 +50,13 @@ class Outlet:
         policy: ChunkPolicy,
         retention: Retention,
         rebind_s: float = 0.0,
+        first_rows: Mapping[str, int] = NO_ROWS,
     ) -> None:
         """Creates the flow's first attempt, which transfers the chunks over `connector`.
 
         `policy` cuts the packets into chunks. The chunks are written into the arena of `retention`. 0 for `rebind_s`
-        means that no other consumer can replace the first consumer.
+        means that no other consumer can replace the first consumer. `first_rows` is the number of rows of each tensor
+        that an earlier attempt of the producer has sent, by name.
         """
         self.chunks = SentChunks(retention)
         self.transform: Transform | None = None
@@ -60,9 +64,11 @@ class Outlet:
         self.is_over = False
         """Whether the flow has ended, so that no consumer can receive further data."""
         self._chunker = None if isinstance(policy, StepPolicy) else Chunker(policy)
+        self._has_context = isinstance(policy, FramesPolicy) and policy.left_context_frames > 0
         self._arena, self._account = retention.arena, MemoryAccount()
         self._rebind_s = rebind_s
         self._digest = wire.FlowDigest()
+        self._rows = RowCounter(first_rows)
         self._shape: wire.PacketShape | None = None
         self._error: StagemeshError | None = None
         self._cut_timer: asyncio.TimerHandle | None = None
@@ -95,7 +101,7 @@ class Outlet:
             chunks=chunks.next_seq,
             waiting_chunks=len(chunks.unacked),
             waiting_bytes=sum(sent.size_bytes for sent in chunks.unacked),
-            credit_bytes=max(0, attempt.limit_bytes - chunks.sent_bytes),
+            credit_bytes=max(0, attempt.credit.size_bytes - chunks.sent_bytes),
             wanted_bytes=chunks.wanted_bytes,
             ended=chunks.ended,
             handed_over_bytes=chunks.handed_over_bytes,
@@ -107,8 +113,9 @@ class Outlet:
         return self.attempt.phase is Phase.FAILED
 
     def has_credit(self, size_bytes: int) -> bool:
-        """Returns whether the consumer's remaining credit is at least `size_bytes` payload bytes."""
-        return self.chunks.sent_bytes + size_bytes <= self.attempt.limit_bytes
+        """Returns whether the consumer's remaining credit suffices for a chunk of `size_bytes` payload bytes."""
+        chunks, credit = self.chunks, self.attempt.credit
+        return chunks.sent_bytes + size_bytes <= credit.size_bytes and chunks.next_seq < credit.chunks
 
     async def send(self, packet: Packet) -> None:
         """Sends a packet. Waits for credit and for free arena memory, but does not wait for the delivery.
@@ -149,7 +156,7 @@ class Outlet:
             chunks.release()
         elif not chunks.ended:
             # The attempt continues until the Abort has arrived.
-            chunks.drop_beyond(self.attempt.limit_bytes)
+            chunks.drop_beyond(self.attempt.credit)
             abort = chunk_pb2.ChunkAbort(error=error_to_wire(error))
             self._append(SentChunk(chunks.next_seq, tail=chunk_pb2.Chunk(abort=abort)))
         self._error = CancelledRequestError(f"edge {edge} was aborted: {error.message}", reason="ABORTED")
@@ -252,6 +259,10 @@ class Outlet:
     async def _send(self, packet: Packet) -> None:
         self._check_error()
         offered_s = time.monotonic()
+        if not self._has_context and CONTEXT in packet.metadata:
+            # A function has passed on this value of its input. It describes the chunks of another edge.
+            metadata = {name: value for name, value in packet.metadata.items() if name != CONTEXT}
+            packet = Packet(packet.tensors, metadata, packet.tickets)
         self._shape = shape = wire.shape_of(packet, last=self._shape)
         if packet.metadata:
             wire.check_metadata(packet.metadata)
@@ -267,11 +278,14 @@ class Outlet:
             sent = found
         else:
             region, tensors, places = await self._arena.write(packet.tensors, self._account, shape.layout)
-            sent = SentChunk(self.chunks.next_seq, shape, tensors, packet.metadata, (region,), places)
+            sent = SentChunk(self.chunks.next_seq, shape, tensors, packet.metadata, regions=(region,), places=places)
             if self._error is not None:
                 sent.release()
                 self._check_error()
         sent.offered_s = offered_s
+        context = packet.metadata[CONTEXT] if self._has_context else 0
+        assert isinstance(context, int), "the chunker has set it"
+        sent.first_rows = self._rows.add(shape.rows, context=context)
         self._digest.add(shape)
         self._append(sent)
 
@@ -324,7 +338,9 @@ class Outlet:
                 places.append(_NOWHERE)
         for region in regions:
             region.retain()
-        return SentChunk(self.chunks.next_seq, shape, packet.tensors, packet.metadata, tuple(regions), places)
+        return SentChunk(
+            self.chunks.next_seq, shape, packet.tensors, packet.metadata, regions=tuple(regions), places=places
+        )
 
 
 class FanOut:

@@ -1,7 +1,6 @@
 """One attempt of an outlet. The attempt tracks one consumer's credit and creates the messages to that consumer."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from enum import Enum, auto
@@ -13,20 +12,15 @@ from stagemesh.common.wire.encoding import to_message
 from stagemesh.connectors import fragments, peer_timeouts, wire
 from stagemesh.connectors.base import Connector
 from stagemesh.connectors.flow.edge_meters import EdgeMeter
-from stagemesh.connectors.flow.flow_control import ReadyQueue
+from stagemesh.connectors.flow.flow_control import CreditLimit, ReadyQueue
 from stagemesh.connectors.flow.sent_chunks import Leases, SentChunk, SentChunks
 from stagemesh.connectors.packets import EdgeKey
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 MAX_RESYNCS = 10
 """The maximum number of times that a consumer may request a resync without acknowledging a new chunk."""
-_NO_CREDIT = -1
+_NO_CREDIT = CreditLimit(-1, 0)
 """The credit limit before the consumer has accepted the attempt. Not even an empty chunk may be sent."""
-_transfer_ids = itertools.count(1)
-"""The source of transfer ids, which increase across all streams.
-
-A consumer can therefore distinguish a repeated fragment from a new transfer.
-"""
 
 
 class Phase(Enum):
@@ -60,7 +54,7 @@ class OutletAttempt:
         self.key, self.wanted, self.connector = key, wanted, wanted
         self.wire_key = wire.key_to_wire(key)
         self.phase = Phase.WAITING
-        self.limit_bytes = _NO_CREDIT
+        self.credit = _NO_CREDIT
         """The credit limit in payload bytes. The limit includes all bytes since the flow's first chunk."""
         self.inline_limit_bytes = 0
         self.meter = EdgeMeter()
@@ -126,7 +120,7 @@ class OutletAttempt:
     @property
     def was_opened(self) -> bool:
         """Whether the consumer has ever accepted the attempt."""
-        return self.limit_bytes != _NO_CREDIT
+        return self.credit is not _NO_CREDIT
 
     def opening(
         self,
@@ -161,14 +155,18 @@ class OutletAttempt:
         if reply.opening != self._openings or self.phase is not Phase.OPENING:
             # This answer belongs to an earlier OpenEdge or is repeated, so it is obsolete.
             return
+        if reply.next_seq < self.chunks.acked:
+            raise InvalidChunkError(
+                f"edge {self.key.edge}: the consumer asks for chunk {reply.next_seq} again, although it has "
+                f"acknowledged the chunks before {self.chunks.acked}"
+            )
         self.acknowledge(reply.next_seq)
         if self.is_over:
             return
         self.chunks.resend(self._leases)
         self.phase, self._demanded_bytes = Phase.OPEN, 0
-        if not self.was_opened:
-            self._window_bytes = reply.credit_limit_bytes
-        self.grant(reply.credit_limit_bytes)
+        self._window_bytes = reply.window_bytes
+        self.grant(reply.credit_limit_bytes, reply.credit_limit_chunks)
         self.mark_ready()
         self.chunks.changed.fire()
 
@@ -191,14 +189,14 @@ class OutletAttempt:
             )
         self.reopen()
 
-    def grant(self, limit_bytes: int) -> None:
-        """Raises the credit limit to `limit_bytes`. Does nothing if the current limit is at least as high.
+    def grant(self, limit_bytes: int, limit_chunks: int) -> None:
+        """Raises the credit limits to `limit_bytes` and `limit_chunks`. Ignores a limit that is not higher.
 
-        Also does nothing while the attempt is not open. The consumer's answer to OpenEdge will contain the current
-        limit.
+        Does nothing while the attempt is not open. The consumer's answer to OpenEdge will contain the current limits.
         """
-        if self.phase is Phase.OPEN and limit_bytes > self.limit_bytes:
-            self.limit_bytes = limit_bytes
+        credit = CreditLimit(max(limit_bytes, self.credit.size_bytes), max(limit_chunks, self.credit.chunks))
+        if self.phase is Phase.OPEN and credit != self.credit:
+            self.credit = credit
             self._note_answer()
             self.mark_ready()
             self.chunks.changed.fire()
@@ -295,7 +293,7 @@ class OutletAttempt:
         assert sent.tensors is not None, "only data is sent as fragments"
         if self._fragments is None:
             self._fragments = fragments.split_into_fragments(
-                self.wire_key, sent.tensors, total_bytes=sent.size_bytes, transfer_id=next(_transfer_ids)
+                self.wire_key, sent.tensors, total_bytes=sent.size_bytes, seq=sent.seq
             )
         fragment = next(self._fragments)
         if fragment.message.offset + len(fragment.payload) < fragment.message.total_bytes:
@@ -303,7 +301,7 @@ class OutletAttempt:
         self._fragments = None
         self.chunks.pending.popleft()
         rest = stage_pb2.PutChunkRequest()
-        self._encode(rest.items.add().chunk, sent, transfer_id=fragment.message.transfer_id)
+        self._encode(rest.items.add().chunk, sent, is_streamed=True)
         return fragments.encode_fragment(fragment, rest=rest.SerializeToString())
 
     async def replay(self, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
@@ -349,7 +347,7 @@ class OutletAttempt:
     def _has_chunk(self) -> bool:
         """Whether a chunk is pending and the credit limit allows it to be sent."""
         pending = self.chunks.pending
-        return bool(pending) and pending[0].end_bytes <= self.limit_bytes
+        return bool(pending) and pending[0].is_within(self.credit)
 
     @property
     def _blocked(self) -> tuple[int, int]:
@@ -362,7 +360,7 @@ class OutletAttempt:
             size_bytes, end_bytes = chunks.pending[0].size_bytes, chunks.pending[0].end_bytes
         else:
             size_bytes, end_bytes = chunks.wanted_bytes, chunks.sent_bytes + chunks.wanted_bytes
-        return (size_bytes, end_bytes) if end_bytes > self.limit_bytes else (0, 0)
+        return (size_bytes, end_bytes) if end_bytes > self.credit.size_bytes else (0, 0)
 
     @property
     def _demands_credit(self) -> bool:
@@ -374,7 +372,7 @@ class OutletAttempt:
         size_bytes, end_bytes = self._blocked
         return 2 * size_bytes > self._window_bytes and end_bytes > self._demanded_bytes
 
-    def _encode(self, chunk: chunk_pb2.Chunk, sent: SentChunk, *, transfer_id: int = 0) -> None:
+    def _encode(self, chunk: chunk_pb2.Chunk, sent: SentChunk, *, is_streamed: bool = False) -> None:
         if sent.tail is None:
             if sent.sent_s:
                 self.meter.resent += 1
@@ -384,7 +382,7 @@ class OutletAttempt:
             elif sent.regions and self._reader is not None:
                 sent.lease_id, sent.reader = self._leases.grant(sent.regions), self._reader
                 self._reader.expect_reads(1)
-        sent.fill(chunk, self.wire_key, transfer_id=transfer_id, lease_id=sent.lease_id)
+        sent.fill(chunk, self.wire_key, is_streamed=is_streamed, lease_id=sent.lease_id)
 
     def disconnect(self) -> None:
         """Detaches the attempt from its stream. The link later opens the attempt again."""

@@ -5,29 +5,14 @@ Drops the rows that a new producer sends again.
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
 from stagemesh.common.notification import Notifier
-from stagemesh.connectors.packets import MetadataValue, Packet
+from stagemesh.common.wire.tensors import TensorSpec
+from stagemesh.connectors.packets import CONTEXT, TOKEN_START, FirstRows, MetadataValue, Packet, rows_of
 
-CONTEXT, TOKEN_START = "context_frames", "token_start"
-"""Metadata keys of a packet.
-
-CONTEXT is the key for the number of repeated rows at the front of the packet. TOKEN_START is the key for the index of
-the token to which the packet's first row belongs.
-"""
-
-
-def add_rows(rows: dict[str, int], packet: Packet) -> None:
-    """Adds the packet's rows to `rows`, which maps each tensor name to a number of rows.
-
-    The number of rows of a tensor is its length along the first axis, or 1 if it has no axes. A ticket is one row.
-    """
-    for name, tensor in packet.tensors.items():
-        rows[name] = rows.get(name, 0) + (tensor.shape[0] if tensor.ndim else 1)
-    if packet.tickets:
-        for name in packet.tickets:
-            rows[name] = rows.get(name, 0) + 1
+ANY_TENSORS: Mapping[str, TensorSpec] = MappingProxyType({})
 
 
 class ReceivedRows:
@@ -40,6 +25,8 @@ class ReceivedRows:
         self._edge = edge
         self.counted: dict[str, int] = dict(counted or {})
         """The number of received rows by tensor name."""
+        self._sent: dict[str, int] = {}
+        """The next row of the present producer, by tensor name."""
         self._replayed: dict[str, int] | None = None
         """The next row that a repeating producer will send, by tensor name. None if all further rows are new."""
         self.has_context = False
@@ -63,7 +50,8 @@ class ReceivedRows:
                     f"edge {self._edge}: the new flow begins at row {first} of tensor {name!r}, but only {counted} "
                     "of its rows have arrived; start the producer from an earlier checkpoint or from the beginning",
                     reason="ROWS_MISSING",
-                    metadata={"edge": self._edge, "tensor": name, "rows": str(counted)},
+                    metadata={"edge": self._edge, "tensor": name},
+                    facts={"rows": counted},
                 )
 
     def begin(self, first_rows: Mapping[str, int]) -> None:
@@ -71,33 +59,43 @@ class ReceivedRows:
 
         `first_rows` maps each tensor's name to the first row that the producer sends. A missing name means row 0.
         """
+        self._sent = {}
         self._replayed = {name: first_rows.get(name, 0) for name in self.counted}
         self._end_replay()
 
-    def new_part(self, packet: Packet) -> Packet | None:
+    def new_part(self, packet: Packet, first_rows: FirstRows) -> Packet | None:
         """Counts the rows of a packet. Returns the packet without the rows that have already arrived.
 
-        Returns None if no row is new. Raises InvalidChunkError (ATTEMPTS_DIFFER) if a packet with left context has both
-        old and new rows.
+        `first_rows` are the positions of the packet's tensors and tickets on the edge. The first packet with a tensor
+        determines where its rows begin. Left context remains in front of the new rows.
+
+        Returns None if no row is new. Raises InvalidChunkError if the rows do not follow the rows that this producer,
+        or an earlier one, has sent.
         """
-        self.has_context = self.has_context or CONTEXT in packet.metadata
-        if self._replayed is None:
-            add_rows(self.counted, packet)
-            return packet
-        sent: dict[str, int] = {}
-        add_rows(sent, packet)
-        already = {name: self.counted.get(name, 0) - self._replayed.get(name, 0) for name in sent}
-        add_rows(self._replayed, packet)
-        skips: dict[str, int] = {}
+        context = packet.metadata.get(CONTEXT)
+        self.has_context = self.has_context or context is not None
+        repeated = context if isinstance(context, int) else 0
+        counted, sent, replayed, skips = self.counted, self._sent, self._replayed, dict[str, int]()
         has_new = False
-        for name, rows in sent.items():
-            skips[name] = skip = min(rows, max(0, already[name]))
-            has_new = has_new or rows > skip
-            self.counted[name] = max(self.counted.get(name, 0), self._replayed[name])
+        for (name, rows), first_row in zip(rows_of(packet), first_rows, strict=True):
+            begin, end = first_row + repeated, first_row + rows
+            known = counted.get(name, begin)
+            if begin > known or begin > end or end >= 1 << 64 or sent.get(name, begin) != begin:
+                raise InvalidChunkError(
+                    f"edge {self._edge}: a chunk has the rows {begin} to {end} of tensor {name!r}, but row "
+                    f"{sent.get(name, known)} is next"
+                )
+            sent[name] = end
+            counted[name] = max(known, end)
+            has_new = has_new or end > known
+            if replayed is not None:
+                replayed[name] = end
+            if known > begin:
+                skips[name] = min(end, known) - begin
         self._end_replay()
-        if not has_new:
+        if not has_new and (skips or replayed is not None):
             return None
-        return self._without(packet, skips) if any(skips.values()) else packet
+        return _without(packet, skips) if skips else packet
 
     # -- inner workings
 
@@ -107,26 +105,6 @@ class ReceivedRows:
         if replayed is not None and all(replayed.get(name, 0) >= rows for name, rows in self.counted.items()):
             self._replayed = None
 
-    def _without(self, packet: Packet, skips: Mapping[str, int]) -> Packet:
-        """Returns the packet without the first rows of its tensors. `skips` maps each tensor name to a number of rows.
-
-        Raises InvalidChunkError (ATTEMPTS_DIFFER) if the packet has left context.
-        """
-        if packet.metadata.get(CONTEXT):
-            raise self._attempts_differ("cut chunks with left context at different rows")
-        tensors = {
-            name: tensor[skips[name] :] if tensor.ndim else tensor
-            for name, tensor in packet.tensors.items()
-            if tensor.ndim or not skips[name]
-        }
-        tickets = {name: ticket for name, ticket in packet.tickets.items() if not skips[name]}
-        metadata: Mapping[str, MetadataValue] = packet.metadata
-        start = metadata.get(TOKEN_START)
-        skipped = {skips[name] for name in packet.tensors}
-        if isinstance(start, int) and len(skipped) == 1:
-            metadata = {**metadata, TOKEN_START: start + skipped.pop()}
-        return Packet(tensors, metadata, tickets)
-
     def _attempts_differ(self, difference: str) -> InvalidChunkError:
         return InvalidChunkError(
             f"edge {self._edge}: the new attempt of its producer {difference}",
@@ -135,14 +113,34 @@ class ReceivedRows:
         )
 
 
+def _without(packet: Packet, skips: Mapping[str, int]) -> Packet:
+    """Returns the packet without the first rows of its tensors. `skips` maps each tensor name to a number of rows."""
+    tensors = {
+        name: tensor[skips.get(name, 0) :] if tensor.ndim else tensor
+        for name, tensor in packet.tensors.items()
+        if tensor.ndim or name not in skips
+    }
+    tickets = {name: ticket for name, ticket in packet.tickets.items() if name not in skips}
+    metadata: Mapping[str, MetadataValue] = packet.metadata
+    start = metadata.get(TOKEN_START)
+    skipped = {skips.get(name, 0) for name in packet.tensors}
+    if isinstance(start, int) and len(skipped) == 1:
+        metadata = {**metadata, TOKEN_START: start + skipped.pop()}
+    return Packet(tensors, metadata, tickets)
+
+
 class PacketQueue(ReceivedRows):
     """The packets of an edge that have arrived but have not been read. All attempts of an inlet share the queue.
 
     The queue contains only rows that no earlier producer of the edge has sent.
     """
 
-    def __init__(self, *, edge: str, ticket_kinds: Collection[str] = ()) -> None:
+    def __init__(
+        self, *, edge: str, ticket_kinds: Collection[str] = (), accepts: Mapping[str, TensorSpec] = ANY_TENSORS
+    ) -> None:
+        """`accepts` has the types of tensors by name. Tensors with other names are not checked."""
         super().__init__(edge=edge)
+        self._accepts = accepts
         self.ticket_kinds = ticket_kinds
         """The kinds of tickets that the reader accepts."""
         self.handed_over_bytes = 0
@@ -163,14 +161,24 @@ class PacketQueue(ReceivedRows):
         """The total number of payload bytes in the unread packets."""
         return sum(packet.size_bytes for packet, _ in self._packets)
 
-    def accept(self, packet: Packet, consume: Callable[[], None]) -> None:
-        """Queues the new rows of a packet. Raises InvalidChunkError if the packet contradicts a previous attempt.
+    def check(self, packet: Packet) -> None:
+        """Raises InvalidChunkError if a tensor of a packet has another type than the reader accepts."""
+        for name, tensor in packet.tensors.items():
+            if name in self._accepts:
+                try:
+                    self._accepts[name].check(name, tensor)
+                except InvalidChunkError as exc:
+                    raise InvalidChunkError(f"edge {self._edge}: {exc.message}") from exc
+
+    def accept(self, packet: Packet, first_rows: FirstRows, consume: Callable[[], None]) -> None:
+        """Queues the new rows of a packet. Raises InvalidChunkError if the packet contradicts a previous one.
 
         Args:
             packet: The packet as it arrived.
+            first_rows: The positions of its tensors and tickets on the edge.
             consume: Called when the packet is read, or immediately if no row is new.
         """
-        new = self.new_part(packet)
+        new = self.new_part(packet, first_rows)
         if packet.tickets:
             self.handed_over_bytes += sum(ticket.size_bytes for ticket in packet.tickets.values())
         if new is None:

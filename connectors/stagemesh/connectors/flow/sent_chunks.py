@@ -18,7 +18,8 @@ from stagemesh.connectors import fragments, wire
 from stagemesh.connectors.arena.arena import Arena, Region
 from stagemesh.connectors.base import ArenaRange, Connector
 from stagemesh.connectors.flow.edge_meters import EdgeMeters
-from stagemesh.connectors.packets import EdgeKey, MetadataValue, OfferedTicket, Packet
+from stagemesh.connectors.flow.flow_control import CreditLimit
+from stagemesh.connectors.packets import EdgeKey, FirstRows, MetadataValue, OfferedTicket, Packet
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 RETAINED_FRACTION = 4
@@ -45,6 +46,7 @@ class SentChunk:
     """The shapes and dtypes of the chunk's tensors, or None if the chunk is an End or Abort message."""
     tensors: Tensors | None = None
     metadata: Mapping[str, MetadataValue] | None = None
+    first_rows: FirstRows = ()
     regions: tuple[Region, ...] = ()
     """The arena regions that contain the tensors. Empty if the chunk is sent inline."""
     places: Sequence[ArenaRange] = ()
@@ -81,6 +83,10 @@ class SentChunk:
         """The number of payload bytes of the chunk. 0 for an End or Abort message."""
         return self.shape.size_bytes if self.shape else 0
 
+    def is_within(self, credit: CreditLimit) -> bool:
+        """Returns whether the chunk may be sent with this credit. An End or Abort message needs none of its own."""
+        return self.end_bytes <= credit.size_bytes and (self.tail is not None or self.seq < credit.chunks)
+
     @property
     def can_be_sent(self) -> bool:
         """Whether a consumer can still use the chunk. False if its tickets were used or their state was released."""
@@ -98,11 +104,13 @@ class SentChunk:
             for ticket in self.offered:
                 ticket.release()
 
-    def fill(self, chunk: chunk_pb2.Chunk, key: chunk_pb2.EdgeKey, *, transfer_id: int = 0, lease_id: int = 0) -> None:
+    def fill(
+        self, chunk: chunk_pb2.Chunk, key: chunk_pb2.EdgeKey, *, is_streamed: bool = False, lease_id: int = 0
+    ) -> None:
         """Sets the content of the empty message `chunk`, which belongs to the flow `key`.
 
-        The fragments of the transfer `transfer_id` contain the tensors if it is not 0. Otherwise, a consumer with the
-        lease `lease_id` reads them from the arena if they are located there. All other tensors are sent inline.
+        If `is_streamed` is True, fragments contain the tensors. Otherwise, a consumer with the lease `lease_id` reads
+        them from the arena if they are located there. All other tensors are sent inline.
         """
         chunk.key.CopyFrom(key)
         chunk.seq = self.seq
@@ -111,15 +119,15 @@ class SentChunk:
             return
         assert self.tensors is not None, "a chunk that is sent is retained"
         assert self.shape is not None, "data has a shape"
-        data = chunk.data
-        if transfer_id:
-            wire.fill_streamed(data, self.shape, transfer_id=transfer_id)
+        data, first_rows = chunk.data, self.first_rows
+        if is_streamed:
+            wire.fill_streamed(data, self.shape, first_rows=first_rows)
         elif lease_id and self.places:
-            wire.fill_in_arena(data, self.shape, places=self.places, lease_id=lease_id)
+            wire.fill_in_arena(data, self.shape, first_rows=first_rows, places=self.places, lease_id=lease_id)
         else:
-            wire.fill_inline(data, self.tensors, self.shape)
+            wire.fill_inline(data, self.tensors, self.shape, first_rows=first_rows)
             if self.tickets:
-                wire.add_tickets(data, self.tickets, lease_id=lease_id)
+                wire.add_tickets(data, self.tickets, first_rows=first_rows[len(self.tensors) :], lease_id=lease_id)
         if self.metadata:
             wire.fill_metadata(data, self.metadata)
 
@@ -128,15 +136,15 @@ class SentChunk:
 
         `key` is the flow's key. The regions of the chunk are retained until the last message.
         """
-        transfer_id = self.seq + 1 if self.size_bytes > fragments.FRAGMENT_BYTES else 0
+        is_streamed = self.size_bytes > fragments.FRAGMENT_BYTES
         chunk, tensors, regions = chunk_pb2.Chunk(), self.tensors, self.regions
-        self.fill(chunk, key, transfer_id=transfer_id)
+        self.fill(chunk, key, is_streamed=is_streamed)
         for region in regions:
             region.retain()
         try:
-            if transfer_id and tensors is not None:
+            if is_streamed and tensors is not None:
                 for message, payload in fragments.split_into_fragments(
-                    key, tensors, total_bytes=self.size_bytes, transfer_id=transfer_id
+                    key, tensors, total_bytes=self.size_bytes, seq=self.seq
                 ):
                     message.payload = bytes(payload)
                     yield stage_pb2.GetChunkResponse(fragment=message)
@@ -170,7 +178,8 @@ async def replay_packet(key: EdgeKey, packet: Packet) -> AsyncGenerator[stage_pb
     shape, digest = wire.PacketShape(packet), wire.FlowDigest()
     digest.add(shape)
     end = chunk_pb2.Chunk(end=digest.end())
-    for sent in (SentChunk(0, shape, packet.tensors, packet.metadata), SentChunk(1, tail=end)):
+    first_rows = (0,) * len(shape.rows)
+    for sent in (SentChunk(0, shape, packet.tensors, packet.metadata, first_rows), SentChunk(1, tail=end)):
         for response in sent.replay(wire.key_to_wire(key)):
             yield response
 
@@ -323,11 +332,11 @@ class SentChunks:
         sent.end_bytes = self.sent_bytes
         self.unacked.append(sent)
 
-    def drop_beyond(self, limit_bytes: int) -> None:
-        """Drops the chunks beyond the credit limit `limit_bytes`, so that an Abort does not wait for credit."""
-        while self.pending and self.pending[-1].end_bytes > limit_bytes:
+    def drop_beyond(self, credit: CreditLimit) -> None:
+        """Drops the chunks beyond the limit `credit`. An Abort must not wait for credit."""
+        while self.pending and not self.pending[-1].is_within(credit):
             self.pending.pop()
-        while self.unacked and self.unacked[-1].end_bytes > limit_bytes:
+        while self.unacked and not self.unacked[-1].is_within(credit):
             sent = self.unacked.pop()
             self.next_seq -= 1
             self.sent_bytes -= sent.size_bytes

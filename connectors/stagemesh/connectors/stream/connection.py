@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.common.errors import InternalError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import GRPC, ConnectorName
 from stagemesh.common.tasks import end_tasks
 from stagemesh.common.wire.encoding import parse_message
@@ -95,19 +95,19 @@ class ProducerSession:
     def received(self, data: bytes) -> None:
         """Passes the replies in a serialized message to `take_reply`. Completes `connect` when Welcome arrives.
 
-        Raises InvalidChunkError if the message cannot be parsed, or if the consumer does not read the answers.
+        Raises InternalError if the message cannot be parsed, or if the consumer does not read the answers.
         """
         try:
             response = parse_message(stage_pb2.PutChunkResponse, data, max_fields=MAX_ANSWER_FIELDS)
         except InvalidRequestError as exc:
-            raise InvalidChunkError(f"the consumer sent an answer that cannot be read: {exc.message}") from exc
+            raise InternalError(f"replica {self._consumer} sent an answer that cannot be read: {exc.message}") from exc
         if response.HasField("welcome") and not self._welcome.done():
             self._welcome.set_result(response.welcome)
         for reply in response.replies:
             answer = self._take_reply(reply)
             if answer is not None:
                 if len(self._items) >= _MAX_UNSENT:
-                    raise InvalidChunkError(f"the consumer does not read {_MAX_UNSENT} answers to its replies")
+                    raise InternalError(f"the consumer does not read {_MAX_UNSENT} answers to its replies")
                 self.send(answer)
 
     def writable(self) -> None:
@@ -141,13 +141,18 @@ class ProducerSession:
         while budget_bytes > 0 and (outlet := self.ready.first()) is not None:
             fragment = b""
             if outlet.has_messages:
-                if not outlet.sends_fragments:
-                    budget_bytes -= outlet.fill(request, _QUANTUM_BYTES)
-                elif request.items:
+                if outlet.sends_fragments and request.items:
                     # A fragment must be the first item of its message.
                     break
-                else:
-                    fragment = outlet.take_fragment()
+                try:
+                    if outlet.sends_fragments:
+                        fragment = outlet.take_fragment()
+                    else:
+                        budget_bytes -= outlet.fill(request, _QUANTUM_BYTES)
+                except Exception:  # noqa: BLE001 - a defect in one flow must not block the stream, which others share
+                    _log.exception("edge %s cannot send a chunk", outlet.key.edge)
+                    outlet.fail(InternalError(f"edge {outlet.key.edge} cannot send a chunk; the log has the cause"))
+                    del request.items[-1:]
             if outlet.has_messages:
                 self.ready.rotate(outlet)
             else:

@@ -251,7 +251,7 @@ class ConnectorAgreement:
             self._refuse(name, exc)
             self._on_change()
             return
-        item = stage_pb2.PutItem(offer=stage_pb2.Offer(connector=number_of(name), offer=offer))
+        item = stage_pb2.PutItem(offer=stage_pb2.Offer(connector=number_of(name), offer=offer, name=name))
         while True:
             self._send_offer(item)
             await asyncio.sleep(_OFFER_AGAIN_S)

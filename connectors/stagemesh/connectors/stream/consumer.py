@@ -120,7 +120,8 @@ class Consumer:
         self._flows: dict[EdgeKey, InletAttempt] = {}
         self._newest: dict[tuple[str, str], int] = {}
         """The highest attempt of `_flows`, by request and edge."""
-        self._committed: OrderedDict[EdgeKey, None] = OrderedDict()
+        self._committed: OrderedDict[EdgeKey, str] = OrderedDict()
+        """The producers of committed flows."""
         self._producers: dict[tuple[str, str], ProducerState] = {}
 
     # -- flows
@@ -145,9 +146,9 @@ class Consumer:
         self._committed.pop(key, None)
         return flow
 
-    def is_committed(self, key: EdgeKey) -> bool:
-        """Returns whether the flow with this key was read to its end."""
-        return key in self._committed
+    def is_committed(self, key: EdgeKey, producer: ProducerState) -> bool:
+        """Returns whether the flow that `producer` has sent under this key was read to its end."""
+        return self._committed.get(key) == producer.replica
 
     def expected(self, key: EdgeKey, producer: ProducerState) -> InletAttempt:
         """Returns the flow that `producer` sends under the key `key`.
@@ -249,7 +250,7 @@ class Consumer:
         if self._newest.get(flow.key[:2]) == flow.key.attempt:
             del self._newest[flow.key[:2]]
         if flow.is_read:
-            self._committed[flow.key] = None
+            self._committed[flow.key] = flow.producer
             if len(self._committed) > REMEMBERED_FLOWS:
                 self._committed.popitem(last=False)
 

@@ -4,9 +4,11 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from weakref import WeakValueDictionary
 
 from stagemesh.common.errors import (
+    InternalError,
     InvalidChunkError,
     InvalidRequestError,
     OverloadedError,
@@ -14,7 +16,7 @@ from stagemesh.common.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from stagemesh.common.plugins.connectors import GRPC, name_of
+from stagemesh.common.plugins.connectors import GRPC, name_of, shown_name
 from stagemesh.common.tasks import end_tasks
 from stagemesh.common.wire.encoding import parse_message
 from stagemesh.common.wire.versions import refuse_unknown, unknown_kind
@@ -253,6 +255,9 @@ class ConsumerSession:
             # The frames of the traceback reference the item's data, and the flow stores the error.
             exc.__traceback__ = None
             self._reject(message, exc)
+        except Exception:  # noqa: BLE001 - a defect in one flow must not block the stream, which others share
+            _log.exception("edge %s cannot receive an item", message.edge)
+            self._reject(message, InternalError(f"edge {message.edge} cannot receive an item; the log has the cause"))
 
     def _reject(self, message: chunk_pb2.EdgeKey, error: StagemeshError) -> None:
         """Rejects the flow with the key `message`, or asks the producer to reopen it if a message was lost."""
@@ -287,7 +292,7 @@ class ConsumerSession:
 
     def _is_committed(self, key: EdgeKey, message: chunk_pb2.EdgeKey) -> bool:
         """Returns whether the flow was read to the end. If so, sends the commit message to the producer again."""
-        is_committed = self._consumer.is_committed(key)
+        is_committed = self._consumer.is_committed(key, self._producer)
         if is_committed:
             self._reply(stage_pb2.PutReply(commit=stage_pb2.EdgeCommit(key=message)))
         return is_committed
@@ -298,10 +303,10 @@ class ConsumerSession:
         if self._is_committed(key, message.key):
             return
         flow = self._consumer.expected(key, self._producer)
-        connector = name_of(message.connector)
+        connector = shown_name(message.connector)
         if connector != GRPC and not self._producer.has_negotiated(connector):
             raise unavailable(
-                f"edge {key.edge} was opened by connector {connector}, which {self._producer.replica} and this "
+                f"edge {key.edge} was opened with {connector}, which {self._producer.replica} and this "
                 "replica have not negotiated"
             )
         self._flows[key] = flow
@@ -337,7 +342,13 @@ class ConsumerSession:
         answer = stage_pb2.OfferAnswer(connector=offer.connector)
         try:
             arena_fd = self._local.arena_fd if self._local is not None else None
-            await self._producer.accept_offer(name_of(offer.connector), offer.offer, arena_fd=arena_fd)
+            name = name_of(offer.connector)
+            if offer.name != name:
+                raise unavailable(
+                    f"{self._name} offers connector {offer.name[:64]!r} by the number of {name}; install the same "
+                    "package on both replicas"
+                )
+            await self._producer.accept_offer(name, offer.offer, arena_fd=arena_fd)
         except StagemeshError as exc:
             answer.error.CopyFrom(error_to_wire(exc))
         self._reply(stage_pb2.PutReply(offer_answer=answer))
@@ -347,9 +358,9 @@ class ConsumerSession:
     def _fragment(self, fragment: fragments.Fragment) -> None:
         message = fragment.message
         flow = self._flow(message.key)
-        if flow is None:
+        if flow is None or not flow.check_seq(message.seq):
             return
-        if self._transfers.is_new(message.transfer_id):
+        if not self._transfers.has_begun(flow.key, message.seq):
             flow.check_credit(message.total_bytes)
             self._transfers.begin(flow.key, message)
         self._transfers.add(flow.key, fragment)
@@ -370,7 +381,7 @@ class ConsumerSession:
         if not flow.check_seq(chunk.seq):
             return False
         if data is not None:
-            return self._data(flow, data)
+            return self._data(flow, chunk.seq, data)
         match chunk.WhichOneof("content"):
             case "end":
                 flow.deliver_end(chunk.end)
@@ -381,15 +392,16 @@ class ConsumerSession:
                 raise InvalidChunkError(f"chunk {chunk.seq} of edge {flow.key.edge} is empty")
         return False
 
-    def _data(self, flow: InletAttempt, data: chunk_pb2.ChunkData) -> bool:
+    def _data(self, flow: InletAttempt, seq: int, data: chunk_pb2.ChunkData) -> bool:
         overhead_bytes = wire.checked_overhead(data)
         flow.check_credit(data.size_bytes, overhead_bytes=overhead_bytes)
+        first_rows = [tensor.first_row for tensor in data.tensors]
+        deliver = partial(flow.deliver, first_rows=first_rows, overhead_bytes=overhead_bytes)
         if not data.lease_id:
-            packet = wire.packet_of(data, self._transfers.take(flow.key, data), location="streamed")
-            flow.deliver(packet, overhead_bytes=overhead_bytes)
+            deliver(wire.packet_of(data, self._transfers.take(flow.key, seq, data), location="streamed"))
             return False
         if data.tensors and data.tensors[-1].HasField("handover"):
-            flow.deliver(self._with_tickets(flow, data), overhead_bytes=overhead_bytes)
+            deliver(self._with_tickets(flow, data))
             return True
         reader = self._producer.reader(flow.connector)
         if reader is None:
@@ -402,18 +414,20 @@ class ConsumerSession:
         if isinstance(reader, InPlaceReader):
             packet, views = wire.read_in_place(data, reader)
             self._producer.hold(data.lease_id, views)
-            flow.deliver(packet, overhead_bytes=overhead_bytes)
+            deliver(packet)
         else:
             assert isinstance(reader, FetchingReader), "a reader reads in place or fetches"
             fetched = reader.fetch_at_once(wire.arena_ranges(data), flow.landing_account)
             if fetched is not None:
-                flow.deliver(wire.packet_of(data, fetched, location="shm"), overhead_bytes=overhead_bytes)
+                deliver(wire.packet_of(data, fetched, location="shm"))
                 return False
             self._producer.held_lease_ids.add(data.lease_id)
             fetching = self._loop.create_task(self._fetched(flow, reader, data), name=f"fetch of {flow.key.edge}")
             # A callback also runs if the task is cancelled before it begins.
             fetching.add_done_callback(lambda _: self._producer.release(data.lease_id))
-            flow.deliver_later(fetching, size_bytes=data.size_bytes, overhead_bytes=overhead_bytes)
+            flow.deliver_later(
+                fetching, size_bytes=data.size_bytes, first_rows=first_rows, overhead_bytes=overhead_bytes
+            )
         return True
 
     def _with_tickets(self, flow: InletAttempt, data: chunk_pb2.ChunkData) -> Packet:

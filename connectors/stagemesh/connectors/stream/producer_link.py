@@ -268,9 +268,9 @@ class ProducerLink:
         match kind:
             case "ack":
                 flow.acknowledge(reply.ack.next_seq)
-                flow.grant(reply.ack.credit_limit_bytes)
+                flow.grant(reply.ack.credit_limit_bytes, reply.ack.credit_limit_chunks)
             case "credit":
-                flow.grant(reply.credit.credit_limit_bytes)
+                flow.grant(reply.credit.credit_limit_bytes, reply.credit.credit_limit_chunks)
             case "opened":
                 flow.opened(reply.opened)
             case "commit":

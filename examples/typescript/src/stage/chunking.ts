@@ -18,10 +18,11 @@ export function createChunker(policy: ChunkPolicy | undefined): Chunker {
     case undefined: {
       const kind = policy && unknownKind(policy);
       if (kind !== undefined) throw unknownKindError("the orchestrator", "ChunkPolicy", kind);
-      return { add: (packet) => [packet], finish: () => [] };
+      const rows = new RowCounter();
+      return { add: (packet) => [rows.number(packet)], finish: () => [] };
     }
     case "whole":
-      return new FramesChunker({ frames: Infinity, initialFrames: 0, leftContextFrames: 0, ramp: [], pace: undefined });
+      return new FramesChunker({ frames: Infinity, leftContextFrames: 0, ramp: [], pace: undefined });
     case "frames":
       if (Math.min(policy.cut.value.frames, ...policy.cut.value.ramp) < 1) {
         throw failure(status.INVALID_ARGUMENT, "INVALID_REQUEST", "a chunk policy needs at least 1 frame in each chunk");
@@ -30,15 +31,30 @@ export function createChunker(policy: ChunkPolicy | undefined): Chunker {
   }
 }
 
+/** Numbers the rows of each tensor, over all packets. */
+class RowCounter {
+  readonly #rows = new Map<string, number>();
+
+  /** Returns a packet with the number of each tensor's first row. */
+  number(packet: Packet): Packet {
+    const tensors = packet.tensors.map((tensor) => {
+      const firstRow = this.#rows.get(tensor.name) ?? 0;
+      this.#rows.set(tensor.name, firstRow + rowsOf(tensor));
+      return { ...tensor, firstRow };
+    });
+    return { ...packet, tensors };
+  }
+}
+
 class FramesChunker implements Chunker {
   #waiting: Packet[] = [];
   #wanted: number;
   readonly #ramp: Iterator<number>;
   #context: readonly NamedTensor[] = [];
+  readonly #rows = new RowCounter();
 
   constructor(readonly policy: FramesPolicy) {
-    const { ramp, initialFrames } = policy;
-    this.#ramp = (ramp.length > 0 || initialFrames === 0 ? ramp : [initialFrames]).values();
+    this.#ramp = policy.ramp.values();
     this.#wanted = this.#next();
   }
 
@@ -48,7 +64,7 @@ class FramesChunker implements Chunker {
     const chunks: Packet[] = [];
     while (this.#waitingFrames >= this.#wanted) {
       const joined = join(this.#waiting);
-      chunks.push(this.#withContext(slice(joined, 0, this.#wanted)));
+      chunks.push(this.#complete(slice(joined, 0, this.#wanted)));
       this.#waiting = framesOf(joined) > this.#wanted ? [slice(joined, this.#wanted)] : [];
       this.#wanted = this.#next();
     }
@@ -57,7 +73,7 @@ class FramesChunker implements Chunker {
 
   finish(): Packet[] {
     if (this.#waitingFrames === 0) return [];
-    const chunk = this.#withContext(join(this.#waiting));
+    const chunk = this.#complete(join(this.#waiting));
     this.#waiting = [];
     return [chunk];
   }
@@ -71,8 +87,9 @@ class FramesChunker implements Chunker {
     return this.#waiting.reduce((total, packet) => total + framesOf(packet), 0);
   }
 
-  /** Repeats the last frames of the previous chunk at the start of a chunk. */
-  #withContext(chunk: Packet): Packet {
+  /** Numbers the rows of a chunk, and repeats the last frames of the previous chunk at its start. */
+  #complete(uncounted: Packet): Packet {
+    const chunk = this.#rows.number(uncounted);
     const { leftContextFrames } = this.policy;
     if (leftContextFrames === 0) return chunk;
     const context = this.#context;
@@ -85,8 +102,7 @@ class FramesChunker implements Chunker {
       const rows = rowsOf(tensor);
       return sliceRows(tensor, Math.max(0, rows - leftContextFrames), rows);
     });
-    const metadata = { ...chunk.metadata, context_frames: { $case: "integer", value: BigInt(frames) } as const };
-    return { tensors, metadata };
+    return { ...chunk, tensors, contextFrames: frames };
   }
 }
 
@@ -99,11 +115,16 @@ function framesOf({ tensors }: Packet): number {
   return rowsOf(first);
 }
 
-function slice({ tensors, metadata }: Packet, start: number, end?: number): Packet {
-  return { tensors: tensors.map((tensor) => sliceRows(tensor, start, end ?? rowsOf(tensor))), metadata };
+function slice(packet: Packet, start: number, end?: number): Packet {
+  const tensors = packet.tensors.map((tensor) => sliceRows(tensor, start, end ?? rowsOf(tensor)));
+  const { tokenStart } = packet;
+  return tokenStart === undefined ? { ...packet, tensors } : { ...packet, tensors, tokenStart: tokenStart + BigInt(start) };
 }
 
-/** Joins packets with the same tensors. Of metadata with the same name, the last packet's value is used. */
+/**
+ * Joins packets with the same tensors. Of metadata with the same name, the last packet's value is used. The rows keep the
+ * position of the first packet.
+ */
 function join(packets: readonly Packet[]): Packet {
   const [first, ...others] = packets;
   if (first === undefined) throw new RangeError("there is nothing to join");
@@ -119,5 +140,6 @@ function join(packets: readonly Packet[]): Packet {
       }),
     ]),
   );
-  return { tensors, metadata: Object.assign({}, ...packets.map(({ metadata }) => metadata)) as Packet["metadata"] };
+  const metadata = Object.assign({}, ...packets.map((packet) => packet.metadata)) as Packet["metadata"];
+  return { ...first, tensors, metadata };
 }

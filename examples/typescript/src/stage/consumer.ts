@@ -10,6 +10,7 @@ import {
   PutReply,
 } from "stagemesh/v1/stage";
 import { checkProtocol, PROTOCOL, unknownKind, unknownKindError } from "stagemesh/protocol";
+import { checkKey } from "./checks.js";
 import { idOf, RecentMap } from "./flows.js";
 import { type CreditLimits, type IncomingEdge, IncomingFlow, type Session } from "./incoming.js";
 
@@ -25,13 +26,20 @@ export interface Identity {
   readonly incarnation: string;
 }
 
+interface PastFlow {
+  readonly producer: string;
+  readonly outcome: StagemeshError | "committed";
+}
+
 const INLINE_LIMIT_BYTES = 4096n;
 const REMEMBERED_FLOWS = 4096;
+const HELLO_MS = 10_000;
 
 /** Serves `PutChunk`: receives the flows of the edges that enter this stage. */
 export class Consumer {
   readonly #flows = new Map<string, IncomingFlow>();
-  readonly #past = new RecentMap<string, StagemeshError | "committed">(REMEMBERED_FLOWS);
+  /** The flows that are over, with what their producers are answered. */
+  readonly #past = new RecentMap<string, PastFlow>(REMEMBERED_FLOWS);
   readonly #streams = new Set<Stream>();
   /** The latest incarnation of each producer. */
   readonly #incarnations = new Map<string, string>();
@@ -44,8 +52,9 @@ export class Consumer {
   /** Registers a flow of an edge. Until then, its producer is rejected. */
   expect(key: EdgeKey, producer: string, edge: IncomingEdge): IncomingFlow {
     const flow = new IncomingFlow(key, producer, edge, this.limits, (over, outcome) => {
-      this.#flows.delete(idOf(over.key));
-      this.#past.set(idOf(over.key), outcome);
+      this.#past.set(idOf(over.key), { producer: over.producer, outcome });
+      // Another producer may have been bound in the same attempt.
+      if (this.#flows.get(idOf(over.key)) === over) this.#flows.delete(idOf(over.key));
     });
     this.#flows.set(idOf(key), flow);
     return flow;
@@ -55,7 +64,9 @@ export class Consumer {
   serve(stream: Stream): void {
     let session: ProducerSession | undefined;
     this.#streams.add(stream);
+    const helloTimer = setTimeout(() => end(noHello("a stream begins with a Hello within 10 seconds")), HELLO_MS);
     const detach = (): void => {
+      clearTimeout(helloTimer);
       this.#streams.delete(stream);
       for (const flow of this.#flows.values()) if (session) flow.detach(session);
     };
@@ -64,6 +75,7 @@ export class Consumer {
       stream.emit("error", errorToStatus(error));
     };
     stream.on("data", ({ hello, items }: PutChunkRequest) => {
+      clearTimeout(helloTimer);
       try {
         session ??= this.#welcome(stream, hello);
         for (const item of items) this.#take(session, item);
@@ -86,7 +98,7 @@ export class Consumer {
 
   #welcome(stream: Stream, hello: Hello | undefined): ProducerSession {
     if (!hello?.replica || !hello.incarnation) {
-      throw failure(status.INVALID_ARGUMENT, "NO_HELLO", "the first message needs a Hello with replica and incarnation");
+      throw noHello("the first message needs a Hello with replica and incarnation");
     }
     const { pipeline, generation, replica, incarnation } = this.identity;
     if (hello.pipeline !== pipeline) {
@@ -125,6 +137,7 @@ export class Consumer {
     const key = item === undefined ? keyOfLaterKind : (item.value.key ?? EdgeKey.create());
     const unknown = kind === undefined ? undefined : unknownKindError(session.producer, "PutItem", kind);
     if (key === undefined) throw unknown;
+    checkKey(key);
     const flow = this.#flowOf(session, key);
     if (flow === undefined) return;
     try {
@@ -149,7 +162,7 @@ export class Consumer {
   }
 
   #open(flow: IncomingFlow, session: ProducerSession, open: OpenEdge): void {
-    if (![Connector.UNSPECIFIED, Connector.AUTO, Connector.GRPC].includes(open.connector)) {
+    if (open.connector !== Connector.GRPC) {
       const message = `${this.identity.replica} reads by the connector grpc alone`;
       throw failure(status.FAILED_PRECONDITION, "CONNECTOR_UNAVAILABLE", message);
     }
@@ -164,8 +177,9 @@ export class Consumer {
   #flowOf(session: ProducerSession, key: EdgeKey): IncomingFlow | undefined {
     const flow = this.#flows.get(idOf(key));
     const isExpected = flow?.producer === session.producer;
-    const outcome = isExpected ? flow.error : flow === undefined ? this.#past.get(idOf(key)) : undefined;
-    if (isExpected && outcome === undefined) return flow;
+    if (isExpected && flow.error === undefined) return flow;
+    const past = this.#past.get(idOf(key));
+    const outcome = isExpected ? flow.error : past?.producer === session.producer ? past.outcome : undefined;
     if (outcome === "committed") {
       session.reply({ $case: "commit", value: { key } });
     } else {
@@ -188,9 +202,12 @@ export class Consumer {
   }
 }
 
+function noHello(message: string): StagemeshError {
+  return failure(status.INVALID_ARGUMENT, "NO_HELLO", message);
+}
+
 /** A stream of a producer. Sends the replies that are due at the same time in one message. */
 class ProducerSession implements Session {
-  lastTransferId = 0n;
   #replies: PutReply[] = [];
 
   constructor(

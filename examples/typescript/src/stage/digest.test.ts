@@ -11,7 +11,7 @@ interface Vector {
   readonly sha256: string;
 }
 
-const path = new URL("../../../../protos/digest_vectors.json", import.meta.url);
+const path = new URL("../../../../protos/vectors/digest.json", import.meta.url);
 for (const { name, chunks, count, sha256 } of JSON.parse(readFileSync(path, "utf8")) as Vector[]) {
   test(`digest of ${name}`, () => {
     const digest = new FlowDigest();

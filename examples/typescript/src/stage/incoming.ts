@@ -1,19 +1,31 @@
+import { crc32 } from "node:zlib";
 import { status } from "@grpc/grpc-js";
 import { errorFromWire, errorToWire, failure, type StagemeshError } from "stagemesh/errors";
-import { type Chunk, type ChunkData, type ChunkEnd, type ChunkFragment, type EdgeKey } from "stagemesh/v1/chunk";
+import {
+  ChecksumAlgorithm,
+  type Chunk,
+  type ChunkData,
+  type ChunkEnd,
+  type ChunkFragment,
+  type EdgeKey,
+} from "stagemesh/v1/chunk";
 import { type OpenEdge, type PutReply } from "stagemesh/v1/stage";
-import type { Tensor } from "stagemesh/v1/tensor";
+import type { AcceptedTensor } from "stagemesh/v1/signature";
+import type { Tensor, TensorSpec } from "stagemesh/v1/tensor";
 import { unknownKind, unknownKindError } from "stagemesh/protocol";
+import { checkChunk } from "./checks.js";
 import { FlowDigest } from "./digest.js";
 import { isRecoverable, LOST_PEER_MS, NOT_READ, Signal } from "./flows.js";
 import { bytesOf, invalidChunk, type NamedTensor, type Packet, rowsOf, sizeOf, sliceRows } from "./packets.js";
 
 const MAX_RESYNCS = 3;
-const MAX_TENSORS = 1024;
+const MAX_FRAGMENT_BYTES = 1024 * 1024;
 
 export interface CreditLimits {
   /** The payload bytes that a producer may send ahead of the reader. */
   readonly windowBytes: number;
+  /** The chunks that a producer may send ahead of the reader. */
+  readonly windowChunks: number;
   /** The largest chunk. */
   readonly maxChunkBytes: number;
 }
@@ -22,13 +34,11 @@ export interface CreditLimits {
 export interface Session {
   readonly producer: string;
   readonly incarnation: string;
-  /** The highest number of a transfer on this stream. */
-  lastTransferId: bigint;
   reply(reply: NonNullable<PutReply["reply"]>): void;
 }
 
-interface Transfer {
-  readonly id: bigint;
+/** The fragments of the next chunk. */
+interface Fragments {
   readonly totalBytes: number;
   readonly parts: Uint8Array[];
   receivedBytes: number;
@@ -44,10 +54,12 @@ export class IncomingFlow {
   #nextSeq = 0n;
   #resyncs = 0;
   #limitBytes: number;
+  #limitChunks: number;
   #receivedBytes = 0;
   #readBytes = 0;
+  #readChunks = 0;
   #demandedBytes = 0;
-  #transfer: Transfer | undefined;
+  #fragments: Fragments | undefined;
   #lostTimer: NodeJS.Timeout | undefined;
   readonly #digest = new FlowDigest();
 
@@ -60,6 +72,7 @@ export class IncomingFlow {
     readonly onOver: (flow: IncomingFlow, outcome: StagemeshError | "committed") => void,
   ) {
     this.#limitBytes = limits.windowBytes;
+    this.#limitChunks = limits.windowChunks;
   }
 
   get hasEnded(): boolean {
@@ -72,11 +85,12 @@ export class IncomingFlow {
     if (this.#phase === "waiting" || this.#phase === "resyncing") this.#phase = "open";
     this.session = session;
     this.incarnation = session.incarnation;
-    this.#transfer = undefined;
+    this.#fragments = undefined;
     clearTimeout(this.#lostTimer);
     const { connector, opening } = open;
-    const credit = { nextSeq: this.#nextSeq, creditLimitBytes: BigInt(this.#limitBytes) };
-    session.reply({ $case: "opened", value: { key: this.key, ...credit, connector, opening } });
+    const credit = { ...this.#limits, windowBytes: BigInt(this.limits.windowBytes) };
+    const value = { key: this.key, nextSeq: this.#nextSeq, ...credit, connector, opening };
+    session.reply({ $case: "opened", value });
   }
 
   takeChunk(session: Session, chunk: Chunk): void {
@@ -107,29 +121,32 @@ export class IncomingFlow {
     }
     this.#nextSeq += 1n;
     this.#resyncs = 0;
-    session.reply({ $case: "ack", value: { key: this.key, nextSeq: this.#nextSeq, creditLimitBytes: 0n } });
+    this.#fragments = undefined;
+    const ack = { key: this.key, nextSeq: this.#nextSeq, creditLimitBytes: undefined, creditLimitChunks: undefined };
+    session.reply({ $case: "ack", value: ack });
     if (this.hasEnded) this.edge.end(this);
   }
 
   takeFragment(session: Session, fragment: ChunkFragment): void {
-    if (!this.#isOpenOn(session)) return;
-    let transfer = this.#transfer;
-    if (transfer?.id !== fragment.transferId) {
-      if (fragment.transferId <= session.lastTransferId) return; // a repeated fragment of an earlier transfer
-      session.lastTransferId = fragment.transferId;
-      transfer = { id: fragment.transferId, totalBytes: Number(fragment.totalBytes), parts: [], receivedBytes: 0 };
-      this.#transfer = transfer;
-      this.#checkCredit(transfer.totalBytes);
-    }
-    const offset = Number(fragment.offset);
-    if (offset < transfer.receivedBytes) return; // a repeated fragment
-    if (offset > transfer.receivedBytes) {
-      this.#resync(session, "FRAGMENT_GAP", `the fragment at ${offset} arrived when ${transfer.receivedBytes} was due`);
+    if (!this.#isOpenOn(session) || fragment.seq < this.#nextSeq) return;
+    if (fragment.seq > this.#nextSeq || this.#phase === "ended") {
+      this.#resync(session, "SEQUENCE_GAP", `a fragment of chunk ${fragment.seq} arrived when ${this.#nextSeq} was due`);
       return;
     }
-    transfer.parts.push(fragment.payload);
-    transfer.receivedBytes += fragment.payload.length;
-    if (transfer.receivedBytes > transfer.totalBytes) throw invalidChunk("the fragments exceed their transfer");
+    if (fragment.payload.length > MAX_FRAGMENT_BYTES) throw invalidChunk("a fragment has more than 1 MiB");
+    const [offset, totalBytes] = [Number(fragment.offset), Number(fragment.totalBytes)];
+    if (this.#fragments === undefined) this.#checkCredit(totalBytes);
+    const fragments = (this.#fragments ??= { totalBytes, parts: [], receivedBytes: 0 });
+    if (totalBytes !== fragments.totalBytes) throw invalidChunk("the fragments of a chunk state different sizes");
+    if (offset < fragments.receivedBytes) return; // a repeated fragment
+    const end = offset + fragment.payload.length;
+    if (offset > fragments.receivedBytes || end > totalBytes) {
+      const message = `the bytes ${offset} to ${end} arrived when ${fragments.receivedBytes} of ${totalBytes} had arrived`;
+      this.#resync(session, "FRAGMENT_GAP", message);
+      return;
+    }
+    fragments.parts.push(fragment.payload);
+    fragments.receivedBytes = end;
   }
 
   demand(session: Session, sizeBytes: number): void {
@@ -139,26 +156,32 @@ export class IncomingFlow {
       throw failure(status.INVALID_ARGUMENT, "CHUNK_TOO_LARGE", message);
     }
     this.#demandedBytes = sizeBytes;
-    this.consume(0);
+    this.consume(0, 0);
   }
 
   // -- the reader
 
-  /** Counts bytes as read, and raises the credit limit if it is worth a message. */
-  consume(sizeBytes: number): void {
+  /** Counts what was read, and raises the credit limits if it is worth a message. */
+  consume(sizeBytes: number, chunks = 1): void {
     this.#readBytes += sizeBytes;
-    let limitBytes = this.#readBytes + this.limits.windowBytes;
-    let stepBytes = Math.max(1, this.limits.windowBytes / 4);
+    this.#readChunks += chunks;
+    const { windowBytes, windowChunks } = this.limits;
+    let limitBytes = Math.max(this.#limitBytes, this.#readBytes + windowBytes);
+    const limitChunks = this.#readChunks + windowChunks;
+    let isDue =
+      limitBytes - this.#limitBytes >= Math.max(1, windowBytes / 4) ||
+      limitChunks - this.#limitChunks >= Math.max(1, windowChunks / 4);
     if (this.#demandedBytes > 0 && this.#readBytes === this.#receivedBytes) {
       limitBytes = Math.max(limitBytes, this.#receivedBytes + this.#demandedBytes);
-      stepBytes = 1;
+      isDue ||= limitBytes > this.#limitBytes;
       this.#demandedBytes = 0;
     }
-    if (limitBytes - this.#limitBytes < stepBytes) return;
+    if (!isDue) return;
     this.#limitBytes = limitBytes;
-    // Otherwise, the answer to the next OpenEdge contains the limit.
+    this.#limitChunks = limitChunks;
+    // Otherwise, the answer to the next OpenEdge contains the limits.
     if (this.#phase !== "open") return;
-    this.session?.reply({ $case: "credit", value: { key: this.key, creditLimitBytes: BigInt(limitBytes) } });
+    this.session?.reply({ $case: "credit", value: { key: this.key, ...this.#limits } });
   }
 
   /** Tells the producer that the flow was read to its end. */
@@ -233,10 +256,14 @@ export class IncomingFlow {
     this.#awaitProducer();
   }
 
+  get #limits() {
+    return { creditLimitBytes: BigInt(this.#limitBytes), creditLimitChunks: BigInt(this.#limitChunks) };
+  }
+
   #checkCredit(sizeBytes: number): void {
     const creditBytes = this.#limitBytes - this.#receivedBytes;
-    if (sizeBytes <= creditBytes) return;
-    const message = `chunk ${this.#nextSeq} has ${sizeBytes} bytes, but only ${creditBytes} were granted`;
+    if (sizeBytes <= creditBytes && this.#digest.count < this.#limitChunks) return;
+    const message = `chunk ${this.#nextSeq} has ${sizeBytes} bytes, but only ${creditBytes} in ${this.#limitChunks} chunks were granted`;
     throw failure(status.INVALID_ARGUMENT, "CREDIT_EXCEEDED", message);
   }
 
@@ -251,33 +278,39 @@ export class IncomingFlow {
 
   /** Returns the packet of a chunk, or undefined if fragments are missing. Throws INVALID_CHUNK. */
   #packetOf(session: Session, data: ChunkData): Packet | undefined {
-    if (data.tensors.length > MAX_TENSORS) throw invalidChunk(`a chunk has more than ${MAX_TENSORS} tensors`);
-    if (new Set(data.tensors.map(({ name }) => name)).size < data.tensors.length) {
-      throw invalidChunk("two tensors of a chunk have the same name");
-    }
+    checkChunk(data);
     this.#checkCredit(Number(data.sizeBytes));
-    const tensors: NamedTensor[] = [];
-    let transferred: Buffer | undefined;
-    for (const tensor of data.tensors) {
-      if (tensor.location?.$case === "streamed" && transferred === undefined) {
-        const transfer = this.#transfer;
-        if (transfer?.id !== tensor.location.value.transferId || transfer.receivedBytes < transfer.totalBytes) {
-          this.#resync(session, "FRAGMENT_GAP", `chunk ${this.#nextSeq} arrived before its fragments`);
-          return undefined;
-        }
-        transferred = Buffer.concat(transfer.parts);
-      }
-      tensors.push(this.#tensorOf(tensor, transferred));
+    const isStreamed = data.tensors.some(({ location }) => location?.$case === "streamed");
+    const fragments = this.#fragments;
+    if (isStreamed && (fragments === undefined || fragments.receivedBytes < fragments.totalBytes)) {
+      this.#resync(session, "FRAGMENT_GAP", `chunk ${this.#nextSeq} arrived before its fragments`);
+      return undefined;
     }
-    this.#transfer = undefined;
+    if (isStreamed && fragments?.totalBytes !== Number(data.sizeBytes)) {
+      throw invalidChunk("the fragments of a chunk have another size than the chunk");
+    }
+    const streamed = isStreamed ? Buffer.concat(fragments?.parts ?? []) : undefined;
+    const tensors = data.tensors.map((tensor) => this.#tensorOf(tensor, streamed));
     const metadata: Record<string, NonNullable<(typeof data.metadata)[string]["kind"]>> = {};
     for (const [name, { kind }] of Object.entries(data.metadata)) if (kind !== undefined) metadata[name] = kind;
-    const packet = { tensors, metadata };
-    if (bytesOf(packet) === Number(data.sizeBytes)) return packet;
-    throw invalidChunk(`a chunk has ${bytesOf(packet)} bytes, but its size is given as ${data.sizeBytes}`);
+    const { contextFrames, tokenStart, promptTokens, preview, engineSteps } = data;
+    if (tensors.some((tensor) => rowsOf(tensor) < (contextFrames ?? 0))) {
+      throw invalidChunk("the context of a chunk exceeds the rows of a tensor");
+    }
+    const packet = { tensors, metadata, contextFrames, tokenStart, promptTokens, preview, engineSteps };
+    if (bytesOf(packet) !== Number(data.sizeBytes)) {
+      throw invalidChunk(`a chunk has ${bytesOf(packet)} bytes, but its size is given as ${data.sizeBytes}`);
+    }
+    if (data.checksum?.algorithm === ChecksumAlgorithm.CRC32) {
+      const value = tensors.reduce((sum, tensor) => crc32(tensor.data, sum), 0);
+      if (BigInt(value) !== data.checksum.value) {
+        throw failure(status.INVALID_ARGUMENT, "CHECKSUM_MISMATCH", "the bytes of a chunk were damaged on the way");
+      }
+    }
+    return packet;
   }
 
-  #tensorOf({ name, dtype, shape: lengths, location, ...rest }: Tensor, transferred?: Buffer): NamedTensor {
+  #tensorOf({ name, dtype, shape: lengths, location, firstRow, ...rest }: Tensor, streamed?: Buffer): NamedTensor {
     const shape = lengths.map(Number);
     let data: Uint8Array = new Uint8Array();
     switch (location?.$case) {
@@ -286,11 +319,14 @@ export class IncomingFlow {
         break;
       case "streamed": {
         const offset = Number(location.value.offset);
-        data = transferred?.subarray(offset, offset + Number(location.value.sizeBytes)) ?? data;
+        data = streamed?.subarray(offset, offset + Number(location.value.sizeBytes)) ?? data;
         break;
       }
       case "shm":
-        throw invalidChunk(`tensor ${name} is in an arena, which the connector grpc cannot read`);
+      case "device": {
+        const message = `this stage cannot read the memory of tensor ${name}`;
+        throw failure(status.UNIMPLEMENTED, "UNKNOWN_KIND", message);
+      }
       case "handover":
         throw failure(status.UNIMPLEMENTED, "TICKET_REFUSED", `this stage accepts no tickets, such as ${name}`);
       case undefined: {
@@ -298,7 +334,7 @@ export class IncomingFlow {
         if (kind !== undefined && sizeOf({ name, dtype, shape }) > 0) throw unknownKindError(this.producer, "Tensor", kind);
       }
     }
-    const tensor = { name, dtype, shape, data };
+    const tensor = { name, dtype, shape, data, firstRow: Number(firstRow) };
     if (sizeOf(tensor) === data.length) return tensor;
     throw invalidChunk(`tensor ${name} has ${data.length} bytes, but its shape needs ${sizeOf(tensor)}`);
   }
@@ -314,10 +350,16 @@ export class IncomingEdge implements AsyncIterable<Packet> {
   #hasContext = false;
   /** The rows of each tensor that have arrived, over all attempts. */
   readonly #rows = new Map<string, number>();
-  /** The rows that the present attempt has sent, until it has repeated all that have arrived before. */
-  #repeated: Map<string, number> | undefined;
+  /** The row after the last one that the present attempt has sent, for each tensor. */
+  #reached = new Map<string, number>();
+  /** The next row of the present producer, by the name of the tensor. */
+  #sent = new Map<string, number>();
 
-  constructor(readonly name: string) {}
+  constructor(
+    readonly name: string,
+    /** The tensors that the function accepts. All others are ignored. */
+    readonly accepts: readonly AcceptedTensor[],
+  ) {}
 
   async *[Symbol.asyncIterator](): AsyncGenerator<Packet, void, void> {
     for (;;) {
@@ -359,8 +401,8 @@ export class IncomingEdge implements AsyncIterable<Packet> {
       const rows = this.#hasContext ? 0 : (this.#rows.get(tensor) ?? 0);
       if (first <= rows) continue;
       const message = `edge ${this.name}: the new flow begins at row ${first} of ${tensor}, but only ${rows} have arrived`;
-      const metadata = { edge: this.name, tensor, rows: String(rows) };
-      throw failure(status.FAILED_PRECONDITION, "ROWS_MISSING", message, metadata);
+      const facts = { rows: BigInt(rows) };
+      throw failure(status.FAILED_PRECONDITION, "ROWS_MISSING", message, { edge: this.name, tensor }, facts);
     }
   }
 
@@ -373,8 +415,8 @@ export class IncomingEdge implements AsyncIterable<Packet> {
       const message = `attempt ${previous?.key.attempt} of edge ${this.name} was replaced`;
       previous?.close(failure(status.FAILED_PRECONDITION, "STALE_ATTEMPT", message, { edge: this.name }));
     }
-    this.#repeated = new Map([...this.#rows.keys()].map((tensor) => [tensor, Number(firstRows[tensor] ?? 0n)]));
-    this.#endRepetition();
+    this.#reached = new Map(Object.entries(firstRows).map(([tensor, rows]) => [tensor, Number(rows)]));
+    this.#sent = new Map();
     this.changed.fire();
   }
 
@@ -382,7 +424,7 @@ export class IncomingEdge implements AsyncIterable<Packet> {
 
   accept(packet: Packet, flow: IncomingFlow): void {
     const sizeBytes = bytesOf(packet);
-    const added = this.#hasEnded ? undefined : this.#withoutRepetition(packet);
+    const added = this.#hasEnded ? undefined : this.#withoutRepetition(this.#accepted(packet));
     if (added === undefined) flow.consume(sizeBytes);
     else this.#queue.push({ packet: added, sizeBytes, flow });
     this.changed.fire();
@@ -390,44 +432,63 @@ export class IncomingEdge implements AsyncIterable<Packet> {
 
   end(flow: IncomingFlow): void {
     if (this.#hasEnded) flow.commit();
-    else if (this.#repeated !== undefined) {
+    else if (this.#isRepeating) {
       flow.error = this.#attemptsDiffer("sent fewer rows than the previous one");
     } else this.#hasEnded = true;
     this.changed.fire();
   }
 
-  #withoutRepetition(packet: Packet): Packet | undefined {
-    this.#hasContext ||= "context_frames" in packet.metadata;
-    const repeated = this.#repeated;
-    const skips = packet.tensors.map((tensor) => {
-      const arrived = this.#rows.get(tensor.name) ?? 0;
-      const first = repeated === undefined ? arrived : (repeated.get(tensor.name) ?? 0);
-      const end = first + rowsOf(tensor);
-      repeated?.set(tensor.name, end);
-      this.#rows.set(tensor.name, Math.max(arrived, end));
-      return Math.min(rowsOf(tensor), Math.max(0, arrived - first));
+  /** Drops the tensors that the function does not accept. Throws INVALID_CHUNK if one that it needs is missing. */
+  #accepted(packet: Packet): Packet {
+    const tensors = this.accepts.flatMap(({ spec, optional }) => {
+      const tensor = packet.tensors.find(({ name }) => name === spec?.name);
+      if (tensor === undefined && !optional) throw invalidChunk(`a chunk lacks the tensor ${spec?.name}`);
+      const fits = tensor === undefined || spec === undefined || hasType(tensor, spec);
+      if (!fits) throw invalidChunk(`tensor ${tensor.name} has another type or shape than this stage accepts`);
+      return tensor === undefined ? [] : [tensor];
     });
-    if (repeated === undefined) return packet;
-    this.#endRepetition();
-    if (packet.tensors.every((tensor, index) => skips[index] === rowsOf(tensor))) return undefined;
-    if (skips.every((skip) => skip === 0)) return packet;
-    const context = packet.metadata["context_frames"];
-    if (context?.$case === "integer" && context.value > 0n) {
-      throw this.#attemptsDiffer("cuts chunks with left context at other rows");
-    }
+    return { ...packet, tensors };
+  }
+
+  /** Whether the present attempt has not yet sent all rows that have arrived. */
+  get #isRepeating(): boolean {
+    return [...this.#rows].some(([tensor, rows]) => (this.#reached.get(tensor) ?? 0) < rows);
+  }
+
+  /**
+   * Drops the rows that an earlier producer has sent. Left context remains in front of the new rows. Returns undefined if
+   * no row is left. Throws INVALID_CHUNK if the rows do not follow the rows before.
+   */
+  #withoutRepetition(packet: Packet): Packet | undefined {
+    const { contextFrames, tokenStart } = packet;
+    this.#hasContext ||= contextFrames !== undefined;
+    const wasRepeating = this.#isRepeating;
+    const context = contextFrames ?? 0;
+    let [hasNew, hasRepeated] = [false, false];
+    const skips = packet.tensors.map((tensor) => {
+      const first = tensor.firstRow ?? 0;
+      // The rows begin where the first packet says: its producer may have resumed from a checkpoint.
+      const [begin, end] = [first + context, first + rowsOf(tensor)];
+      const arrived = this.#rows.get(tensor.name) ?? begin;
+      const next = this.#sent.get(tensor.name) ?? begin;
+      if (begin > arrived || begin !== next || begin > end) {
+        throw invalidChunk(`a chunk has the rows ${begin} to ${end} of ${tensor.name}, but row ${next} is next`);
+      }
+      this.#sent.set(tensor.name, end);
+      this.#reached.set(tensor.name, end);
+      this.#rows.set(tensor.name, Math.max(arrived, end));
+      hasNew ||= end > arrived;
+      hasRepeated ||= begin < arrived;
+      return Math.max(0, Math.min(end, arrived) - begin);
+    });
+    if (!hasNew && (hasRepeated || wasRepeating)) return undefined;
+    if (!hasRepeated) return packet;
     const tensors = packet.tensors
       .map((tensor, index) => ({ tensor, skip: skips[index] ?? 0 }))
       .filter(({ tensor, skip }) => tensor.shape.length > 0 || skip === 0)
       .map(({ tensor, skip }) => (skip > 0 ? sliceRows(tensor, skip, rowsOf(tensor)) : tensor));
-    const start = packet.metadata["token_start"];
-    if (start?.$case !== "integer") return { ...packet, tensors };
-    const moved = { $case: "integer" as const, value: start.value + BigInt(skips[0] ?? 0) };
-    return { tensors, metadata: { ...packet.metadata, token_start: moved } };
-  }
-
-  #endRepetition(): void {
-    const isDone = [...this.#rows].every(([tensor, rows]) => (this.#repeated?.get(tensor) ?? 0) >= rows);
-    if (isDone) this.#repeated = undefined;
+    const moved = tokenStart === undefined ? undefined : tokenStart + BigInt(skips[0] ?? 0);
+    return { ...packet, tensors, tokenStart: moved };
   }
 
   #attemptsDiffer(difference: string): StagemeshError {
@@ -449,4 +510,13 @@ export class IncomingEdge implements AsyncIterable<Packet> {
       if (!(await this.changed.next(end - Date.now()))) throw error;
     }
   }
+}
+
+/** Returns whether a tensor has a type. A dimension is a number, or the name of one that may be any. */
+function hasType({ dtype, shape }: NamedTensor, spec: TensorSpec): boolean {
+  const isLike = (length: number, axis: number): boolean => {
+    const wanted = spec.shape[axis] ?? "";
+    return !/^\d+$/.test(wanted) || Number(wanted) === length;
+  };
+  return dtype === spec.dtype && shape.length === spec.shape.length && shape.every(isLike);
 }

@@ -1,8 +1,8 @@
 import { status } from "@grpc/grpc-js";
 import { errorFromWire, errorToWire, failure, type StagemeshError } from "stagemesh/errors";
-import type { Chunk, ChunkData, EdgeKey } from "stagemesh/v1/chunk";
-import { Connector } from "stagemesh/v1/chunk";
-import { type EdgeOpened, PutItem, type PutReply } from "stagemesh/v1/stage";
+import type { Chunk, EdgeKey } from "stagemesh/v1/chunk";
+import { ChunkData, Connector } from "stagemesh/v1/chunk";
+import { type CreditGrant, type EdgeOpened, PutItem, type PutReply } from "stagemesh/v1/stage";
 import { Tensor } from "stagemesh/v1/tensor";
 import type { Chunker } from "./chunking.js";
 import { FlowDigest } from "./digest.js";
@@ -30,7 +30,6 @@ export interface Link {
   readonly isReady: boolean;
   readonly inlineLimitBytes: number;
   readonly silenceMs: number;
-  nextTransferId(): bigint;
   put(item: NonNullable<PutItem["item"]>): void;
   remove(flow: OutgoingFlow): void;
 }
@@ -55,6 +54,8 @@ export class OutgoingEdge {
     readonly chunker: Chunker,
     /** The names of the tensors to send. Empty for all. */
     readonly tensors: readonly string[],
+    /** Called when no other consumer can continue the edge. */
+    readonly onFailed: (error: StagemeshError) => void,
   ) {}
 
   /** The number of the next chunk. */
@@ -172,8 +173,9 @@ export class OutgoingFlow {
   ackedSeq = 0;
   #phase: "waiting" | "opening" | "open" | "over" = "waiting";
   #openings = 0;
-  #windowBytes: number | undefined;
+  #windowBytes = 0;
   #limitBytes = 0;
+  #limitChunks = 0;
   #demandedSeq = -1;
   #resyncs = 0;
   #heardAt = Date.now();
@@ -206,9 +208,13 @@ export class OutgoingFlow {
     while (this.#phase === "open") {
       const chunk = this.edge.chunk(this.sentSeq);
       if (chunk === undefined) break;
-      if (chunk.sizeBytes > 0 && chunk.endBytes > this.#limitBytes) {
-        this.#demandCredit(chunk.sizeBytes);
-        break;
+      if (!("$case" in chunk.content)) {
+        if (chunk.endBytes > this.#limitBytes) {
+          this.#demandCredit(chunk.sizeBytes);
+          break;
+        }
+        // All chunks before it contain data, too.
+        if (this.sentSeq >= this.#limitChunks) break;
       }
       this.#put(chunk);
       this.sentSeq += 1;
@@ -226,22 +232,24 @@ export class OutgoingFlow {
         break;
       case "ack":
         this.#acknowledge(reply.value.nextSeq);
-        this.#grant(reply.value.creditLimitBytes);
+        this.#grant(reply.value);
         break;
       case "credit":
-        this.#grant(reply.value.creditLimitBytes);
+        this.#grant(reply.value);
         break;
       case "commit":
-        this.#over();
-        this.edge.committed();
+        this.#committed();
         break;
       case "rejected":
         this.fail(errorFromWire(reply.value.error));
         break;
       case "resync":
         this.#resyncs += 1;
-        if (this.#resyncs > MAX_RESYNCS) this.fail(errorFromWire(reply.value.error));
-        else if (this.link.isReady) this.open();
+        if (this.#resyncs > MAX_RESYNCS) {
+          this.fail(invalidChunk(`the consumer lacks messages: ${reply.value.error?.message ?? ""}`));
+        } else if (this.link.isReady) {
+          this.open();
+        }
         break;
     }
   }
@@ -260,7 +268,10 @@ export class OutgoingFlow {
     if (this.#phase === "over") return;
     this.#over();
     this.error = error.within({ edge: this.key.edge });
-    if (this.edge.isClosed && !isRecoverable(error)) this.edge.release();
+    if (!isRecoverable(error)) {
+      if (this.edge.isClosed) this.edge.release();
+      this.edge.onFailed(this.error);
+    }
     this.edge.changed.fire();
   }
 
@@ -269,14 +280,19 @@ export class OutgoingFlow {
     this.link.remove(this);
   }
 
-  #opened({ opening, nextSeq, creditLimitBytes }: EdgeOpened): void {
+  #opened(opened: EdgeOpened): void {
+    const { opening, nextSeq, windowBytes } = opened;
     if (opening !== this.#openings || this.#phase !== "opening") return;
+    if (Number(nextSeq) < this.ackedSeq) {
+      this.fail(invalidChunk(`the consumer of edge ${this.key.edge} lacks chunk ${nextSeq}, which it has acknowledged`));
+      return;
+    }
     this.#phase = "open";
     this.#acknowledge(nextSeq);
     this.sentSeq = Number(nextSeq);
     this.#demandedSeq = -1;
-    this.#windowBytes ??= Number(creditLimitBytes);
-    this.#grant(creditLimitBytes);
+    this.#windowBytes = Number(windowBytes);
+    this.#grant(opened);
     this.pump();
   }
 
@@ -296,15 +312,24 @@ export class OutgoingFlow {
     this.edge.delivered(seq);
   }
 
-  #grant(limitBytes: bigint): void {
-    if (limitBytes <= this.#limitBytes) return;
-    this.#limitBytes = Number(limitBytes);
+  #committed(): void {
+    if (!this.edge.isClosed || this.sentSeq < this.edge.nextSeq) {
+      this.fail(invalidChunk(`the consumer of edge ${this.key.edge} has committed it before its end`));
+      return;
+    }
+    this.#over();
+    this.edge.committed();
+  }
+
+  #grant({ creditLimitBytes, creditLimitChunks }: Partial<CreditGrant>): void {
+    this.#limitBytes = Math.max(this.#limitBytes, Number(creditLimitBytes ?? 0n));
+    this.#limitChunks = Math.max(this.#limitChunks, Number(creditLimitChunks ?? 0n));
     this.pump();
   }
 
   /** Asks for credit for a chunk that is larger than half the window. Otherwise, credit comes as the consumer reads. */
   #demandCredit(sizeBytes: number): void {
-    if (this.#demandedSeq === this.sentSeq || 2 * sizeBytes <= (this.#windowBytes ?? Infinity)) return;
+    if (this.#demandedSeq === this.sentSeq || 2 * sizeBytes <= this.#windowBytes) return;
     this.#demandedSeq = this.sentSeq;
     this.link.put({ $case: "demand", value: { key: this.key, sizeBytes: BigInt(sizeBytes) } });
   }
@@ -315,13 +340,13 @@ export class OutgoingFlow {
       this.link.put({ $case: "chunk", value: { key: this.key, seq, content } });
       return;
     }
-    const transferId = sizeBytes > this.link.inlineLimitBytes ? this.link.nextTransferId() : undefined;
-    const value = dataOf(content, sizeBytes, transferId);
-    if (transferId !== undefined) {
-      const transfer = Buffer.concat(content.tensors.map(({ data }) => data));
+    const isInline = sizeBytes <= this.link.inlineLimitBytes;
+    const value = dataOf(content, sizeBytes, isInline);
+    if (!isInline) {
+      const bytes = Buffer.concat(content.tensors.map(({ data }) => data));
       for (let offset = 0; offset < sizeBytes; offset += FRAGMENT_BYTES) {
-        const fragment = { key: this.key, transferId, totalBytes: BigInt(sizeBytes), offset: BigInt(offset) };
-        const payload = transfer.subarray(offset, offset + FRAGMENT_BYTES);
+        const fragment = { key: this.key, seq, totalBytes: BigInt(sizeBytes), offset: BigInt(offset) };
+        const payload = bytes.subarray(offset, offset + FRAGMENT_BYTES);
         this.link.put({ $case: "fragment", value: { ...fragment, payload, padding: new Uint8Array() } });
       }
     }
@@ -329,19 +354,19 @@ export class OutgoingFlow {
   }
 }
 
-/** Describes a packet. Its bytes are inline if there is no transfer. */
-function dataOf(packet: Packet, sizeBytes: number, transferId: bigint | undefined): ChunkData {
+/** Describes a packet. Its bytes are inline, or were sent as fragments. */
+function dataOf(packet: Packet, sizeBytes: number, isInline: boolean): ChunkData {
   let offset = 0;
-  const tensors = packet.tensors.map(({ name, dtype, shape, data }) => {
-    const tensor = Tensor.create({ name, dtype, shape: shape.map(BigInt) });
-    if (data.length > 0 && transferId === undefined) tensor.location = { $case: "inline", value: data };
-    else if (data.length > 0 && transferId !== undefined) {
-      const value = { transferId, offset: BigInt(offset), sizeBytes: BigInt(data.length) };
+  const tensors = packet.tensors.map(({ name, dtype, shape, data, firstRow = 0 }) => {
+    const tensor = Tensor.create({ name, dtype, shape: shape.map(BigInt), firstRow: BigInt(firstRow) });
+    if (data.length > 0 && isInline) tensor.location = { $case: "inline", value: data };
+    else if (data.length > 0) {
+      const value = { offset: BigInt(offset), sizeBytes: BigInt(data.length) };
       tensor.location = { $case: "streamed", value };
     }
     offset += data.length;
     return tensor;
   });
   const metadata = Object.fromEntries(Object.entries(packet.metadata).map(([name, kind]) => [name, { kind }]));
-  return { tensors, metadata, leaseId: 0n, sizeBytes: BigInt(sizeBytes) };
+  return ChunkData.create({ ...packet, tensors, metadata, sizeBytes: BigInt(sizeBytes) });
 }

@@ -45,7 +45,7 @@ export class OutputStream {
   }
 
   #text(text: string): Output | undefined {
-    return text === "" ? undefined : this.#part([...text].length, { $case: "text", value: text });
+    return text === "" ? undefined : this.#part(Buffer.byteLength(text), { $case: "text", value: text });
   }
 
   #part(length: number, content: Output["content"]): Output {

@@ -1,5 +1,6 @@
 import { status } from "@grpc/grpc-js";
 import { failure, type StagemeshError } from "stagemesh/errors";
+import type { ChunkData } from "stagemesh/v1/chunk";
 import { DataType, type TypedValue } from "stagemesh/v1/tensor";
 
 /** A dense array: little-endian and C-contiguous. */
@@ -8,13 +9,20 @@ export interface NamedTensor {
   readonly dtype: DataType;
   readonly shape: readonly number[];
   readonly data: Uint8Array;
+  /** The number of rows that precede it on its edge. A function need not set it. */
+  readonly firstRow?: number;
 }
 
 /** The value of an option or of a packet's metadata. */
 export type Value = NonNullable<TypedValue["kind"]>;
 
+/** What a chunk says about its tensors. A function may omit these fields. */
+export type PacketFields = Partial<
+  Pick<ChunkData, "contextFrames" | "tokenStart" | "promptTokens" | "preview" | "engineSteps">
+>;
+
 /** Tensors that belong together: what a function receives and emits, and what a chunk carries. */
-export interface Packet {
+export interface Packet extends Readonly<PacketFields> {
   readonly tensors: readonly NamedTensor[];
   readonly metadata: Readonly<Record<string, Value>>;
 }
@@ -30,6 +38,13 @@ const ELEMENT_BYTES: Readonly<Partial<Record<DataType, number>>> = {
   [DataType.BFLOAT16]: 2,
   [DataType.FLOAT32]: 4,
   [DataType.FLOAT64]: 8,
+  [DataType.UINT16]: 2,
+  [DataType.UINT32]: 4,
+  [DataType.UINT64]: 8,
+  [DataType.FLOAT8_E4M3]: 1,
+  [DataType.FLOAT8_E5M2]: 1,
+  [DataType.COMPLEX64]: 8,
+  [DataType.COMPLEX128]: 16,
 };
 
 /** Returns the number of bytes of a tensor. Throws INVALID_CHUNK for an unknown type or an impossible shape. */
@@ -57,7 +72,8 @@ export function rowsOf(tensor: NamedTensor): number {
 export function sliceRows(tensor: NamedTensor, start: number, end: number): NamedTensor {
   const rowBytes = tensor.data.length / Math.max(1, rowsOf(tensor));
   const data = tensor.data.subarray(start * rowBytes, end * rowBytes);
-  return { ...tensor, shape: [end - start, ...tensor.shape.slice(1)], data };
+  const firstRow = (tensor.firstRow ?? 0) + start;
+  return { ...tensor, shape: [end - start, ...tensor.shape.slice(1)], data, firstRow };
 }
 
 /** Concatenates tensors of the same name, type and further dimensions along their first axis. */

@@ -17,6 +17,7 @@ import { idOf, LOST_PEER_MS } from "./flows.js";
 import { type Link, type OutgoingEdge, OutgoingFlow } from "./outgoing.js";
 
 const RECONNECT_MS = 100;
+const INLINE_LIMIT_BYTES = 4096;
 
 /** How long this stage waits for a consumer, in milliseconds. */
 export interface Timeouts {
@@ -66,7 +67,6 @@ class ConsumerLink implements Link {
   readonly #flows = new Map<string, OutgoingFlow>();
   #stream: ClientDuplexStream<PutChunkRequest, PutChunkResponse> | undefined;
   #incarnation = "";
-  #lastTransferId = 0n;
   #seenAt = Date.now();
   #isClosed = false;
 
@@ -95,10 +95,6 @@ class ConsumerLink implements Link {
     if (this.#flows.get(idOf(flow.key)) === flow) this.#flows.delete(idOf(flow.key));
   }
 
-  nextTransferId(): bigint {
-    return ++this.#lastTransferId;
-  }
-
   put(item: NonNullable<PutItem["item"]>): void {
     if (this.isReady) this.#stream?.write(PutChunkRequest.create({ items: [{ item }] }));
   }
@@ -115,8 +111,10 @@ class ConsumerLink implements Link {
         await this.#serveStream();
       } catch (thrown) {
         const error = toStagemeshError(thrown);
-        // Without a reason, the connection broke.
-        if (error.reason !== "" && error.code !== status.UNAVAILABLE) this.#failFlows(error);
+        // Without a reason, the connection broke. gRPC itself answers UNIMPLEMENTED for a peer without the method.
+        const isRefusal = error.reason !== "" && error.code !== status.UNAVAILABLE;
+        if (error.code === status.UNIMPLEMENTED && !isRefusal) this.#failFlows(this.#withoutMethod());
+        else if (isRefusal) this.#failFlows(error);
       }
       this.isReady = false;
       for (const flow of this.#flows.values()) flow.disconnect();
@@ -159,7 +157,7 @@ class ConsumerLink implements Link {
   #welcomed(welcome: Welcome | undefined): void {
     checkProtocol(this.consumer, welcome?.protocol);
     this.#incarnation = welcome?.incarnation ?? "";
-    this.inlineLimitBytes = Number(welcome?.inlineLimitBytes ?? 0n);
+    this.inlineLimitBytes = Math.min(INLINE_LIMIT_BYTES, Number(welcome?.inlineLimitBytes ?? 0n));
     this.isReady = true;
     for (const flow of this.#flows.values()) {
       if (flow.incarnation === "" || flow.incarnation === this.#incarnation) flow.open();
@@ -189,6 +187,11 @@ class ConsumerLink implements Link {
 
   #failFlows(error: StagemeshError): void {
     for (const flow of this.#flows.values()) flow.fail(error);
+  }
+
+  #withoutMethod(): StagemeshError {
+    const message = `${this.consumer} does not serve PutChunk`;
+    return failure(status.UNIMPLEMENTED, "UNSUPPORTED", message, { replica: this.consumer });
   }
 
   #lost(message: string): StagemeshError {

@@ -18,7 +18,9 @@ import { Producer, type Timeouts } from "./producer.js";
 import { Steps } from "./steps.js";
 
 const MIB = 1024 * 1024;
+const WINDOW_CHUNKS = 1024;
 const TIMEOUTS: Timeouts = { welcomeMs: 5000, silenceMs: 2000 };
+const ACCEPTING_MS = 2000;
 const DRAIN_MS = 10_000;
 const LAST_REPLIES_MS = 500;
 const REGISTER_AGAIN_MS = 200;
@@ -37,6 +39,8 @@ export interface StageOptions {
   readonly orchestrators?: readonly string[];
   /** The payload bytes that a producer may send ahead. */
   readonly windowBytes?: number;
+  /** For how long a stage that stops accepts steps, by default for 2 seconds. */
+  readonly acceptingMs?: number;
   /** By default 5 seconds for `Welcome`, and 2 seconds for an answer about a flow. */
   readonly timeouts?: Timeouts;
 }
@@ -57,7 +61,7 @@ export class Stage {
   ) {
     const { pipeline, generation, stage, replica, windowBytes = 8 * MIB, timeouts = TIMEOUTS } = options;
     this.#identity = { pipeline, generation, stage, replica, incarnation: randomUUID() };
-    this.#consumer = new Consumer(this.#identity, { windowBytes, maxChunkBytes: 256 * MIB });
+    this.#consumer = new Consumer(this.#identity, { windowBytes, windowChunks: WINDOW_CHUNKS, maxChunkBytes: 256 * MIB });
     this.#producer = new Producer(this.#identity, timeouts);
     const { consumer, producer } = { consumer: this.#consumer, producer: this.#producer };
     this.#steps = new Steps({ identity: this.#identity, fn, consumer, producer });
@@ -93,11 +97,11 @@ export class Stage {
     return port;
   }
 
-  /** Lets running steps finish, for up to ten seconds, and stops serving. */
+  /** Accepts steps for two more seconds, lets running ones finish for up to ten seconds, and stops serving. */
   async stop(): Promise<void> {
     this.#stopping.abort();
     this.#health.setStatus("", "NOT_SERVING");
-    await this.#steps.drain(DRAIN_MS);
+    await this.#steps.drain(this.options.acceptingMs ?? ACCEPTING_MS, DRAIN_MS);
     this.#consumer.close();
     // The ends of the steps and the last replies about their flows are still on their way.
     await Promise.race([new Promise<unknown>((resolve) => this.#server.tryShutdown(resolve)), sleep(LAST_REPLIES_MS)]);

@@ -1,3 +1,4 @@
+import { setTimeout as sleep } from "node:timers/promises";
 import { isDeepStrictEqual } from "node:util";
 import { type ServerWritableStream, status } from "@grpc/grpc-js";
 import { errorToStatus, failure, type StagemeshError, toStagemeshError } from "stagemesh/errors";
@@ -13,12 +14,12 @@ import {
   type RebindStepRequest,
   StepFinished,
 } from "stagemesh/v1/stage";
-import { checkOutput, checkStep, resolveOptions } from "./checks.js";
+import { checkBinding, checkStep, invalidEdge, resolveOptions } from "./checks.js";
 import { createChunker } from "./chunking.js";
 import type { Consumer, Identity } from "./consumer.js";
 import { RecentMap, Signal } from "./flows.js";
 import type { StageFunction, Task } from "./function.js";
-import { IncomingEdge } from "./incoming.js";
+import { IncomingEdge, type IncomingFlow } from "./incoming.js";
 import { OutgoingEdge } from "./outgoing.js";
 import { OutputStream } from "./outputs.js";
 import type { Packet } from "./packets.js";
@@ -26,7 +27,10 @@ import type { Producer } from "./producer.js";
 
 const REMEMBERED_REQUESTS = 4096;
 const WITHOUT_CALLER_MS = 5000;
+const LEAVING_MS = 200;
 const RETAINED_MS = 30_000;
+/** The longest time of a timer in Node.js. */
+const LONGEST_TIMER_MS = 2 ** 31 - 1;
 
 type Event = NonNullable<ExecuteStepResponse["event"]>;
 type Call = ServerWritableStream<ExecuteStepRequest, ExecuteStepResponse>;
@@ -41,7 +45,7 @@ export interface StageParts {
 
 /** The steps of this replica: those that run, and those that have ended lately. */
 export class Steps {
-  isDraining = false;
+  #isDraining = false;
   readonly #steps = new Map<string, Step>();
   readonly #attempts = new RecentMap<string, number>(REMEMBERED_REQUESTS);
 
@@ -67,23 +71,30 @@ export class Steps {
   }
 
   /** Serves `CancelStep`. */
-  async cancel({ requestId, attempt, reason }: CancelStepRequest): Promise<CancelStepResponse> {
+  async cancel({ requestId, attempt, reason, whenLeft }: CancelStepRequest): Promise<CancelStepResponse> {
+    // The end of the caller's own calls may still be on its way.
+    if (whenLeft) await sleep(LEAVING_MS);
     const cancelled = [...this.#steps.values()].filter(
-      ({ request, isOver }) => request.requestId === requestId && (!attempt || request.attempt <= attempt) && !isOver,
+      ({ request, isOver, hasCaller }) =>
+        request.requestId === requestId &&
+        (attempt === undefined || request.attempt <= attempt) &&
+        !isOver &&
+        !(whenLeft && hasCaller),
     );
     const error = failure(status.CANCELLED, "CANCELLED", reason || "the request was cancelled");
     await Promise.all(cancelled.map((step) => step.stop(error)));
-    const steps = cancelled.reduce((total, step) => total + step.usage.steps, 0n);
-    return CancelStepResponse.create({ stopped: cancelled.length, usage: { steps } });
+    const engineSteps = cancelled.reduce((total, step) => total + step.usage.engineSteps, 0n);
+    return CancelStepResponse.create({ stopped: cancelled.length, usage: { engineSteps } });
   }
 
-  /** Rejects new steps, and waits until the others have ended. Those that take too long continue elsewhere. */
-  async drain(timeoutMs: number): Promise<void> {
-    this.isDraining = true;
-    const running = [...this.#steps.values()].filter(({ isOver }) => !isOver);
+  /** Rejects new steps after `acceptingMs`, and waits until the others have ended. Those that take too long are stopped. */
+  async drain(acceptingMs: number, timeoutMs: number): Promise<void> {
     const drained = failure(status.UNAVAILABLE, "DRAINED", `replica ${this.parts.identity.replica} was stopped`);
-    const timer = setTimeout(() => running.map((step) => step.stop(drained)), timeoutMs);
-    await Promise.all(running.map((step) => step.ended()));
+    const timer = setTimeout(() => this.#steps.forEach((step) => step.isOver || void step.stop(drained)), timeoutMs);
+    // An orchestrator may have planned steps before it learned that this replica drains.
+    await sleep(acceptingMs);
+    this.#isDraining = true;
+    await Promise.all([...this.#steps.values()].map((step) => step.ended()));
     clearTimeout(timer);
   }
 
@@ -91,21 +102,21 @@ export class Steps {
   #stepOf(request: ExecuteStepRequest): Step {
     const { requestId, stepId, attempt } = request;
     const highest = this.#attempts.get(requestId) ?? 0;
-    const metadata = { attempt: String(highest) };
+    const facts = { attempt: highest };
     if (attempt < highest) {
       const message = `attempt ${attempt} of ${requestId} was replaced by attempt ${highest}`;
-      throw failure(status.FAILED_PRECONDITION, "STALE_ATTEMPT", message, metadata);
+      throw failure(status.FAILED_PRECONDITION, "STALE_ATTEMPT", message, {}, facts);
     }
     const known = this.#steps.get(stepId);
     if (known !== undefined) {
       // Maps have no order, so the decoded messages are compared, not their bytes.
       if (isDeepStrictEqual(contentOf(known.request), contentOf(request))) return known;
-      throw failure(status.ALREADY_EXISTS, "STEP_EXISTS", `step ${stepId} exists with other content`, metadata);
+      throw failure(status.ALREADY_EXISTS, "STEP_EXISTS", `step ${stepId} exists with other content`, {}, facts);
     }
     if (request.attachOnly) {
       throw failure(status.NOT_FOUND, "UNKNOWN_STEP", `step ${stepId} was not started here, or has ended long ago`);
     }
-    if (this.isDraining) {
+    if (this.#isDraining) {
       const message = `replica ${this.parts.identity.replica} stops and accepts no steps`;
       throw failure(status.FAILED_PRECONDITION, "NOT_READY", message);
     }
@@ -131,6 +142,8 @@ class Step {
   readonly usage = Usage.create();
   readonly #incoming = new Map<string, IncomingEdge>();
   readonly #outgoing = new Map<string, OutgoingEdge>();
+  /** The binding in force of each edge. */
+  readonly #bindings = new Map<string, InputBinding | OutputBinding>();
   readonly #outputs: ReadonlyMap<string, OutputStream>;
   readonly #options: Task["options"];
   readonly #events: Event[] = [];
@@ -142,6 +155,9 @@ class Step {
   #firstOutputS: number | undefined;
   #callers = 0;
   #callerTimer: NodeJS.Timeout | undefined;
+  /** The latest one of the calls, in milliseconds since 1970. Infinity after a call without one. */
+  #deadlineMs = 0;
+  #deadlineTimer: NodeJS.Timeout | undefined;
 
   /** Throws StagemeshError if the step cannot run here. */
   constructor(
@@ -155,9 +171,11 @@ class Step {
     this.#options = resolveOptions(request.parameters?.options ?? {}, signature);
     const streamed = signature.emits.filter(({ spec }) => request.streamed.some(({ tensor }) => tensor === spec?.name));
     this.#outputs = new Map(streamed.map((emitted) => [emitted.spec?.name ?? "", new OutputStream(emitted)]));
-    for (const { edge } of request.inputs) this.#incoming.set(edge, new IncomingEdge(edge));
+    for (const { edge } of request.inputs) this.#incoming.set(edge, new IncomingEdge(edge, signature.accepts));
     for (const { edge, policy, tensors } of request.outputs) {
-      this.#outgoing.set(edge, new OutgoingEdge(edge, createChunker(policy), tensors));
+      // The function may wait for packets, and would notice a failure only when it emits one.
+      const onFailed = (error: StagemeshError): void => void this.stop(error);
+      this.#outgoing.set(edge, new OutgoingEdge(edge, createChunker(policy), tensors, onFailed));
     }
   }
 
@@ -165,11 +183,15 @@ class Step {
     return this.#end !== undefined;
   }
 
+  get hasCaller(): boolean {
+    return this.#callers > 0;
+  }
+
   /** Registers the incoming flows, and runs the function. */
   start(): void {
     for (const binding of this.request.inputs) {
       const edge = this.#incoming.get(binding.edge);
-      if (edge) edge.flow = this.parts.consumer.expect(this.#keyOf(binding), binding.producer, edge);
+      if (edge) edge.flow = this.#expect(binding, edge);
     }
     this.#emit({ $case: "accepted", value: { queuePosition: 0 } });
     for (const binding of this.request.outputs) this.#bind(binding);
@@ -181,6 +203,7 @@ class Step {
     call.on("cancelled", () => this.#changed.fire());
     this.#callers += 1;
     clearTimeout(this.#callerTimer);
+    this.#extend(call.getDeadline().valueOf());
     for (let sent = 0; !call.cancelled; await this.#changed.next()) {
       for (; sent < this.#events.length; sent++) call.write(ExecuteStepResponse.create({ event: this.#events[sent] }));
       if (this.#end === "succeeded") call.end();
@@ -188,9 +211,19 @@ class Step {
       if (this.isOver) break;
     }
     this.#callers -= 1;
-    if (this.#callers > 0 || this.isOver) return;
+    if (this.hasCaller || this.isOver) return;
     const error = failure(status.CANCELLED, "CANCELLED", "the step has no caller");
     this.#callerTimer = setTimeout(() => this.stop(error), WITHOUT_CALLER_MS);
+  }
+
+  /** Stops the step at the deadline of a call, unless an earlier call has a later one. */
+  #extend(deadlineMs: number): void {
+    this.#deadlineMs = Math.max(this.#deadlineMs, deadlineMs);
+    clearTimeout(this.#deadlineTimer);
+    const remainingMs = this.#deadlineMs - Date.now();
+    if (remainingMs > LONGEST_TIMER_MS || this.isOver) return;
+    const error = failure(status.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline of the step has passed");
+    this.#deadlineTimer = setTimeout(() => this.stop(error), remainingMs);
   }
 
   /** Stops the step. Resolves when it has ended. */
@@ -210,16 +243,14 @@ class Step {
     for (const { binding, firstRows } of inputs) {
       const edge = binding && this.#incoming.get(binding.edge);
       if (!edge) throw this.#unknownEdge(binding?.edge);
-      const key = this.#keyOf(binding);
-      if (isInForce(key.attempt, edge.flow?.key.attempt, binding.edge)) continue;
+      if (this.#isInForce(binding)) continue;
       edge.checkRows(firstRows);
-      changes.push(() => edge.rebind(this.parts.consumer.expect(key, binding.producer, edge), firstRows));
+      changes.push(() => edge.rebind(this.#expect(binding, edge), firstRows));
     }
     for (const binding of outputs) {
       const edge = this.#outgoing.get(binding.edge);
       if (!edge) throw this.#unknownEdge(binding.edge);
-      checkOutput(binding);
-      if (isInForce(this.#keyOf(binding).attempt, edge.flow?.key.attempt, binding.edge)) continue;
+      if (this.#isInForce(binding)) continue;
       edge.checkRetained();
       changes.push(() => this.#bind(binding));
     }
@@ -245,6 +276,7 @@ class Step {
       this.#closeEdges(this.#end);
     }
     clearTimeout(this.#callerTimer);
+    clearTimeout(this.#deadlineTimer);
     this.#changed.fire();
     this.#forgetLater();
   }
@@ -255,8 +287,8 @@ class Step {
       const part = this.#outputs.get(tensor.name)?.add(tensor);
       if (part) this.#emit({ $case: "output", value: part });
     }
-    this.usage.steps += 1n;
-    this.#emit({ $case: "progress", value: { steps: this.usage.steps } });
+    this.usage.engineSteps += 1n;
+    this.#emit({ $case: "progress", value: { engineSteps: this.usage.engineSteps } });
     await Promise.all([...this.#outgoing.values()].map((edge) => edge.send(packet)));
   }
 
@@ -283,13 +315,32 @@ class Step {
     }, RETAINED_MS).unref();
   }
 
+  #expect(binding: InputBinding, edge: IncomingEdge): IncomingFlow {
+    this.#bindings.set(binding.edge, binding);
+    return this.parts.consumer.expect(this.#keyOf(binding), binding.producer, edge);
+  }
+
   #bind(binding: OutputBinding): void {
+    this.#bindings.set(binding.edge, binding);
     const edge = this.#outgoing.get(binding.edge);
     if (edge) this.parts.producer.bind(edge, this.#keyOf(binding), binding.consumer, binding.endpoint);
   }
 
+  /** Returns whether a binding is the present one of its edge. Throws StagemeshError if it may not replace it. */
+  #isInForce(binding: InputBinding | OutputBinding): boolean {
+    const { edge, attempt } = binding;
+    const present = this.#bindings.get(edge) ?? binding;
+    checkBinding(binding);
+    if (binding.transform !== present.transform) throw invalidEdge(`a rebinding cannot change the transform of edge ${edge}`);
+    if (attempt < present.attempt) {
+      const message = `edge ${edge} is in attempt ${present.attempt}, not ${attempt}`;
+      throw failure(status.FAILED_PRECONDITION, "STALE_ATTEMPT", message, { edge }, { attempt: present.attempt });
+    }
+    return attempt === present.attempt && isDeepStrictEqual(peerOf(binding), peerOf(present));
+  }
+
   #keyOf({ edge, attempt }: InputBinding | OutputBinding) {
-    return { requestId: this.request.requestId, edge, attempt: attempt || this.request.attempt };
+    return { requestId: this.request.requestId, edge, attempt };
   }
 
   #unknownEdge(edge = ""): StagemeshError {
@@ -306,12 +357,9 @@ class Step {
   }
 }
 
-/** Returns whether an attempt of an edge is the present one. Throws STALE_ATTEMPT if it is lower. */
-function isInForce(attempt: number, present: number | undefined, edge: string): boolean {
-  if (present === undefined || attempt > present) return false;
-  if (attempt === present) return true;
-  const message = `edge ${edge} is in attempt ${present}, not ${attempt}`;
-  throw failure(status.FAILED_PRECONDITION, "STALE_ATTEMPT", message, { attempt: String(present), edge });
+/** Returns the replica at the other end of an edge. */
+function peerOf(binding: InputBinding | OutputBinding): readonly string[] {
+  return "producer" in binding ? [binding.producer] : [binding.consumer, binding.endpoint];
 }
 
 async function* noPackets(): AsyncGenerator<Packet, void, void> {}

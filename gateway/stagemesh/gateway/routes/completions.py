@@ -1,6 +1,8 @@
 """`/v1/completions`: text in, to which no chat template is applied, and its continuation out."""
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -71,11 +73,13 @@ async def create_completion(request: Request) -> Response:
 async def _chunks(
     events: AsyncIterator[Event], model: Model, fields: dict[str, Any], *, includes_usage: bool
 ) -> AsyncGenerator[bytes]:
+    made = defaultdict[int, bytearray](bytearray)
     async for event in events:
         if isinstance(event, Text):
-            yield sse({**fields, "choices": [_choice(event.index, event.delta, event.logprobs)]})
+            made[event.index] += event.delta.encode()
+            yield sse({**fields, "choices": [_choice(event.index, event.delta, event.logprobs, made[event.index])]})
         elif isinstance(event, OutputFinished):
-            yield sse({**fields, "choices": [_choice(event.index, "", (), event.reason)]})
+            yield sse({**fields, "choices": [_choice(event.index, "", (), b"", event.reason)]})
         elif isinstance(event, Finished) and includes_usage:
             yield sse({**fields, "choices": [], "usage": usage_of(event, model)})
     yield DONE
@@ -84,18 +88,24 @@ async def _chunks(
 async def _whole(events: AsyncResponseStream, model: Model, fields: dict[str, Any]) -> dict[str, Any]:
     result, output = await events.result(), model.require_output("text")
     found = [
-        _choice(n, each.text, each.logprobs.get(output, ()), each.finishes[output].reason)
+        _choice(n, each.text, each.logprobs.get(output, ()), each.text.encode(), each.finishes[output].reason)
         for n, each in enumerate(result.choices)
     ]
     return {**fields, "choices": found, "usage": usage_of(result.finished, model)}
 
 
-def _choice(index: int, text: str, tokens: Sequence[TokenLogprobs], reason: str | None = None) -> dict[str, Any]:
+def _choice(
+    index: int, text: str, tokens: Sequence[TokenLogprobs], made: bytes | bytearray, reason: str | None = None
+) -> dict[str, Any]:
+    """Returns a choice, or a part of one. `made` is the whole text of the choice so far, in UTF-8."""
+    # Positions count bytes, and OpenAI's offsets characters.
+    ends = pairwise((0, *(each.position for each in tokens)))
+    offsets = accumulate(len(made[begin:end].decode(errors="ignore")) for begin, end in ends)
     logprobs = {
         "tokens": [each.sampled.text for each in tokens],
         "token_logprobs": [max(each.sampled.logprob, LEAST_LOGPROB) for each in tokens],
         "top_logprobs": [{top.text: max(top.logprob, LEAST_LOGPROB) for top in each.top} for each in tokens],
-        "text_offset": [each.position for each in tokens],
+        "text_offset": list(offsets),
     }
     known = reason and FINISH_REASONS.get(reason, reason)
     return {"index": index, "text": text, "logprobs": logprobs if tokens else None, "finish_reason": known}

@@ -18,6 +18,8 @@ from stagemesh.pipeline import Pipeline
 from stagemesh.v1 import protocol_pb2, stage_pb2
 
 MAX_DETAIL = 4096
+MIN_MESSAGE_BYTES = 2 << 20
+"""The size of the largest message that a replica must accept at least, in bytes."""
 _SMOOTHING = 0.2
 _FIRST_GUESS_S = 1.0
 _REPORTING_LOAD = frozenset({ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.ASLEEP, ReplicaState.LOADING})
@@ -366,6 +368,9 @@ class Replica:
             check_version(description.protocol, peer=f"replica {self.name}", own_name="the orchestrator")
             refusal = find_refusal(description, stage=self.stage, pipeline=pipeline, generations=generations)
             refusal = refusal or self._signature_refusal(description, pipeline)
+            most_bytes = description.protocol.max_message_bytes
+            if description.protocol.HasField("max_message_bytes") and most_bytes < MIN_MESSAGE_BYTES:
+                refusal = f"it accepts messages of at most {most_bytes} bytes; {MIN_MESSAGE_BYTES} are required"
         except NotReadyError as exc:
             refusal = exc.message
         if refusal:

@@ -15,7 +15,7 @@ from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream.connector_agreement import EdgeProbe, probe_from_wire
 from stagemesh.orchestrator.fleet.replica_loss import STEP_PING_S, STEP_PING_TIMEOUT_S, ReplicaErrors
 from stagemesh.orchestrator.fleet.step_stream import StepStream, TakeEvent
-from stagemesh.rpc.channels import is_listening, open_channel
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES, is_listening, open_channel
 from stagemesh.rpc.credentials import PROCESS
 from stagemesh.v1 import control_pb2, stage_pb2
 
@@ -78,7 +78,7 @@ class ReplicaClient:
         """Executes a step by ExecuteStep. The arguments and the errors are those of `execute`."""
         open_call: _StreamBytes = self._step_channel.unary_stream("/stagemesh.v1.StageService/ExecuteStep", None, None)
         with self._errors.mapped():
-            call = open_call(request.SerializeToString(), timeout=timeout_s)
+            call = open_call(self._errors.check_size(request.SerializeToString()), timeout=timeout_s)
             try:
                 async for event in call:
                     take(self._errors.read(stage_pb2.ExecuteStepResponse, event))
@@ -125,13 +125,16 @@ class ReplicaClient:
         """
         try:
             request = stage_pb2.DescribeRequest(protocol=own_protocol())
-            return await self.control(request, stage_pb2.DescribeResponse, timeout_s=timeout_s)
+            described = await self.control(request, stage_pb2.DescribeResponse, timeout_s=timeout_s)
         except UnavailableError:
             # A channel never reads its certificates again. The calls that still run end.
             if PROCESS.credentials.version != self._certificates:
                 await self.close()
                 self._open()
             raise
+        if described.protocol.HasField("max_message_bytes"):
+            self._errors.max_message_bytes = min(MAX_MESSAGE_BYTES, described.protocol.max_message_bytes)
+        return described
 
     async def watch_load(self, verdict: Verdict) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         """Yields load reports of the replica periodically, less often if the replica is idle.

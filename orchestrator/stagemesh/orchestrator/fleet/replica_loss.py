@@ -1,6 +1,7 @@
 """The time limits after which a replica counts as lost, and the errors of calls to one replica."""
 
 import asyncio
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from copy import copy
@@ -9,7 +10,7 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from stagemesh.common.errors import InternalError, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.common.errors import Code, InternalError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.common.wire.encoding import parse_message
 from stagemesh.rpc.channels import MAX_ANSWER_FIELDS, MAX_MESSAGE_BYTES
 from stagemesh.rpc.error_mapping import BROKEN, from_rpc_error, is_broken
@@ -30,6 +31,8 @@ After this time, the replica's steps are run on other replicas. A replica retain
 longer than this time.
 """
 
+_ANSWER = re.compile("CLIENT: Received|SERVER: Sent|trying to send")
+"""The texts by which gRPC says that a message which is too large is an answer."""
 _Message = TypeVar("_Message", bound=Message)
 
 
@@ -39,6 +42,8 @@ class ReplicaErrors:
     def __init__(self, *, stage: str, replica: str, endpoint: str) -> None:
         self.location = {"stage": stage, "replica": replica}
         self.peer = f"stage {stage!r} (replica {replica} at {endpoint})"
+        self.max_message_bytes = MAX_MESSAGE_BYTES
+        """The size of the largest message that the replica accepts, in bytes."""
 
     @contextmanager
     def mapped(self) -> Generator[None]:
@@ -84,19 +89,28 @@ class ReplicaErrors:
             f"{'became unreachable while the request ran' if running else 'cannot be reached'} ({error.message})"
         )
 
-    def too_large(self, size_bytes: int) -> InvalidRequestError:
-        """Returns the error of a step whose serialized request has `size_bytes` bytes, which is too large."""
-        return InvalidRequestError(
-            f"the request to {self.peer} is {size_bytes} bytes long; the limit is {MAX_MESSAGE_BYTES}; shorten the "
-            "input",
-            reason="MESSAGE_TOO_LARGE",
-            metadata=self.location,
-        )
+    def check_size(self, request: bytes) -> bytes:
+        """Returns a serialized request. Raises InvalidRequestError if the replica does not accept such a large one."""
+        if len(request) > self.max_message_bytes:
+            raise InvalidRequestError(
+                f"the request to {self.peer} is {len(request)} bytes long; the limit is {self.max_message_bytes}; "
+                "shorten the input",
+                reason="MESSAGE_TOO_LARGE",
+                metadata=self.location,
+            )
+        return request
 
     def _after_call(self, exc: grpc.aio.AioRpcError) -> StagemeshError:
         error = from_rpc_error(exc, peer=self.peer).located(**self.location)
-        if is_broken(exc, error, peer=self.peer):
+        # Whatever the code is, a status without a reason is not an answer of the replica.
+        is_answer = error.metadata.get("peer") != self.peer or error.code in (
+            Code.UNIMPLEMENTED,
+            Code.DEADLINE_EXCEEDED,
+        )
+        if is_broken(exc, error, peer=self.peer) or not is_answer:
             return self._lost(f"cannot be reached ({exc.details()})")
+        if error.reason == "MESSAGE_TOO_LARGE" and _ANSWER.search(exc.details() or ""):
+            return self._unreadable(error.message)
         return error
 
     def _unreadable(self, problem: str) -> InternalError:

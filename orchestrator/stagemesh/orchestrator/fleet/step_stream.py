@@ -9,10 +9,9 @@ from typing import TypeAlias
 
 import grpc
 
-from stagemesh.common.errors import Code, StagemeshError, UnavailableError
+from stagemesh.common.errors import Code, InternalError, StagemeshError, UnavailableError
 from stagemesh.common.wire.versions import unknown_kind
-from stagemesh.orchestrator.fleet.replica_loss import ReplicaErrors
-from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.orchestrator.fleet.replica_loss import REPLICA_LOST, ReplicaErrors
 from stagemesh.rpc.error_mapping import error_from_wire
 from stagemesh.rpc.message_streams import ClientStream
 from stagemesh.v1 import stage_pb2
@@ -40,7 +39,9 @@ class StepStream:
         self.is_closed = False
         """Whether the stream has ended and can execute no further steps."""
         self.is_unserved = False
-        """Whether the replica does not serve ExecuteSteps."""
+        """Whether each step must be its own call: the replica does not serve ExecuteSteps, or has sent a message that
+        cannot be received. Such a message ends the stream of all steps, although only one of them is at fault.
+        """
         self._is_doubtful = False
         """Whether the stream ended without an answer and without the status of the replica."""
         self._is_answered = False
@@ -73,9 +74,7 @@ class StepStream:
         # Assigning a message that contains the request would copy the request twice.
         action.start.step.CopyFrom(request)
         action.start.timeout_s = timeout_s
-        message = action.SerializeToString()
-        if len(message) > MAX_MESSAGE_BYTES:
-            raise self._errors.too_large(len(message))
+        message = self._errors.check_size(action.SerializeToString())
         call = self._calls[number] = _Call(take)
         if not self._is_answered:
             call.start = action.start
@@ -136,7 +135,11 @@ class StepStream:
     # -- StreamHandler
 
     def received(self, data: bytes) -> None:
-        response = self._errors.read(stage_pb2.ExecuteStepsResponse, data)
+        try:
+            response = self._errors.read(stage_pb2.ExecuteStepsResponse, data)
+        except InternalError:
+            self.is_unserved = True
+            raise
         self._is_answered = True
         for message in response.messages:
             call = self._calls.get(message.call)
@@ -172,8 +175,10 @@ class StepStream:
     def closed(self, error: StagemeshError | None) -> None:
         self.is_closed = self._is_closing = True
         if not self._is_answered and error is not None:
-            self.is_unserved = error.code == Code.UNIMPLEMENTED
+            self.is_unserved |= error.code == Code.UNIMPLEMENTED
             self._is_doubtful = isinstance(error, UnavailableError)
+        if error is not None and error.reason == "MESSAGE_TOO_LARGE":
+            self.is_unserved, error = True, UnavailableError(error.message, reason=REPLICA_LOST)
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         self._unsent.clear()

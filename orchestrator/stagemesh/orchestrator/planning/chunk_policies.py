@@ -8,7 +8,7 @@ from stagemesh.common.wire.encoding import to_message
 from stagemesh.orchestrator.planning.planner import Plan
 from stagemesh.pipeline.graph import Edge
 from stagemesh.pipeline.schema import FramesEntry
-from stagemesh.v1 import request_pb2, stage_pb2
+from stagemesh.v1 import playout_pb2, request_pb2, stage_pb2
 
 _MARGIN_S = 0.005
 """The time by which a chunk must be ready earlier. A chunk spends it between its stages."""
@@ -49,11 +49,12 @@ def _measured_pace(edge: Edge, plan: Plan, *, largest: int) -> PlayoutPace | Non
     producer, consumer = plan.steps[edge.producer].replica.last_report, replica.last_report
     if producer is None or consumer is None:
         return None
-    intervals_s = [producer.frame_intervals_s[name] for name in edge.tensors if name in producer.frame_intervals_s]
-    costs_s = {cost.frames: cost.seconds for cost in consumer.call_costs}
+    emitted_s, measured = producer.playout.frame_intervals_s, consumer.playout
+    intervals_s = [emitted_s[name] for name in edge.tensors if name in emitted_s]
+    costs_s = {cost.frames: cost.seconds for cost in measured.call_costs}
     try:
-        reserve_s = _MARGIN_S + consumer.audio_delay_s
-        pace = PlayoutPace(max(intervals_s, default=0.0), consumer.frame_audio_s, costs_s, reserve_s)
+        reserve_s = _MARGIN_S + measured.audio_delay_s
+        pace = PlayoutPace(max(intervals_s, default=0.0), measured.frame_audio_s, costs_s, reserve_s)
     except ValueError:
         return None
     is_shared = replica.running > 1 or consumer.running + consumer.queued > 0
@@ -66,12 +67,10 @@ def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
         return stage_pb2.ChunkPolicy(whole=stage_pb2.WholePolicy())
     if isinstance(policy, FramesPolicy):
         pace = None if policy.pace is None else _pace_to_wire(policy.pace)
-        initial_frames = policy.ramp[0] if policy.ramp else 0
-        frames = to_message(stage_pb2.FramesPolicy, policy, initial_frames=initial_frames, pace=pace)
-        return stage_pb2.ChunkPolicy(frames=frames)
+        return stage_pb2.ChunkPolicy(frames=to_message(stage_pb2.FramesPolicy, policy, pace=pace))
     return stage_pb2.ChunkPolicy()
 
 
-def _pace_to_wire(pace: PlayoutPace) -> stage_pb2.PlayoutPace:
-    costs = [stage_pb2.CallCost(frames=frames, seconds=cost_s) for frames, cost_s in pace.call_costs_s.items()]
-    return to_message(stage_pb2.PlayoutPace, pace, call_costs=costs)
+def _pace_to_wire(pace: PlayoutPace) -> playout_pb2.PlayoutPace:
+    costs = [playout_pb2.CallCost(frames=frames, seconds=cost_s) for frames, cost_s in pace.call_costs_s.items()]
+    return to_message(playout_pb2.PlayoutPace, pace, call_costs=costs)

@@ -56,6 +56,8 @@ _MOST_RESTARTS = ATTEMPTS_A_CALL // 2
 """More than the number of attempts of a stage in one run."""
 # The reasons for which a choice may run a second time. A stage rejects a step because another or a later attempt of the
 # request exists. Or an upgrade has replaced the generation in which the choice began.
+_MAX_ATTEMPT = 1 << 31
+"""The attempt from which on a request does not run again."""
 _RUN_AGAIN_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT", "GENERATION_ENDED")
 
 
@@ -397,9 +399,9 @@ def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
 def _latest_attempt(error: StagemeshError | None) -> int | None:
     """Returns the number of the latest attempt of a choice that may run again after `error`.
 
-    Returns None if `error` is None, has another reason, or does not contain the attempt number.
+    Returns None if `error` is None, has another reason, or does not contain an attempt that further ones can follow.
     """
     if error is None or error.reason not in _RUN_AGAIN_REASONS:
         return None
-    attempt = error.metadata.get("attempt", "")
-    return int(attempt) if len(attempt) < 10 and attempt.isascii() and attempt.isdecimal() else None
+    attempt = error.facts.get("attempt", _MAX_ATTEMPT)
+    return attempt if attempt < _MAX_ATTEMPT else None

@@ -8,7 +8,7 @@ from itertools import product
 
 from stagemesh.common.errors import CancelledRequestError, OverloadedError, StagemeshError, UnavailableError
 from stagemesh.common.notification import Journal
-from stagemesh.common.requests.output_position import OutputKey, Position, length_of
+from stagemesh.common.requests.output_position import OutputKey, Position, after, length_of
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
@@ -156,7 +156,7 @@ class RequestRecord:
         Omits what the caller already has: an output in `next_positions` starts at that position, for example the index
         of a token or audio sample. Other outputs start at the beginning.
 
-        Raises the error with which the request failed. Iterate within `aclosing`.
+        Raises the error with which the request failed, and the errors of `Resumption`. Iterate within `aclosing`.
         """
         resumption = Resumption(next_positions)
         # A caller that attaches late must have time to read the earlier events.
@@ -172,7 +172,7 @@ class RequestRecord:
                     yield rest
 
     def events_after(self, next_positions: Mapping[OutputKey, int]) -> list[bytes]:
-        """Returns the events so far, as `follow` yields them."""
+        """Returns the events so far, as `follow` yields them. Raises the errors of `Resumption`."""
         rests = map(Resumption(next_positions).rest_of, self.journal.items)
         return [rest for rest in rests if rest is not None]
 
@@ -209,7 +209,6 @@ class Resumption:
     """
 
     def __init__(self, next_positions: Mapping[OutputKey, int]) -> None:
-        self._position = Position(next_positions)
         self._behind = {key: position for key, position in next_positions.items() if position}
         """The outputs whose replay has not reached the caller's position yet, with this position."""
 
@@ -224,14 +223,17 @@ class Resumption:
         return None if rest is None else orchestrator_pb2.GenerateResponse(output=rest).SerializeToString()
 
     def remainder(self, output: request_pb2.Output) -> request_pb2.Output | None:
-        """Returns the part of `output` that the caller does not have yet, or None if the caller has all of `output`."""
+        """Returns the part of `output` that the caller does not have yet, or None if the caller has all of `output`.
+
+        Raises InvalidRequestError (INVALID_POSITION) if the caller's position is within a character.
+        """
         key = output.name, output.index
         wanted = self._behind.get(key)
         if wanted is None:
             return output
         if output.position + length_of(output) >= wanted:
             del self._behind[key]
-        return self._position.remainder(output)
+        return after(output, wanted - output.position)
 
 
 def _ignore(error: StagemeshError) -> None:

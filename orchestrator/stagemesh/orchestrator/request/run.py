@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -15,6 +15,7 @@ from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.connectors.packets import EdgeKey
 from stagemesh.orchestrator.planning.planner import Plan
 from stagemesh.orchestrator.planning.replacement_replicas import ReplacementReplicas
+from stagemesh.orchestrator.request.deadlocks import DeadlockWatch
 from stagemesh.orchestrator.request.failures import NOT_REBOUND, SETTLE_S, Failures, root_cause
 from stagemesh.orchestrator.request.output_record import NOT_RUNNING, RequestRecord
 from stagemesh.orchestrator.request.recovery import (
@@ -43,6 +44,8 @@ _REPORT_TIMEOUT_S = 0.2
 # After _QUICK_RESTARTS, further restarts of a stage are delayed. After MAX_RESTARTS, the request fails.
 _QUICK_RESTARTS, MAX_RESTARTS = 3, 24
 _RESTART_PAUSES = Backoff(first_s=0.1, longest_s=2.0)
+# After this number of restarts because all of its stages wait for each other, the request fails.
+_MOST_DEADLOCKS = 2
 # After this number of processes of a stage have died while running a request, the request runs alone on its replica.
 _SUSPECT_DEATHS = 2
 
@@ -100,6 +103,7 @@ class RequestRun:
         self._cancelling: set[asyncio.Task[None]] = set()
         """The running tasks that cancel superseded attempts on their replicas."""
         self._group: asyncio.TaskGroup | None = None
+        self._deadlocks = 0
 
     def stop(self, error: StagemeshError) -> None:
         """Stops the request. The request then fails with `error`. Does nothing if the request was already stopped."""
@@ -122,7 +126,11 @@ class RequestRun:
                     # The steps are known to each other already, and all calls must repeat the original bindings.
                     for state in self._states.values():
                         self._start(state)
-                error = await self._outcome()
+                watch = DeadlockWatch(self._states.values(), self._request.choice_id, on_deadlock=self._restart_stalled)
+                try:
+                    error = await self._outcome()
+                finally:
+                    watch.close()
                 if error is not None:
                     _log.warning("request failed: %s", error.message)
                     self._failed(error)
@@ -200,6 +208,23 @@ class RequestRun:
                 state.notes.end(cause)
             state.restart(restart)
 
+    def _restart_stalled(self, stalled: Sequence[StepState]) -> None:
+        """Restarts the running stages of the request, which wait for each other. Fails the request after some times."""
+        if self._request.stream is not None:
+            # The client may pause its input for any time.
+            return
+        self._deadlocks += 1
+        stages = ", ".join(state.name for state in stalled)
+        error = UnavailableError(
+            f"stages {stages} wait for each other, although each of them can be reached; report this as a defect",
+            reason="REQUEST_STALLED",
+        )
+        for state in stalled:
+            if self._deadlocks > _MOST_DEADLOCKS:
+                self._failures.add_final(state.name, error)
+            else:
+                self._failures.add(state, state.attempt, error)
+
     def _advance(self) -> None:
         """Starts a task for every action that is possible now."""
         if self._is_over:
@@ -268,7 +293,8 @@ class RequestRun:
             f"the request began in generation {self._plan.generation}, of which stage {state.name!r} has no replica "
             "left, because an upgrade has replaced it; send the request again with another request_id",
             reason="GENERATION_ENDED",
-            metadata={"stage": state.name, "attempt": str(max(each.attempt for each in self._states.values()))},
+            metadata={"stage": state.name},
+            facts={"attempt": max(each.attempt for each in self._states.values())},
         )
 
     def _note_placed(self, state: StepState) -> None:
@@ -283,7 +309,7 @@ class RequestRun:
             state.name, replica=replica.name, attempt=attempt, index=self._request.index
         )
         if state.resumed is not None:
-            state.notes.resumed_steps = state.resumed.steps
+            state.notes.resumed_engine_steps = state.resumed.engine_steps
         state.arrangements.callback(replica.on_end(lambda cause: self._failures.add(state, attempt, cause)))
 
     def _start(self, state: StepState) -> None:

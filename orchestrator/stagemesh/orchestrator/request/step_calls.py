@@ -240,7 +240,7 @@ class StepCalls:
                 yield stage_pb2.StreamedOutput(
                     tensor=tensor,
                     media_type=output.media_type or "",
-                    frame_rate=output.frame_rate or 0.0,
+                    frame_rate=output.frame_rate or None,
                     uri=self._object_uri(output, state.attempt),
                 )
 
@@ -298,8 +298,8 @@ class StepCalls:
 
     def _show_progress(self, state: StepState, progress: stage_pb2.StepProgress) -> None:
         # A restarted stage repeats earlier progress, which the client must not see again.
-        if progress.steps > state.shown_steps or not state.restarts:
-            state.shown_steps = max(state.shown_steps, progress.steps)
+        if progress.engine_steps > state.shown_steps or not state.restarts:
+            state.shown_steps = max(state.shown_steps, progress.engine_steps)
             shown = orchestrator_pb2.RequestProgress(stage=state.name, index=self._request.index, progress=progress)
             self._record.add(orchestrator_pb2.GenerateResponse(progress=shown))
 

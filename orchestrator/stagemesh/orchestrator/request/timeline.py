@@ -63,10 +63,10 @@ class StepNotes:
     ended_s: float | None = None
     queue_position: int = 0
     outputs: int = 0
-    reported_steps: int = 0
-    total_steps: int | None = None
+    reported_engine_steps: int = 0
+    total_engine_steps: int | None = None
     """The total number of engine steps, or None if the engine does not report it."""
-    resumed_steps: int | None = None
+    resumed_engine_steps: int | None = None
     """The number of engine steps before the checkpoint from which the attempt resumed, or None if it did not resume."""
     rebindings: tuple[Rebinding, ...] = ()
     finished: stage_pb2.StepFinished | None = None
@@ -82,9 +82,9 @@ class StepNotes:
         self.planned_s = self._elapsed_s()
 
     @property
-    def steps(self) -> int:
+    def engine_steps(self) -> int:
         """The number of completed engine steps."""
-        return max(self.reported_steps, self.finished.usage.steps if self.finished is not None else 0)
+        return max(self.reported_engine_steps, self.finished.usage.engine_steps if self.finished is not None else 0)
 
     def note_sent(self) -> None:
         self.sent_s = self._elapsed_s()
@@ -103,9 +103,9 @@ class StepNotes:
     def note_progress(self, progress: stage_pb2.StepProgress) -> None:
         """Stores the number of completed engine steps, and the total number if the engine reports it."""
         self.last_event_s = self.clock() - self.began_s
-        self.reported_steps = progress.steps
-        if progress.HasField("total_steps"):
-            self.total_steps = progress.total_steps
+        self.reported_engine_steps = progress.engine_steps
+        if progress.HasField("total_engine_steps"):
+            self.total_engine_steps = progress.total_engine_steps
 
     def note_rebound(self, edges: Sequence[str]) -> None:
         """Records that the replicas at the other end of these edges were replaced at the current time."""
@@ -251,14 +251,14 @@ class StageTotals:
     """Totals of one stage over all requests: output fragments, engine steps, finished attempts and failed attempts."""
 
     outputs: int = 0
-    steps: int = 0
+    engine_steps: int = 0
     finished: int = 0
     failed: int = 0
 
     def add(self, notes: StepNotes) -> None:
         """Adds the counts of one attempt of the stage."""
         self.outputs += notes.outputs
-        self.steps += notes.steps
+        self.engine_steps += notes.engine_steps
         self.finished += notes.finished is not None
         self.failed += notes.ended_s is not None and notes.finished is None
 

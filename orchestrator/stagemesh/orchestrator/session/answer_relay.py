@@ -9,7 +9,7 @@ from typing import Any
 
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.notification import Notifier
-from stagemesh.common.requests.output_position import OutputKey
+from stagemesh.common.requests.output_position import INVALID_POSITION, OutputKey
 from stagemesh.common.wire.encoding import embedded, tag_of
 from stagemesh.orchestrator.request.output_record import MAX_LINGER_S
 from stagemesh.orchestrator.session.turn_requests import Answer, Spawn, Task
@@ -172,6 +172,11 @@ class AnswerRelay:
                     await call.send_generated(answer, event)
         except StagemeshError as exc:
             error = exc.with_traceback(None)
+            if error.reason == INVALID_POSITION:
+                # The answer continues without this call.
+                self._task = None
+                call.end(error)
+                return
         except Exception:  # noqa: BLE001
             _log.exception("the answer to turn %d failed unexpectedly", answer.turn)
             error = InternalError("the orchestrator failed; its log has the details")

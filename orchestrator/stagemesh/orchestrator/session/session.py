@@ -139,21 +139,23 @@ class Session:
     def attach(self, opening: orchestrator_pb2.SessionOpen, *, is_known: bool) -> SessionCall:
         """Attaches a call, which replaces the call that is attached. Returns the call.
 
-        `is_known` is whether this is not the first call that is attached.
+        `is_known` is whether this is not the first call that is attached. Raises InvalidRequestError (INVALID_POSITION)
+        if the client's position is within a character.
         """
         if (former := self._call) is not None:
             self.detach(former)
             former.end(ReplacedError("a later call attached to the session; end this one", reason="SESSION_REPLACED"))
+        positions = {(each.name, each.index): each.position for each in opening.next_positions}
+        client = ClientPosition(opening.turn, positions, opening.generation, opening.earlier_calls)
+        missed = list(self._recent.replay(client, self._turns.rest_of))
         call = self._call = SessionCall()
         self.linger_s = min(opening.linger_s, MAX_SESSION_LINGER_S)
         self._is_rebuilt = not is_known and opening.earlier_calls > 0
         self._may_restore, self._has_events, self._input_has_ended = not is_known, False, False
         self.changed_s = self._clock()
-        positions = {(each.name, each.index): each.position for each in opening.next_positions}
-        client = ClientPosition(opening.turn, positions, opening.generation, opening.earlier_calls)
         self._turns.attach(call, client, linger_s=self.linger_s)
         call.send(response(opened=self._opened(is_known=is_known)))
-        for event in self._recent.replay(client, self._turns.rest_of):
+        for event in missed:
             call.send(event)
         if self._is_idle:
             self._turns.proceed()

@@ -103,14 +103,15 @@ class Answer:
         return {name: position for (name, _), position in self.request.record.position.counts.items()}
 
     def text(self, output: str, *, length: int | None = None) -> str:
-        """Returns the text of an output as far as it was produced, or its first `length` characters.
+        """Returns the text of an output as far as it was produced, or its first `length` bytes in UTF-8.
 
-        Returns an empty text if `output` is empty.
+        Omits a character that is cut. Returns an empty text if `output` is empty.
         """
         outputs = (
             orchestrator_pb2.GenerateResponse.FromString(event).output for event in self.request.record.journal.items
         )
-        return "".join(each.text for each in outputs if output and each.name == output)[:length]
+        text = "".join(each.text for each in outputs if output and each.name == output)
+        return text.encode()[:length].decode(errors="ignore")
 
 
 @dataclass(frozen=True)

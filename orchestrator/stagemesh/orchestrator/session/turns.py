@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from stagemesh.common.errors import CancelledRequestError, InvalidRequestError, NotReadyError, StagemeshError
-from stagemesh.common.requests.output_position import OutputKey
+from stagemesh.common.requests.output_position import OutputKey, text_until
 from stagemesh.common.requests.turn_content import PromptInput, shorten
 from stagemesh.common.wire.encoding import parse_message
 from stagemesh.connectors.packets import Packet
@@ -209,7 +209,7 @@ class Turns:
         turn, output = restored_turn(event.messages), self._settings.transcript_output
         self.input.check_size(turn.size_bytes, transcript_bytes=self._transcript.size_bytes)
         self._add_to_transcript(turn)
-        self._newest = EndedTurn(event.turn, turn.answer, turn.answer, {output: len(turn.answer)})
+        self._newest = EndedTurn(event.turn, turn.answer, turn.answer, {output: len(turn.answer.encode())})
         self.number += 1
 
     def append(self, piece: orchestrator_pb2.InputAppend) -> None:
@@ -406,7 +406,8 @@ class Turns:
     def _heard(self, newest: EndedTurn, positions: Sequence[orchestrator_pb2.OutputPosition]) -> str:
         """Returns the part of an answer that the user has heard.
 
-        Raises InvalidRequestError (BEYOND_OUTPUT) if a position is beyond the part that was sent.
+        Raises InvalidRequestError if a position is beyond the part that was sent (BEYOND_OUTPUT), or within a character
+        of the text (INVALID_POSITION).
         """
         if not positions:
             raise InvalidRequestError("a truncation names no output; name at least one with its position")
@@ -418,7 +419,7 @@ class Turns:
                 )
         for each in positions:
             if each.name == self._settings.transcript_output:
-                return newest.text[: each.position]
+                return text_until(newest.text, each.position)
         first = positions[0]
         share = first.position / newest.positions[first.name] if first.position else 0.0
         return shorten(newest.text, length=int(share * len(newest.text)))

@@ -159,7 +159,7 @@ class TokenLogprobs(NamedTuple):
     sampled: TokenLogprob
     top: tuple[TokenLogprob, ...]
     position: int
-    """The position of the sampled token's text in the task's whole text, in code points."""
+    """The position of the sampled token's text in the task's whole text, in bytes of UTF-8."""
 
 
 @dataclass(slots=True, eq=False)
@@ -211,7 +211,7 @@ class Usage:
 
     prompt_tokens: int = 0
     output_tokens: int = 0
-    steps: int = 0
+    engine_steps: int = 0
     cached_tokens: int = 0
     """The tokens of the prompt whose states were found in a cache."""
     media_tokens: int = 0

@@ -70,8 +70,9 @@ class UserCode:
         return self._error(f"{self.name} returned {problem}; return {wanted}", reason="INVALID_RESULT")
 
     def _error(self, text: str, *, reason: str) -> InternalError:
-        metadata = {"edge": self.edge} if self.edge else {"function": self.function}
-        return InternalError(text, reason=reason, metadata=metadata)
+        return InternalError(
+            text, reason=reason, metadata={"edge": self.edge} if self.edge else {"function": self.function}
+        )
 
 
 def _shortened(text: str) -> str:

@@ -55,7 +55,7 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
     async def StartProfile(
         self, request: control_pb2.StartProfileRequest, context: Context
     ) -> control_pb2.StartProfileResponse:
-        max_steps = request.max_steps if request.HasField("max_steps") else None
+        max_steps = request.max_engine_steps if request.HasField("max_engine_steps") else None
         profiles = self._runtime.lifecycle.require(self._runtime.engine.abilities.profiles, "profile")
         folder = await profiles.start(request.folder, max_steps=max_steps)
         return control_pb2.StartProfileResponse(folder=folder)

@@ -34,7 +34,7 @@ from stagemesh.services.stage.step.run_index import RunIndex
 from stagemesh.services.stage.step.spec import Rebinding, StepSpec
 from stagemesh.services.stage.step.timings import FrameIntervals
 from stagemesh.services.stage.step_hangs import StallWatch
-from stagemesh.v1 import control_pb2, stage_pb2
+from stagemesh.v1 import control_pb2, playout_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -210,8 +210,15 @@ class StageRuntime:
             landing_used_bytes=landing.used_bytes if landing else 0,
             landing_size_bytes=landing.size_bytes if landing else 0,
             adapters=[adapter.name for adapter in adapters.list_adapters()] if adapters is not None else (),
-            call_costs=[stage_pb2.CallCost(frames=at, seconds=s) for at, s in sorted(engine.call_costs_s.items())],
-            frame_intervals_s=self._frame_intervals.seconds,
+            playout=playout_pb2.PlayoutMeasures(
+                call_costs=[
+                    playout_pb2.CallCost(frames=at, seconds=cost_s)
+                    for at, cost_s in sorted(engine.call_costs_s.items())
+                ],
+                frame_audio_s=engine.frame_audio_s or None,
+                audio_delay_s=engine.audio_delay_s if engine.call_costs_s else None,
+                frame_intervals_s=self._frame_intervals.seconds,
+            ),
             sent=[
                 stage_pb2.SentChunks(edge=edge, chunks=meter.transfer_s.count, size_bytes=meter.size_bytes)
                 for edge, _, meter in plane.meters

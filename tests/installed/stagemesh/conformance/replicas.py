@@ -6,7 +6,7 @@ connector, without flows.
 
 import asyncio
 import gc
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -29,7 +29,7 @@ from stagemesh.connectors.base import (
 )
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.inlet import Inlet
-from stagemesh.connectors.flow.outlet import FanOut, Outlet
+from stagemesh.connectors.flow.outlet import NO_ROWS, FanOut, Outlet
 from stagemesh.connectors.packets import ConsumerAddress, EdgeKey, Packet
 from stagemesh.connectors.stream.connector_agreement import ReplicaConnectors
 from stagemesh.connectors.stream.consumer import LandingArena
@@ -191,12 +191,14 @@ def open_outlet(
     policy: ChunkPolicy | None = None,
     endpoint: str = "",
     rebind_s: float = 0.0,
+    first_rows: Mapping[str, int] = NO_ROWS,
 ) -> Outlet:
     """Opens the producer's end of a flow.
 
     `request` is the id of the flow's request. `policy` determines how packets are cut into chunks. If `policy` is None,
     StepPolicy is used. The producer connects to `endpoint`, or to the consumer's endpoint if `endpoint` is empty. It
-    waits `rebind_s` seconds for a successor of a lost consumer.
+    waits `rebind_s` seconds for a successor of a lost consumer. An earlier producer has sent `first_rows` rows of each
+    tensor.
     """
     return producer.plane.open_outlet(
         EdgeKey(request, "a->b", attempt),
@@ -204,6 +206,7 @@ def open_outlet(
         connector=connector,
         policy=policy or StepPolicy(),
         rebind_s=rebind_s,
+        first_rows=first_rows,
     )
 
 

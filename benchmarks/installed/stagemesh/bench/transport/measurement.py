@@ -243,7 +243,7 @@ class _Prober:
                 request_id=key.request_id,
                 step_id=key.request_id,
                 attempt=key.attempt,
-                inputs=[stage_pb2.InputBinding(edge=key.edge, producer=self._replica)],
+                inputs=[stage_pb2.InputBinding(edge=key.edge, producer=self._replica, attempt=1)],
                 parameters=request_pb2.StageParameters(options=to_messages({EACH: each})),
             ),
             timeout=_STEP_S,

@@ -233,7 +233,7 @@ class DiffusionEngine:
             stop_at = self._next_stop(request.done, last)
             async with aclosing(self._step_loop.run_steps(request, stop_at)) as steps:
                 async for done in steps:
-                    usage.steps = done - prepared.step_index
+                    usage.engine_steps = done - prepared.step_index
                     yield Progress(done, prepared.total_steps)
                     if task.pause_requested.is_set():
                         self._scheduler.stop_early(request)
@@ -247,7 +247,7 @@ class DiffusionEngine:
             return
         for event in await self._results(name, task, request.done, final=True):
             yield event
-        usage.steps = request.done - prepared.step_index
+        usage.engine_steps = request.done - prepared.step_index
         _count(usage, frames=self._made_frames(task))
         yield usage
 
@@ -278,7 +278,7 @@ class DiffusionEngine:
         return Checkpoint(done, tensors=await self._serialized(name, STATE))
 
     async def _results(self, name: str, task: Task, done: int, *, final: bool) -> list[Emission]:
-        metadata = {"step": done, "final": final}
+        metadata = {"step": done, "preview": not final}
         if self._options.part == "denoise":
             return [Emission(Packet(await self._serialized(name, LATENTS), metadata))]
         return await self._images(await self._executor.call("runner.decode", name), task, metadata)
@@ -296,8 +296,8 @@ class DiffusionEngine:
             for event in await self._images(frames, task, packet.metadata):
                 yield event
             yield Progress(steps)
-            usage.steps = steps
-            if packet.metadata.get("final") is not False:
+            usage.engine_steps = steps
+            if not packet.metadata.get("preview"):
                 _count(usage, frames=len(frames))
         if not steps:
             raise InvalidRequestError("the edge delivered no latents", reason="MISSING_INPUT")

@@ -19,7 +19,7 @@ from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.common.wire.tensors import Array, Tensors, Value
 from stagemesh.connectors.flow.received_rows import ReceivedRows
-from stagemesh.connectors.packets import Packet
+from stagemesh.connectors.packets import CONTEXT, Packet, RowCounter, rows_of
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.engines.calls import EngineCalls
@@ -52,6 +52,7 @@ class RequestCheckpoints:
             raise invalid_checkpoint(f"does not contain a state of the function {function}")
         self._rows = ReceivedRows(edge="input", counted=_input_rows(resumed) if resumed is not None else {})
         self._rows.begin({})
+        self._positions = RowCounter({})
         self._saved_rows = self._row_count
 
     @property
@@ -72,7 +73,10 @@ class RequestCheckpoints:
 
     def new_part(self, packet: Packet) -> Packet | None:
         """Returns the rows of an input that the checkpoint does not include, or None if it includes all of them."""
-        return self._rows.new_part(packet)
+        if CONTEXT in packet.metadata:
+            self._rows.has_context = True
+            return packet
+        return self._rows.new_part(packet, self._positions.add(rows_of(packet)))
 
     def check_end(self) -> None:
         """Raises InvalidRequestError if the inputs have ended before the checkpoint."""
@@ -206,7 +210,7 @@ class FunctionEngine:
             checkpoints.check_end()
             for made in await self._call(Call[object](state, None), stream, task.trace):
                 yield Emission(made)
-            yield Usage(steps=steps)
+            yield Usage(engine_steps=steps)
         finally:
             self._held -= 1
 

@@ -138,10 +138,10 @@ class VllmEngine:
                 finished, completion, before = output.finished, output.outputs[0], len(sampled)
                 if completion.finish_reason == "error":
                     raise outputs.end_error(task, stage=self._config.stage)
-                if not usage.steps:
+                if not usage.engine_steps:
                     yield usage
                 sampled += completion.token_ids
-                usage.output_tokens = usage.steps = count = len(sampled)
+                usage.output_tokens = usage.engine_steps = count = len(sampled)
                 self._meter.count(request.name, count - before)
                 if finished:
                     self.control.count_prompt(output)
@@ -159,7 +159,7 @@ class VllmEngine:
                 async with aclosing(hook.finish()) as events:
                     async for event in events:
                         yield event
-            usage.output_tokens = usage.steps = len(request.sampled)
+            usage.output_tokens = usage.engine_steps = len(request.sampled)
             yield usage
 
     def load(self) -> EngineLoad:

@@ -129,7 +129,9 @@ class LogprobsReader:
         self._detokenizer = detokenizer
         self._alternatives = alternatives
         self._text_length = 0
-        """The length of the text that vLLM has returned so far, in code points."""
+        """The length of the text that vLLM has returned so far, in bytes of UTF-8."""
+        self._read_length = self._read_bytes = 0
+        """The length of the detokenizer's text before the next token, in characters and in bytes of UTF-8."""
         self._waiting: list[TokenLogprobs] = []
         """The tokens that begin after this text, in order."""
 
@@ -137,12 +139,11 @@ class LogprobsReader:
         """Returns the log-probabilities of the output's tokens, and those of the tokens that begin in its text."""
         made = list[TokenLogprobs]()
         for token, known in zip(output.token_ids, output.logprobs or (), strict=True):
-            position = len(self._detokenizer.output_text)
-            self._detokenizer.update([token], stop_terminated=False)
             if known is not None:
-                made.append(_converted(token, known, position=position, alternatives=self._alternatives))
+                made.append(_converted(token, known, position=self._read_bytes, alternatives=self._alternatives))
+            self._detokenize([token])
         self._waiting += made
-        self._text_length += len(output.text)
+        self._text_length += len(output.text.encode())
         begun = sum(each.position < self._text_length for each in self._waiting)
         in_text, self._waiting = self._waiting[:begun], self._waiting[begun:]
         return tuple(made), tuple(in_text)
@@ -156,8 +157,8 @@ class LogprobsReader:
 
         Raises InvalidRequestError (INVALID_CHECKPOINT) if the state is damaged.
         """
-        self._detokenizer.update(list(tokens), stop_terminated=False)
-        self._text_length = len(self._detokenizer.output_text)
+        self._detokenize(list(tokens))
+        self._text_length = self._read_bytes
         if (saved := state.get(_STATE)) is None:
             return
         try:
@@ -168,6 +169,12 @@ class LogprobsReader:
                 reason="INVALID_CHECKPOINT",
             ) from exc
         self._text_length, self._waiting = decoded
+
+    def _detokenize(self, tokens: list[int]) -> None:
+        self._detokenizer.update(tokens, stop_terminated=False)
+        text = self._detokenizer.output_text
+        self._read_bytes += len(text[self._read_length :].encode())
+        self._read_length = len(text)
 
 
 def _converted(token: int, known: Mapping[int, Logprob], *, position: int, alternatives: int) -> TokenLogprobs:

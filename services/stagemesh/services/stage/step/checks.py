@@ -83,22 +83,22 @@ def check_rebinding(rebinding: Rebinding) -> None:
 def _check_pause(spec: StepSpec) -> None:
     if spec.task.max_steps is None:
         if any(binding.edge == STATE_EDGE for binding in spec.outputs):
-            raise InvalidRequestError(f"edge {STATE_EDGE} carries the state of a pause; set max_steps with it")
+            raise InvalidRequestError(f"edge {STATE_EDGE} carries the state of a pause; set max_engine_steps with it")
         return
     if not spec.task.max_steps:
-        raise InvalidRequestError("max_steps is 0; set it to at least 1, or leave it unset")
+        raise InvalidRequestError("max_engine_steps is 0; set it to at least 1, or leave it unset")
     for binding in spec.outputs:
         if binding.edge != STATE_EDGE:
             raise InvalidRequestError(
-                f"max_steps is set together with the outgoing edge {binding.edge}; bind outgoing edges to the step "
-                "that runs to its end, without max_steps",
+                f"max_engine_steps is set together with the outgoing edge {binding.edge}; bind outgoing edges to the "
+                "step that runs to its end, without max_engine_steps",
                 reason="INVALID_EDGE",
             )
 
 
 def _check_abilities(task: Task, signature: Signature, abilities: EngineAbilities, *, engine: str) -> None:
     if task.max_steps is not None and not abilities.can_pause:
-        raise _unsupported(engine, "cannot pause; leave max_steps unset to run the step to its end")
+        raise _unsupported(engine, "cannot pause; leave max_engine_steps unset to run the step to its end")
     if task.resume_from is not None and not abilities.can_resume:
         raise _unsupported(engine, "cannot resume; leave resume_from unset to run the step from its start")
     if task.sampling != SamplingOptions() and not signature.sampling:
@@ -139,6 +139,11 @@ def _check_bindings(spec: StepSpec | Rebinding) -> None:
             if not edge or count > 1:
                 problem = f"{edge!r} twice" if edge else "without a name"
                 raise InvalidRequestError(f"{direction} contain an edge {problem}", reason="INVALID_EDGE")
+        for binding in bindings:
+            if binding.attempt < 1:
+                raise InvalidRequestError(
+                    f"edge {binding.edge} has attempt 0; attempts count from 1", reason="INVALID_EDGE"
+                )
     for binding in spec.inputs:
         if not binding.peer:
             raise InvalidRequestError(f"edge {binding.edge} needs a producer", reason="INVALID_EDGE")
@@ -174,8 +179,8 @@ def _check_streamed(spec: StepSpec, signature: Signature) -> None:
         _check_file(output, signature.emits[output.tensor])
     if spec.makes_files and (spec.task.max_steps is not None or spec.task.resume_from is not None):
         raise UnsupportedError(
-            "a step that encodes or stores an output cannot pause or resume; leave max_steps and resume_from unset, or "
-            "let the outputs be sent without a media_type and a uri"
+            "a step that encodes or stores an output cannot pause or resume; leave max_engine_steps and resume_from "
+            "unset, or let the outputs be sent without a media_type and a uri"
         )
 
 

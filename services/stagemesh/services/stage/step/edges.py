@@ -36,6 +36,7 @@ class StepEdges:
         self.state_outlet: Outlet | None = None
         """The outlet that sends the state at which the step pauses. None if no edge transfers the state."""
         self._plane, self._model, self._user_errors, self._trace = data_plane, model, user_errors, spec.trace
+        self._first_rows = spec.task.resume_from.rows if spec.task.resume_from is not None else {}
         self._inputs = {binding.edge: binding for binding in spec.inputs}
         self._outputs = {binding.edge: binding for binding in spec.outputs}
         self._inlets: dict[str, Inlet] = {}
@@ -51,10 +52,15 @@ class StepEdges:
         Raises NotFoundError if an edge names an unknown transform.
         """
         kinds = {spec.ticket_kind for spec in accepts.values() if spec.ticket_kind}
+        tensors = {name: spec for name, spec in accepts.items() if not spec.ticket_kind}
         self._accepts_only_tickets = all(spec.ticket_kind for spec in accepts.values())
         for binding in self._inputs.values():
             inlet = self._plane.open_inlet(
-                self._key(binding), producer=binding.peer, rebind_s=_rebind_s(binding.edge), ticket_kinds=kinds
+                self._key(binding),
+                producer=binding.peer,
+                rebind_s=_rebind_s(binding.edge),
+                ticket_kinds=kinds,
+                accepts={} if binding.transform or binding.edge == STATE_EDGE else tensors,
             )
             if binding.edge == STATE_EDGE:
                 self.state_inlet = inlet
@@ -67,6 +73,7 @@ class StepEdges:
                 connector=target.connector,
                 policy=target.policy,
                 rebind_s=_rebind_s(target.edge),
+                first_rows={} if target.edge == STATE_EDGE else self._first_rows,
             )
             if target.edge == STATE_EDGE:
                 self.state_outlet = outlet
@@ -172,7 +179,7 @@ class StepEdges:
         return self._inlets if self.state_inlet is None else {**self._inlets, STATE_EDGE: self.state_inlet}
 
     def _key(self, binding: InputBinding | OutputBinding) -> EdgeKey:
-        return EdgeKey(self.request_id, binding.edge, binding.attempt or self.attempt)
+        return EdgeKey(self.request_id, binding.edge, binding.attempt)
 
     def _is_new(
         self,
@@ -193,11 +200,17 @@ class StepEdges:
                 f"{', '.join(flows) or 'none'}",
                 reason="UNKNOWN_EDGE",
             )
-        attempt, wanted = self._key(current).attempt, self._key(binding).attempt
+        if binding.transform != current.transform:
+            raise InvalidRequestError(
+                f"edge {binding.edge} has transform {current.transform!r}, which a rebinding cannot change",
+                reason="INVALID_EDGE",
+            )
+        attempt, wanted = current.attempt, binding.attempt
         if wanted < attempt:
             raise StaleAttemptError(
                 f"edge {binding.edge} of step {self.step_id} is bound in attempt {attempt}, newer than {wanted}",
-                metadata={"edge": binding.edge, "attempt": str(attempt)},
+                metadata={"edge": binding.edge},
+                facts={"attempt": attempt},
             )
         return wanted > attempt or flow.is_lost or binding.peer != current.peer
 

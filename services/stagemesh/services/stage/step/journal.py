@@ -63,7 +63,7 @@ class PausedStates:
         state = self._states.get(key.request_id)
         if state is None:
             raise NotFoundError(f"no state of request {key.request_id} is stored here", reason="UNKNOWN_FLOW")
-        return replay_packet(key, Packet(state.tensors, {"steps": state.steps}))
+        return replay_packet(key, Packet(state.tensors, {"engine_steps": state.steps}))
 
 
 def size_bytes(state: Checkpoint) -> int:

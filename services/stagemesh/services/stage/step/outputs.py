@@ -55,6 +55,11 @@ class StreamedOutputs:
         """The length of each output so far, by output name. Includes what earlier runs of the request have emitted."""
         return dict(self._lengths)
 
+    @property
+    def is_within_character(self) -> bool:
+        """Whether a text was emitted up to the middle of a character. The decoders retain the beginning of it."""
+        return any(decoder.getstate()[0] for decoder in self._decoders.values())
+
     def push(
         self, packet: Packet, logprobs: Sequence[TokenLogprobs] = (), text_logprobs: Sequence[TokenLogprobs] = ()
     ) -> list[stage_pb2.ExecuteStepResponse]:
@@ -95,7 +100,7 @@ class StreamedOutputs:
             text = decoder.decode(b"", final=True)
             if not text and finish is None:
                 continue
-            part = self._next(name, len(text))
+            part = self._next(name, len(text.encode()))
             if text:
                 part.output.text = text
             if finish is not None:
@@ -107,7 +112,7 @@ class StreamedOutputs:
             yield part
 
     def _text(self, name: str, text: str, logprobs: Sequence[TokenLogprobs]) -> stage_pb2.ExecuteStepResponse:
-        part = self._next(name, len(text))
+        part = self._next(name, len(text.encode()))
         part.output.text = text
         if logprobs:
             _add_logprobs(part.output, logprobs)
@@ -206,7 +211,7 @@ def _add_logprobs(output: request_pb2.Output, logprobs: Sequence[TokenLogprobs])
 
 def _is_preview(packet: Packet) -> bool:
     """Returns whether the image in a packet shows an earlier state of a later image."""
-    return packet.metadata.get("final") is False
+    return bool(packet.metadata.get("preview"))
 
 
 def _image_type_of(file: Array) -> str:

@@ -21,8 +21,7 @@ from stagemesh.common.process.logs import bind_log_context
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.outlet import FanOut
-from stagemesh.connectors.flow.received_rows import add_rows
-from stagemesh.connectors.packets import Packet
+from stagemesh.connectors.packets import Packet, rows_of
 from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
 from stagemesh.services.engines.user_errors import UserErrors
 from stagemesh.services.stage.step.checks import FiniteCheck, ResultCheck
@@ -146,6 +145,7 @@ class StepRun:
             started=self._stopwatch.started_s is not None,
             inlets=self.edges.inlet_reports(),
             outlets=self.edges.outlet_reports(),
+            waits_for_input=any(each.waits for each in self._inputs),
         )
 
     def start(self, *, deadline_s: float | None, on_ended: Callable[["StepRun", StepEdges | None], None]) -> None:
@@ -288,7 +288,7 @@ class StepRun:
         if resume_from is None or inlet is None:
             return resume_from
         packets = [packet async for packet in inlet]
-        steps = packets[0].metadata.get("steps") if len(packets) == 1 else None
+        steps = packets[0].metadata.get("engine_steps") if len(packets) == 1 else None
         if steps != resume_from.steps:
             raise InvalidRequestError(
                 f"edge {STATE_EDGE} delivered a state after {steps} steps, but resume_from has {resume_from.steps}",
@@ -337,12 +337,13 @@ class StepRun:
         match event:
             case Progress():
                 if self._progress.is_due(event):
-                    progress = stage_pb2.StepProgress(steps=event.steps, total_steps=event.total_steps)
+                    progress = stage_pb2.StepProgress(engine_steps=event.steps, total_engine_steps=event.total_steps)
                     self._events.append(stage_pb2.ExecuteStepResponse(progress=progress))
             case Checkpoint():
                 # The row counts of a checkpoint would not match the rows of an edge that transfers only some of them. A
-                # file cannot be continued elsewhere.
-                if not self._spec.makes_files and self._spec.edges_take_all_rows(self._context.signature):
+                # file cannot be continued elsewhere, and neither can the beginning of a character.
+                takes_all_rows = self._spec.edges_take_all_rows(self._context.signature)
+                if not self._spec.makes_files and takes_all_rows and not self._outputs.is_within_character:
                     self._events.append_checkpoint(self._with_counts(event))
             case Paused():
                 self._paused = self._with_counts(event.checkpoint)
@@ -385,7 +386,8 @@ class StepRun:
         for name, sample_rate_hz in self._sample_rates_hz.items():
             if name in packet.tensors:
                 self._audio_s += len(packet.tensors[name]) / sample_rate_hz
-        add_rows(self._rows, packet)
+        for name, rows in rows_of(packet):
+            self._rows[name] = self._rows.get(name, 0) + rows
 
     def usage(self) -> request_pb2.Usage:
         """Returns the work that the run has done so far."""
@@ -434,7 +436,7 @@ class StepRun:
         self._context.states.keep(self.request_id, state)
         outlet = self.edges.state_outlet
         if outlet is not None:
-            await outlet.send(Packet(state.tensors, {"steps": state.steps}))
+            await outlet.send(Packet(state.tensors, {"engine_steps": state.steps}))
             await outlet.finish()
 
     def _close_early(self) -> None:
@@ -455,7 +457,8 @@ class StepRun:
         if error is not None:
             # The error is copied, because one cause may end several runs.
             error = copy(error).located(**self._where)
-            if not self.journal.closed:
+            # A step that was refused has sent nothing, and its first event would have to be the acceptance.
+            if not self.journal.closed and self.journal.items:
                 self._events.append_spans()
                 self._events.append(stage_pb2.ExecuteStepResponse(usage=self.usage()))
         edges, edges_error = self.edges, error

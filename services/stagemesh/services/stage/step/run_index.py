@@ -78,14 +78,14 @@ class RunIndex:
         if spec.attempt < latest:
             raise StaleAttemptError(
                 f"attempt {spec.attempt} of request {spec.request_id} has been replaced by attempt {latest}",
-                metadata={"attempt": str(latest)},
+                facts={"attempt": latest},
             )
         run = self._runs.get(spec.step_id)
         if run is not None and run.fingerprint != spec.fingerprint:
             raise ExistsError(
                 f"step {spec.step_id} exists with other content; use another step_id, or repeat the original call",
                 reason="STEP_EXISTS",
-                metadata={"attempt": str(latest)},
+                facts={"attempt": latest},
             )
         if run is None and spec.attach_only:
             raise NotFoundError(

@@ -71,8 +71,8 @@ class InputBinding:
     apart: bool = False
     """Whether each packet of this edge is a separate input. If False, the packets are joined with the packets of other
     edges."""
-    attempt: int = 0
-    """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
+    attempt: int = 1
+    """The attempt to which the edge's flow belongs."""
     first_rows: Mapping[str, int] = field(default_factory=dict[str, int])
     """The number of rows that precede the first row of the new flow, by tensor name. 0 for tensors that are not listed.
     Only used when an edge is bound to another producer."""
@@ -90,8 +90,8 @@ class OutputBinding:
     tensors: frozenset[str] = frozenset()
     """The names of the emitted tensors that the edge transfers. Empty means all emitted tensors."""
     tokens: TokenSelection = "all"
-    attempt: int = 0
-    """The attempt to which the edge's flow belongs. 0 means the step's attempt."""
+    attempt: int = 1
+    """The attempt to which the edge's flow belongs."""
     transform: str = ""
     """The name of the transform that is applied to the selected part of each packet. Empty if there is none."""
 
@@ -291,7 +291,7 @@ def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
         absent=frozenset(request.absent),
         attempt=request.attempt,
         adapter=parameters.adapter or None,
-        max_steps=request.max_steps if request.HasField("max_steps") else None,
+        max_steps=request.max_engine_steps if request.HasField("max_engine_steps") else None,
         resume_from=_checkpoint(request.resume_from) if request.HasField("resume_from") else None,
     )
 
@@ -374,7 +374,7 @@ def _structure(message: request_pb2.Sampling) -> Structure | None:
 
 def _checkpoint(message: stage_pb2.Checkpoint) -> Checkpoint:
     return Checkpoint(
-        steps=message.steps,
+        steps=message.engine_steps,
         token_ids=tuple(message.token_ids),
         tensors=read_tensors(message.tensors),
         outputs=dict(message.outputs),
@@ -428,9 +428,8 @@ def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
             return WholePolicy()
         case "frames":
             frames = message.policy.frames
-            ramp = tuple(frames.ramp) or (frames.initial_frames,) * bool(frames.initial_frames)
             try:
-                return FramesPolicy(frames.frames, ramp, frames.left_context_frames, _pace(frames))
+                return FramesPolicy(frames.frames, tuple(frames.ramp), frames.left_context_frames, _pace(frames))
             except ValueError as exc:
                 raise InvalidRequestError(f"edge {message.edge}: {exc}", reason="INVALID_EDGE") from exc
         case _:
@@ -449,4 +448,4 @@ def _pace(message: stage_pb2.FramesPolicy) -> PlayoutPace | None:
 def checkpoint_to_wire(state: Checkpoint) -> stage_pb2.Checkpoint:
     """Converts a checkpoint to its protobuf message, including the tensors."""
     tensors = [inline_tensor(name, tensor) for name, tensor in state.tensors.items()]
-    return to_message(stage_pb2.Checkpoint, state, tensors=tensors)
+    return to_message(stage_pb2.Checkpoint, state, tensors=tensors, engine_steps=state.steps)
