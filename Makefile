@@ -16,6 +16,8 @@ BIN := $(CURDIR)/.venv/bin
 PROTOS := $(wildcard protos/stagemesh/*/*.proto)
 GO := examples/go
 GO_PACKAGES := golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protoc-gen-go-1-5 protoc-gen-go-grpc
+CPP := examples/cpp
+CPP_PACKAGES := g++ cmake make protobuf-compiler protobuf-compiler-grpc libgrpc++-dev libprotobuf-dev libssl-dev zlib1g-dev
 TYPESCRIPT := examples/typescript
 SERVICES := $(shell grep -l '^service ' $(PROTOS))
 # The last line of a failed installation.
@@ -42,7 +44,7 @@ COMPARED = $(addprefix tests/, $(patsubst %, diffusion/test_%.py, adapters ident
 	$(patsubst %, models/%.py, test_code2wav test_hibari test_vocoders qwen2_5_omni/test_token2wav qwen3_tts/test_codec_decoder))
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight venv typescript kubernetes livekit browser go models demo demo-image test test-durations models-check packages-check deployments-check avx2-check soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
+.PHONY: help preflight venv typescript kubernetes livekit browser go cpp models demo demo-image test test-durations models-check packages-check deployments-check avx2-check soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -66,7 +68,7 @@ node_modules/.stamp: package.json package-lock.json $(wildcard */typescript/pack
 	$(call installing,npm ci --no-audit --no-fund --loglevel=error)
 	@touch $@
 
-$(TYPESCRIPT)/dist/.stamp: node_modules/.stamp $(wildcard $(addprefix */typescript/, tsconfig.json buf.gen.yaml protos/*/*/* src/*.ts src/*/*.ts)) $(PROTOS)
+$(TYPESCRIPT)/dist/.stamp: node_modules/.stamp $(wildcard $(addprefix */typescript/, tsconfig.json buf.gen.yaml src/*.ts src/*/*.ts) clients/protos/*/*/*) $(PROTOS)
 	npm run --loglevel=error build
 	@touch $@
 
@@ -100,6 +102,17 @@ $(GO)/bin/.stamp: $(GO)/build.sh $(wildcard $(GO)/*/main.go) $(PROTOS)
 	$(GO)/build.sh
 	@touch $@
 
+cpp: ## Build the stage in C++, after installing gRPC for C++ if the user may install packages of Debian
+	@if ! command -v grpc_cpp_plugin && [ "$$(id -u)" = 0 ] && command -v apt-get; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(CPP_PACKAGES) \
+		|| echo "gRPC for C++ cannot be installed, so that tests of the stage in C++ are skipped; check the network" >&2; fi
+	@if command -v cmake && command -v grpc_cpp_plugin; then $(MAKE) --no-print-directory $(CPP)/build/.stamp; fi
+
+$(CPP)/build/.stamp: $(CPP)/CMakeLists.txt $(wildcard $(CPP)/src/* clients/protos/*/*/*) $(PROTOS)
+	cmake -S $(CPP) -B $(CPP)/build
+	cmake --build $(CPP)/build --parallel 2
+	@touch $@
+
 models: venv ## Fetch the weights of the speech pipeline
 	stagemesh models fetch speech
 
@@ -115,7 +128,7 @@ test: models typescript ## Run the tests that need no GPU, but not those of the 
 	$(TESTS)
 
 models-check: models ## Run the tests of engines with models, without those that passed since the last change
-packages-check: models typescript livekit browser go ## Run the tests of packages, of clients in other languages and of the page, in the same way
+packages-check: models typescript livekit browser go cpp ## Run the tests of packages, of clients in other languages and of the page, in the same way
 deployments-check: models kubernetes ## Run the tests of deployments that are killed and upgraded, and of the chart, in the same way
 models-check avx2-check fuzz: AT_ONCE = 2
 models-check packages-check deployments-check:
@@ -154,7 +167,7 @@ check: venv typescript ## Check format, lint, prose, types, layers and contract
 	python tools/prose_lint.py
 	mypy && pyright
 	lint-imports
-	buf format --diff --exit-code && buf lint
+	buf format --diff --exit-code && buf lint && buf breaking --against protos/contract.binpb
 
 docs: venv node_modules/.stamp ## Build the documentation site into out/site, and check every link
 	NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict
@@ -184,4 +197,4 @@ lock: venv ## Write the pinned versions in requirements/ again, and the hashes o
 	python requirements/lock.py
 
 clean: ## Remove what the commands made
-	rm -rf .venv out dist node_modules */typescript/dist $(GO)/bin $(GO)/gen .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv out dist node_modules */typescript/dist $(GO)/bin $(GO)/gen $(CPP)/build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
