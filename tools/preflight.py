@@ -23,6 +23,7 @@ OPTIONAL = {
     "packages-check": {
         "npm": _NPM,
         "go": ("the clients in Go", "`make go` installs it for root on Debian"),
+        "grpc_cpp_plugin": ("the stage in C++", "`make cpp` installs it for root on Debian"),
         "chromium": ("the page of the gateway", "`make browser` installs it for root on Debian"),
     },
 }

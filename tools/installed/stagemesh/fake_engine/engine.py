@@ -183,7 +183,7 @@ class FakeRun:
                     self._step += 1
                     continue
                 await self._compute()
-                usage.output_tokens, usage.steps = size_bytes, self._step + 1
+                usage.output_tokens, usage.engine_steps = size_bytes, self._step + 1
                 emission = Emission(Packet(made, {"step": self._step}, self._tickets()))
                 disordered = self._faults.swaps_outputs(self._step)
                 self._step += 1
@@ -214,7 +214,7 @@ class FakeRun:
                 f"step {self._step}",
                 reason="INVALID_CHECKPOINT",
             )
-        usage.output_tokens, usage.steps, usage.finish = size_bytes, self._step, self._sampled.finish
+        usage.output_tokens, usage.engine_steps, usage.finish = size_bytes, self._step, self._sampled.finish
         yield usage
 
     @property

@@ -1,0 +1,62 @@
+"""Stages of Stagemesh itself pass the cases of `stagemesh conformance`, which find defects that are planted in them."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from stagemesh.stage_conformance.cases import Verdict
+from stagemesh.stage_conformance.driver import Settings
+from tests.conformance.stages import SLOW, check, count, failures, python_stage
+from tests.system.added_transforms import add_function
+
+WAITING = ("consumer.no-hello", "steps.caller-returns", "steps.last-caller-leaves")
+"""The cases that wait long, and do not depend on the engine."""
+
+
+async def test_stages_pass_all_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    module = "from tests.typescript.python_upper import UPPER as DESCRIPTOR\n"
+    add_function(tmp_path, monkeypatch, name="upper", source=module)
+    for_clients = Settings(has_output=False)
+    async with (
+        python_stage(tmp_path, "relay") as relay,
+        python_stage(tmp_path, "source") as source,
+        python_stage(tmp_path, "sound") as sound,
+        python_stage(tmp_path, "upper", engine="function") as upper,
+    ):
+        # Most cases wait: four runs at once take little longer than one.
+        results = await asyncio.gather(
+            check(relay),
+            check(source, "steps.*", "producer.*"),
+            check(sound, "steps.*", "consumer.*", settings=for_clients, without=WAITING),
+            check(upper, "consumer.*", "producer.*", without=(*SLOW, *WAITING)),
+        )
+    for found, wanted in zip(results, (300, 100, 160, 210), strict=True):
+        assert failures(found) == {}
+        assert count(found) >= wanted
+    assert count(results[0], Verdict.NOT_SERVED) == 0
+
+
+_DEFECTS = {
+    "producer.resync-limit": "from stagemesh.connectors.flow import outlet_attempt as m; m.MAX_RESYNCS = 20",
+    "consumer.resync-limit": "from stagemesh.connectors.flow import inlet_attempt as m; m.MAX_RESYNCS = 9",
+    "steps.repeated-after-end": "from stagemesh.services.stage.step import run_index as m; m.KEPT_S = 0.0",
+    "steps.last-caller-leaves": "from stagemesh.services.stage.step import run as m; m.ABANDON_S = 0.5",
+    "producer.credit-chunks": (
+        "from stagemesh.connectors.flow import outlet, sent_chunks\n"
+        "outlet.Outlet.has_credit = lambda *_: True\n"
+        "sent_chunks.SentChunk.is_within = lambda *_: True"
+    ),
+    "steps.text.stray-continuation": (
+        "from stagemesh.services.stage.step import outputs as m\n"
+        "m.codecs.getincrementaldecoder('utf-8').decode = lambda self, data, final=False: data.decode('latin-1')"
+    ),
+}
+"""A program that plants a defect in the stage, for each case that finds it."""
+
+
+@pytest.mark.parametrize("case", _DEFECTS)
+async def test_planted_defect_is_found(tmp_path: Path, case: str) -> None:
+    async with python_stage(tmp_path, "relay", defect=_DEFECTS[case]) as endpoint:
+        assert list(failures(await check(endpoint, case))) == [case]

@@ -1,0 +1,456 @@
+"""The cases that are test vectors (protos/vectors): items of a producer and the replies of the consumer, as data."""
+
+import asyncio
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from google.protobuf import json_format
+
+from stagemesh.common.errors import Code, StagemeshError
+from stagemesh.rpc.error_mapping import error_from_wire
+from stagemesh.stage_conformance.cases import RECOVERY, Needs, answer_of, case, expect, expect_equal
+from stagemesh.stage_conformance.content import ITEM_BYTES, UNACCEPTED, UNKNOWN_FIELD, Inputs, Payload, digest_of
+from stagemesh.stage_conformance.peers import Consumer, Flow
+from stagemesh.stage_conformance.suites.consumer import complete, started
+from stagemesh.stage_conformance.suites.producer import delivered, sending
+from stagemesh.stage_conformance.trial import Good, Trial, require
+from stagemesh.v1 import chunk_pb2, signature_pb2, stage_pb2, tensor_pb2
+
+_UNSAFE = "the accepted tensors have no rows, or several of them have"
+WRONG_DIGEST = bytes(32)
+
+
+def read_vectors(name: str) -> Mapping[str, Any]:
+    """Returns the test vectors of a file in protos/vectors by their names."""
+    text = (files("stagemesh.stage_conformance") / "vectors" / f"{name}.json").read_text(encoding="utf-8")
+    return {each["name"]: each for each in json.loads(text)}
+
+
+class VectorFlow:
+    """Plays the exchanges of a vector on a flow: sends the items, and compares the replies."""
+
+    def __init__(self, flow: Flow, inputs: Inputs) -> None:
+        self._flow, self._inputs = flow, inputs
+        self._seen = 0
+
+    async def play(self, exchanges: Sequence[Mapping[str, Any]]) -> None:
+        """Plays all exchanges. Raises MismatchError if other replies arrive."""
+        for number, exchange in enumerate(exchanges):
+            for item in exchange["items"]:
+                for each in self._items(item):
+                    await self._flow.stream.put(each)
+            await self._compare(number, exchange["replies"])
+
+    def _items(self, item: Mapping[str, Any]) -> list[stage_pb2.PutItem]:
+        key, kind, flow = self._flow.key, item["kind"], self._flow
+        match kind:
+            case "open":
+                connector = item.get("connector", chunk_pb2.CONNECTOR_GRPC)
+                return [
+                    stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=key, connector=connector, opening=item["opening"]))
+                ]
+            case "fragment":
+                return [self._fragment(item)]
+            case "demand":
+                return [stage_pb2.PutItem(demand=stage_pb2.CreditDemand(key=key, size_bytes=item["size_bytes"]))]
+            case "chunk":
+                return [self._chunk(item)]
+            case "end":
+                data = [flow.sent[seq] for seq in sorted(flow.sent) if seq < item["seq"]]
+                digest = {"wrong": WRONG_DIGEST, "": b""}.get(item.get("digest", "right"))
+                end = chunk_pb2.ChunkEnd(count=item["count"], digest=digest_of(data) if digest is None else digest)
+                return [stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=key, seq=item["seq"], end=end))]
+            case "abort":
+                error = chunk_pb2.Error(code=Code[item["code"]], reason=item["reason"], message="a test vector")
+                abort = chunk_pb2.ChunkAbort(error=error)
+                return [stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=key, seq=item["seq"], abort=abort))]
+            case _:
+                raise AssertionError(f"unknown item {kind!r} in a test vector")
+
+    def _fragment(self, item: Mapping[str, Any]) -> stage_pb2.PutItem:
+        if "payload_bytes" in item:
+            total, offset, payload = item["total_bytes"], item["offset"], bytes(item["payload_bytes"])
+        else:
+            unit = self._inputs.row_bytes
+            whole = b"".join(self._inputs.chunk(0, item["total_rows"], first_row=item["first_row"]).contents)
+            total, offset = item["total_rows"] * unit, item["offset_row"] * unit
+            payload = whole[offset:][: item["rows"] * unit].ljust(item["rows"] * unit, b"\0")
+        fragment = chunk_pb2.ChunkFragment(
+            key=self._flow.key, seq=item["seq"], total_bytes=total, offset=offset, payload=payload
+        )
+        return stage_pb2.PutItem(fragment=fragment)
+
+    def _chunk(self, item: Mapping[str, Any]) -> stage_pb2.PutItem:
+        payload = self._inputs.chunk(0, item["rows"], first_row=item["first_row"])
+        data = payload.streamed() if item.get("is_streamed") else payload.inline()
+        if "region" in item:
+            require(len(data.tensors) == 1, _UNSAFE)
+            region, unit = data.tensors[0].streamed, self._inputs.row_bytes
+            region.offset, region.size_bytes = (each * unit for each in item["region"])
+        self._flow.sent[item["seq"]] = data
+        return stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=self._flow.key, seq=item["seq"], data=data))
+
+    async def _compare(self, number: int, wanted: Sequence[Mapping[str, Any]]) -> None:
+        """Waits for the replies to an exchange. Acknowledgements may be combined, and grants of credit do not count."""
+        events = [each for each in wanted if each["kind"] != "ack"]
+        acked = max((each["next_seq"] for each in wanted if each["kind"] == "ack"), default=0)
+        stream, what = self._flow.stream, f"after exchange {number}: {json.dumps(list(wanted))}"
+        await stream.until(
+            lambda: (len(self._events()) >= len(events) and self._flow.acked >= acked) or stream.ended, what
+        )
+        found = self._events()[: len(events)] if events else self._events()
+        expect(len(found) == len(events) and self._flow.acked >= acked, what, stream.came)
+        for want, reply in zip(events, found, strict=True):
+            check_reply(want, reply, what)
+        self._seen += len(events)
+
+    def _events(self) -> list[stage_pb2.PutReply]:
+        """Returns the replies that were not compared yet, without acknowledgements and credit."""
+        others = [each for each in self._flow.replies if each.WhichOneof("reply") not in {"ack", "credit"}]
+        return others[self._seen :]
+
+
+def check_reply(want: Mapping[str, Any], reply: stage_pb2.PutReply, what: str) -> None:
+    """Raises MismatchError if a reply differs from what a vector has."""
+    kind = str(reply.WhichOneof("reply"))
+    found: dict[str, Any] = {"kind": kind}
+    if kind == "opened":
+        found |= {"next_seq": reply.opened.next_seq, "opening": reply.opened.opening}
+    elif kind in {"resync", "rejected"}:
+        error: StagemeshError = error_from_wire(getattr(reply, kind).error)
+        found |= {"code": error.code.name, "reason": error.reason}
+    allowed: dict[str, list[Any]] = {
+        name: value if isinstance(value, list) else [value] for name, value in want.items()
+    }
+    expect(all(found.get(name) in values for name, values in allowed.items()), what, found)
+
+
+async def _play(trial: Trial, vector: Mapping[str, Any]) -> None:
+    inputs = trial.stage.inputs
+    require(all(each.has_rows for each in inputs.tensors), _UNSAFE)
+    consumer = await trial.consumer() if trial.stage.has_output else None
+    step = await trial.call(trial.request(consumer)).accepted()
+    stream = await trial.stream()
+    flow = stream.flow(trial.key_in())
+    await VectorFlow(flow, inputs).play(vector["exchanges"])
+    if flow.all("commit"):
+        await step.finished()
+        if consumer is not None:
+            consumer.check()
+    elif flow.all("rejected") and flow.all("opened"):
+        await step.failed()
+
+
+@case(
+    "consumer",
+    "The consumer: the table of items (checklist 11, 13, 14)",
+    Needs.INPUT,
+    variants=read_vectors("consumer"),
+)
+async def consumer_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
+    await _play(trial, vector)
+
+
+@case("consumer.fragments", "Fragments (checklist 14)", Needs.INPUT, variants=read_vectors("fragments"))
+async def fragment_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
+    await _play(trial, vector)
+
+
+# -- steps that are refused
+
+
+@case("steps.refuses", "A step: reject what you do not know or cannot do (checklist 8)", variants=read_vectors("steps"))
+async def refused_step(trial: Trial, vector: Mapping[str, Any]) -> None:
+    signature, is_output = trial.stage.described.signature, "output" in vector
+    require(not is_output or trial.stage.has_output, "the stage has no outgoing edge")
+    require("input" not in vector or trial.stage.inputs.tensors, "the stage has no incoming edge")
+    require("if" not in vector or getattr(signature, vector["if"]), "the signature does not have it")
+    require("unless" not in vector or not getattr(signature, vector["unless"]), "the signature allows it")
+    request = trial.request(await trial.consumer() if is_output else None)
+    merge(vector.get("change", {}), request)
+    for part, bindings in (("input", request.inputs), ("output", request.outputs)):
+        if part in vector:
+            merge(vector[part], bindings[0])
+    if "unknown_field" in vector:
+        *parents, last = vector["unknown_field"].split(".")
+        parent: Any = request
+        for each in parents:
+            parent = getattr(parent, each)[0] if each == "outputs" else getattr(parent, each)
+        getattr(parent, last).MergeFromString(UNKNOWN_FIELD)
+    error = await trial.refused(request, Code[vector["code"]] if "code" in vector else None, *vector["reasons"])
+    expect_equal("the metadata `stage`", trial.stage.described.stage, error.metadata.get("stage"))
+
+
+def merge(change: Mapping[str, Any], message: Any) -> None:
+    """Sets the fields of a message that `change` has, as proto JSON. A list or an empty message replaces the field."""
+    for name, value in change.items():
+        if isinstance(value, list) or value == {}:
+            message.ClearField(name)
+    json_format.ParseDict(dict(change), message)
+
+
+# -- chunks
+
+
+@case("consumer.chunk", "A flow: chunks (checklist 14)", Needs.INPUT, variants=read_vectors("chunks"))
+async def chunk_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
+    step, _, flow = await started(trial)
+    payload = trial.stage.inputs.chunk(0, 4)
+    _change(payload, vector["change"])
+    await flow.send(payload, is_streamed=False)
+    if "reason" not in vector:
+        await flow.acknowledged(1)
+        await complete(step, flow)
+        return
+    error = await flow.rejected(Code.INVALID_ARGUMENT, vector["reason"])
+    expect_equal("the metadata `edge`", trial.edge_in, error.metadata.get("edge"))
+    failed = await step.failed(Code.INVALID_ARGUMENT, vector["reason"])
+    expect_equal("the metadata `stage`", trial.stage.described.stage, failed.metadata.get("stage"))
+
+
+def _change(payload: Payload, change: Mapping[str, Any]) -> None:
+    """Changes a chunk as a vector says."""
+    data = payload.data
+    tensor = data.tensors[0]
+    merge(change.get("tensor", {}), tensor)
+    merge(change.get("data", {}), data)
+    data.size_bytes += change.get("size_delta", 0)
+    if "checksum" in change:
+        data.checksum.algorithm = chunk_pb2.CHECKSUM_ALGORITHM_CRC32
+        data.checksum.value = zlib.crc32(b"".join(payload.contents)) ^ (change["checksum"] == "wrong")
+    if "other_dtype" in change:
+        tensor.dtype = next(
+            each for each, size in ITEM_BYTES.items() if size == ITEM_BYTES[tensor.dtype] and each != tensor.dtype
+        )
+    if "more_dimensions" in change:
+        tensor.shape.append(1)
+    if "more_rows" in change:
+        require(tensor.shape, "the first tensor has no axes")
+        tensor.shape[0] += 1
+    if "again" in change:
+        _append(payload, tensor, payload.contents[0])
+    if "unaccepted" in change:
+        _append(payload, tensor_pb2.Tensor(name=UNACCEPTED, dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[3]), b"abc")
+    for index in range(change.get("empty_tensors", 0)):
+        _append(payload, tensor_pb2.Tensor(name=f"n{index}", dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[0]), b"")
+    for index in range(change.get("values", 0)):
+        name = f"n{index}".ljust(change.get("name_chars", 0), "x")
+        data.metadata[name].text = "t" * change.get("text_chars", 1)
+
+
+def _append(payload: Payload, tensor: tensor_pb2.Tensor, content: bytes) -> None:
+    payload.data.tensors.append(tensor)
+    payload.contents.append(content)
+    payload.data.size_bytes += len(content)
+
+
+# -- text
+
+_BYTES = tensor_pb2.DATA_TYPE_UINT8
+
+
+@case("steps.text", "A step: the table of kinds, TEXT (checklist 9)", Needs.INPUT, variants=read_vectors("text"))
+async def text_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
+    """Checks the text of a stage that passes text on, but for the case of its letters."""
+    tensors, emits = trial.stage.inputs.tensors, trial.stage.emits
+    is_text = [each.kind for each in emits] == [signature_pb2.TENSOR_KIND_TEXT]
+    require(is_text and [each.dtype for each in tensors] == [_BYTES], "the stage does not turn one text into another")
+    sent = b"".join(bytes.fromhex(each) for each in vector["emitted"])
+    step = await trial.call(trial.request()).accepted()
+    flow, at = await (await trial.stream()).open(trial.key_in()), 0
+    for each in map(bytes.fromhex, vector["emitted"]):
+        tensor = tensor_pb2.Tensor(name=tensors[0].name, dtype=_BYTES, shape=[len(each)], first_row=at)
+        data = chunk_pb2.ChunkData(tensors=[tensor], size_bytes=len(each))
+        await flow.send(Payload(data, [each]))
+        at += len(each)
+    await flow.end()
+    await step.finished()
+    parts = step.outputs().get(emits[0].spec.name, [])
+    found = "".join(part.text for part in parts)
+    starts = [len("".join(part.text for part in parts[:index]).encode()) for index in range(len(parts))]
+    expect_equal("the positions in bytes", starts, [part.position for part in parts])
+    expect("\N{REPLACEMENT CHARACTER}" in found or _is_utf8(sent), "replaced invalid bytes", found)
+    wanted = "".join(part["text"] for part in (*vector["parts"], vector["last"]) if part)
+    if len(found.encode()) == len(wanted.encode()) or not _is_utf8(sent):
+        expect_equal("the text, but for its case", wanted.lower(), found.lower())
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+# -- chunk policies
+
+
+@case("producer.policy", "A step: chunk policy (checklist 20)", Needs.OUTPUT, variants=read_vectors("chunk_policies"))
+async def policy_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
+    """Checks the sizes of the chunks. Which rows an engine emits together is known of none."""
+    name = trial.stage.cut_tensor
+    require(name and vector["policy"], "the stage emits nothing that has rows, or nothing is known of its emissions")
+    consumer = await trial.consumer()
+    request = trial.request(consumer)
+    binding = request.outputs[0]
+    binding.ClearField("policy")
+    chosen = vector["policy"]
+    if "whole" in chosen:
+        binding.policy.whole.SetInParent()
+    else:
+        binding.policy.frames.frames = chosen["frames"]["frames"]
+        binding.policy.frames.ramp.extend(chosen["frames"].get("ramp", ()))
+        binding.policy.frames.left_context_frames = chosen["frames"].get("left_context_frames", 0)
+    step = await trial.call(request).accepted()
+    if trial.stage.inputs.tensors:
+        await trial.feed(await trial.stream())
+    await step.finished()
+    consumer.check()
+    found = [_rows(each.data) for each in consumer.only().chunks]
+    total = sum(rows - context for _, rows, context in found)
+    expect_equal("first row, rows and context of the chunks", _cut(chosen, total), found)
+    has_context = "left_context_frames" in chosen.get("frames", {})
+    stated = {each.data.HasField("context_frames") for each in consumer.only().chunks}
+    expect(stated <= {has_context}, f"context_frames {'set' if has_context else 'absent'}", stated)
+
+
+def _rows(data: chunk_pb2.ChunkData) -> tuple[int, int, int]:
+    return data.tensors[0].first_row, data.tensors[0].shape[0], data.context_frames
+
+
+def _cut(policy: Mapping[str, Any], total: int) -> list[tuple[int, int, int]]:
+    """Returns first row, rows and context of the chunks of a flow with this number of rows."""
+    if "whole" in policy:
+        return [(0, total, 0)] if total else []
+    frames, cut, at = policy["frames"], list[tuple[int, int, int]](), 0
+    sizes = list(frames.get("ramp", ()))
+    while at < total:
+        size = min(sizes.pop(0) if sizes else frames["frames"], total - at)
+        context = min(frames.get("left_context_frames", 0), at)
+        cut.append((at - context, size + context, context))
+        at += size
+    return cut
+
+
+# -- rows after rebinding
+
+
+_ROWS = "Rebinding and attempts: drop the rows that you have (checklist 15)"
+
+
+@case("consumer.rows", _ROWS, Needs.INPUT, level=RECOVERY, variants=read_vectors("rows"))
+async def rows_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
+    """Rebinds the incoming edge to another producer. The stage's result must be the result of all rows once."""
+    require(
+        len(trial.stage.inputs.tensors) == 1 and trial.stage.inputs.row_bytes, "needs one accepted tensor with rows"
+    )
+    chunks = [*vector["received"], *vector["again"]]
+    require(all(list(each["tensors"]) == ["x"] for each in chunks), "the vector has two tensors")
+    consumer = await trial.consumer() if trial.stage.has_output else None
+    step = await trial.call(trial.request(consumer)).accepted()
+    flow = await (await trial.stream()).open(trial.key_in())
+    await _send(trial, flow, vector["received"])
+    await flow.acknowledged(len(vector["received"]))
+    binding = stage_pb2.InputBinding(edge=trial.edge_in, producer=trial.peer_name("producer"), attempt=2)
+    rebind = stage_pb2.RebindStepRequest(request_id=step.request.request_id, step_id=step.request.step_id)
+    rebind.inputs.add(binding=binding)
+    await answer_of(trial.stub.RebindStep(rebind, timeout=5))
+    await flow.rejected(Code.FAILED_PRECONDITION, "STALE_ATTEMPT")
+    again = await (await trial.stream(incarnation="second")).open(trial.key_in(2))
+    await _send(trial, again, vector["again"])
+    if (reason := vector.get("error")) == "ATTEMPTS_DIFFER":
+        await again.end()
+        await step.failed(Code.INVALID_ARGUMENT, reason)
+    elif reason:
+        await again.rejected(Code.INVALID_ARGUMENT, reason)
+        await step.failed(Code.INVALID_ARGUMENT, reason)
+    else:
+        await again.end()
+        await step.finished()
+        await again.committed()
+        kept = [*vector["received"], *vector["kept"]]
+        whole = await _unbroken(trial, kept)
+        found = trial.result(step, consumer)
+        sizes = [{name: len(each) for name, each in one.contents.items()} for one in (whole, found)]
+        expect(found.contents == whole.contents, f"the result of the kept rows, {sizes[0]} bytes", sizes[1])
+
+
+async def _unbroken(trial: Trial, chunks: Sequence[Mapping[str, Any]]) -> Good:
+    """Runs a request whose only producer sends these chunks. Returns its result."""
+    request_id = f"{trial.request_id}.unbroken"
+    consumer = await trial.consumer() if trial.stage.has_output else None
+    step = await trial.call(trial.request(consumer, request_id=request_id)).accepted()
+    flow = await (await trial.stream(incarnation="second")).open(trial.key_in(request_id=request_id))
+    await _send(trial, flow, chunks)
+    await flow.end()
+    await step.finished()
+    return trial.result(step, consumer)
+
+
+async def _send(trial: Trial, flow: Flow, chunks: Sequence[Mapping[str, Any]]) -> None:
+    for each in chunks:
+        first_row, rows = each["tensors"]["x"]
+        payload = trial.stage.inputs.chunk(0, rows, first_row=first_row)
+        for name in ("context_frames", "token_start"):
+            if name in each:
+                setattr(payload.data, name, each[name])
+        await flow.send(payload)
+
+
+# -- replies to a producer
+
+
+@case(
+    "producer.reply",
+    "The producer: what a reply does (checklist 17, 18, 23)",
+    Needs.OUTPUT,
+    variants=read_vectors("producer"),
+)
+async def reply_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
+    """Adds a reply after the first data chunk, for which alone there is credit until then."""
+    trial.require_chunks()
+    if vector["outcome"] == "waits":
+        await trial.require_rebinding()
+    added = list[stage_pb2.PutReply]()
+
+    def answer(consumer: Consumer, item: stage_pb2.PutItem) -> Sequence[stage_pb2.PutReply]:
+        replies = list(consumer.take(item))
+        flow = next((each for each in consumer.flows.values() if each.chunks), None)
+        if flow is not None and not added:
+            added.append(_reply(vector, flow.key))
+            replies += added
+        return replies
+
+    step, consumer = await sending(trial, answer=answer, raises=False, limit_bytes=1 << 30, limit_chunks=1)
+    await consumer.until(lambda: added, "a chunk")
+    if vector["outcome"] == "finished":
+        await consumer.raise_limits(limit_bytes=1 << 40, chunks=1 << 30)
+        await delivered(trial, step, consumer)
+        openings = len(consumer.only().openings)
+        expect(openings >= vector.get("openings", 1), f"{vector.get('openings')} openings", openings)
+    elif vector["outcome"] == "failed":
+        failed = await step.failed(Code[vector["code"]], vector["reason"])
+        if "stage" in vector:
+            wanted = "the metadata `stage`, in which the error occurred first"
+            expect_equal(wanted, vector["stage"], failed.metadata.get("stage"))
+    else:
+        await asyncio.sleep(1.0)
+        expect(not step.is_over, "a step that waits for RebindStep", step.came)
+
+
+def _reply(vector: Mapping[str, Any], key: chunk_pb2.EdgeKey) -> stage_pb2.PutReply:
+    reply = stage_pb2.PutReply()
+    merge(vector["reply"], reply)
+    kind = reply.WhichOneof("reply")
+    named = getattr(reply, kind).key if kind else reply.key
+    if not reply.ignorable and "no_key" not in vector:
+        named.CopyFrom(key)
+    if "other_flow" in vector:
+        named.request_id = "conformance.none"
+    if "unknown_field" in vector:
+        reply.MergeFromString(UNKNOWN_FIELD)
+    return reply
