@@ -87,7 +87,7 @@ def _later_tensor(*, lease_id: int = 0, **fields: Any) -> ITEM:
         (_later_chunk(), "UNKNOWN_KIND", "sent a Chunk of an unknown kind (field 1000"),
         (_later_tensor(later="?"), "UNKNOWN_KIND", "sent a Tensor of an unknown kind (field 1000"),
         (_later_tensor(later="?", lease_id=5), "UNKNOWN_KIND", "sent a Tensor of an unknown kind (field 1000"),
-        (_later_tensor(dtype=LATER), "INVALID_CHUNK", "unknown dtype 900"),
+        (_later_tensor(dtype=LATER), "INVALID_CHUNK", "dtype 900, which is unknown"),
     ],
     ids=["item", "content", "location", "location with a lease", "dtype"],
 )

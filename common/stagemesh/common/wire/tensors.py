@@ -153,7 +153,9 @@ def checked_layout(message: tensor_pb2.Tensor, *, size_bytes: int) -> tuple[np.d
     """
     name = _WIRE_NAMES.get(message.dtype)
     if name is None:
-        raise InvalidChunkError(f"tensor {message.name!r} has dtype {message.dtype}, which is not supported here")
+        raise InvalidChunkError(
+            f"tensor {message.name!r} has dtype {message.dtype}, which is unknown or not supported here"
+        )
     shape, dtype = tuple(message.shape), DTYPES[name]
     is_countable = math.prod(filter(None, shape)) * dtype.itemsize <= sys.maxsize  # also of a tensor without elements
     if len(shape) > MAX_DIMENSIONS or (shape and min(shape) < 0) or not is_countable:

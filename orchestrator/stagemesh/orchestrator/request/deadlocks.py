@@ -30,7 +30,7 @@ class DeadlockWatch:
         """The chunks of all flows when all steps waited. None if they did not."""
         self._asking: asyncio.Task[None] | None = None
         limits_s = [state.step.stage.stall_s for state in states]
-        self._stall_s = max(limits_s) if all(limits_s) else math.inf
+        self._stall_s = max(limits_s, default=math.inf) if all(limits_s) else math.inf
         self._timer = self._start_timer()
 
     def close(self) -> None:

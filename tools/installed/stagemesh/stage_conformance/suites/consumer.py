@@ -399,7 +399,7 @@ async def demand(trial: Trial) -> None:
 async def _unread(trial: Trial, *, parts: int, chunks: int) -> tuple[Step, Consumer, Stream, Flow]:
     """Starts a step whose consumer grants no credit, and sends chunks that each take a part of the stage's window."""
     peer = await trial.consumer(raises=False)
-    step = await trial.call(trial.request(peer)).accepted()
+    step = await trial.call(trial.request(peer, is_cut=False)).accepted()
     stream = await trial.stream()
     flow = await stream.open(trial.key_in())
     window = flow.all("opened")[0].window_bytes
@@ -427,8 +427,10 @@ async def slow_engine(trial: Trial) -> None:
 async def credit_after_break(trial: Trial) -> None:
     step, peer, stream, flow = await _unread(trial, parts=4, chunks=3)
     stream.cut()
-    # The stage reads what has arrived while no stream is open.
+    # The stage notices the break, and reads what has arrived while no stream is open.
+    await asyncio.sleep(0.2)
     await peer.raise_limits(limit_bytes=1 << 40, chunks=1 << 30)
+    await asyncio.sleep(0.5)
     again = (await trial.stream()).flow(trial.key_in())
     again.sent |= flow.sent
     wanted, opening = flow.all("opened")[0].window_bytes + flow.sent_bytes // 2, 1
