@@ -60,6 +60,11 @@ def _committed(item: Any) -> list[Reply]:
     return [Reply(commit=stage_pb2.EdgeCommit(key=item.key))]
 
 
+def _first_acked_and_lost(item: chunk_pb2.Chunk) -> list[Reply]:
+    """Acknowledges the first chunk and asks for it again. Answers nothing to the others, whose end would be committed."""
+    return [] if item.seq else _acked(item) + _resync(item)
+
+
 def _resync(item: Any, **fields: Any) -> list[Reply]:
     return [Reply(resync=stage_pb2.EdgeResync(key=item.key, error=chunk_pb2.Error(code=14, message="again"), **fields))]
 
@@ -163,7 +168,7 @@ FALSE_ANSWERS: list[tuple[str, str, Answer, str | None]] = [
     ("opened beyond what was sent", "open", lambda item: opened(item, next_seq=9), "never sent"),
     ("opened beyond all numbers", "open", lambda item: opened(item, next_seq=HUGE), "never sent"),
     ("commit before the end", "open", lambda item: opened(item) + _committed(item), "committed"),
-    ("opened before what was acknowledged", "chunk", lambda item: _acked(item) + _resync(item), "chunk 0 again"),
+    ("opened before what was acknowledged", "chunk", _first_acked_and_lost, "chunk 0 again"),
     ("resync without end", "open", _resync, "again and again"),
     ("opened and resync without end", "open", lambda item: opened(item) + _resync(item), "again and again"),
     ("acks that say nothing new", "open", lambda item: opened(item) + _acked_so_far(item) + _resync(item), "again"),

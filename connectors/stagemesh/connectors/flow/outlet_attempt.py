@@ -194,9 +194,10 @@ class OutletAttempt:
 
         Does nothing while the attempt is not open. The consumer's answer to OpenEdge will contain the current limits.
         """
-        credit = CreditLimit(max(limit_bytes, self.credit.size_bytes), max(limit_chunks, self.credit.chunks))
-        if self.phase is Phase.OPEN and credit != self.credit:
-            self.credit = credit
+        credit = self.credit
+        # Most acknowledgements raise no limit.
+        if self.phase is Phase.OPEN and (limit_bytes > credit.size_bytes or limit_chunks > credit.chunks):
+            self.credit = CreditLimit(max(limit_bytes, credit.size_bytes), max(limit_chunks, credit.chunks))
             self._note_answer()
             self.mark_ready()
             self.chunks.changed.fire()

@@ -15,7 +15,7 @@ class DeadlockWatch:
     """Watches the steps of one choice. A net below the recovery, after which no steps should wait for each other.
 
     Asks the replicas of the running steps for reports if no event has arrived for the longest `stall_s` of the stages,
-    within which each engine must make progress. Watches nothing if a stage has none. The steps are in a
+    within which each engine must make progress. Watches nothing if a stage has no limit. The steps are in a
     deadlock if all of them wait for input or for a consumer in two reports in a row, and no chunk has moved between the
     reports. A replica that sends no reports, such as an external stage, may compute, and so prevents the detection.
     """
