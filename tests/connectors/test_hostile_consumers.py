@@ -61,7 +61,7 @@ def _committed(item: Any) -> list[Reply]:
 
 
 def _first_acked_and_lost(item: chunk_pb2.Chunk) -> list[Reply]:
-    """Acknowledges the first chunk and asks for it again. Answers nothing to the others, whose end would be committed."""
+    """Acknowledges the first chunk and asks for it again. Answers no others, whose end would be committed."""
     return [] if item.seq else _acked(item) + _resync(item)
 
 
