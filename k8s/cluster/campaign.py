@@ -100,12 +100,13 @@ class Campaign:
         self._cluster.uncordon(node)
 
     def _delete_pods(self) -> None:
+        """Deletes pods of two workloads at the same time, three times."""
         for _ in range(3):
-            workload = self._random.choice(_WORKLOADS)
-            pod = self._random.choice([pod["metadata"]["name"] for pod in self._pods(workload)])
+            chosen = [self._random.choice(self._pods(each)) for each in self._random.sample(_WORKLOADS, 2)]
+            pods = [pod["metadata"]["name"] for pod in chosen]
             force = self._random.random() < 0.5
-            self._say(f"deleting {pod}{' by force' if force else ''}")
-            self._kubectl("delete", "pod", pod, "--wait=false", *(["--grace-period=0", "--force"] if force else []))
+            self._say(f"deleting {' and '.join(pods)}{' by force' if force else ''}")
+            self._kubectl("delete", "pod", *pods, "--wait=false", *(["--grace-period=0", "--force"] if force else []))
             self._wait_ready()
 
     def _partition(self) -> None:

@@ -18,6 +18,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=Plan.clients)
     parser.add_argument("--kinds", default=",".join(kind.value for kind in FaultKind), help="separated by commas")
+    parser.add_argument("--at-once", type=int, default=1, help="the most processes that are hit at the same time")
     parser.add_argument("--json", type=Path, help="write all that was found there")
     options = parser.parse_args()
     plan = Plan(
@@ -26,6 +27,7 @@ def main() -> int:
         faults=options.faults,
         faults_s=options.seconds,
         clients=options.clients,
+        most_at_once=options.at_once,
     )
     with tempfile.TemporaryDirectory() as folder:
         report = asyncio.run(soak(Path(folder), plan))

@@ -63,10 +63,12 @@ class Injector:
         output_of: Mapping[str, str],
         load_s: float,
         hits: int = 0,
+        most_at_once: int = 1,
     ) -> None:
         """`output_of` maps each stage to the output in which a client sees that the stage continues. `load_s` is the
         maximum time for a process to become ready. If `hits` is given, faults hit only replicas that are at work on a
-        request whose client receives its output just then, until each kind has hit this number of requests.
+        request whose client receives its output just then, until each kind has hit this number of requests. From one to
+        `most_at_once` processes are hit at the same time.
         """
         self.counts = Counter[FaultKind]()
         self.missed = list[str]()
@@ -75,7 +77,9 @@ class Injector:
         self._deployment, self._operator, self._load = deployment, operator, load
         self._kinds, self._random = kinds, Random(seed)
         self._faults = Faults(deployment, operator, Random(seed + 1), load_s=load_s)
-        self._output_of, self._load_s, self._hits = output_of, load_s, hits
+        self._output_of, self._load_s, self._hits, self._most_at_once = output_of, load_s, hits, most_at_once
+        self.blows = Counter[int]()
+        """The number of times that faults hit, by the number of processes that they hit at the same time."""
         self._ill = set[str]()
         """The replicas on which a fault is in progress."""
         self._deaths = Counter[str]()
@@ -87,11 +91,17 @@ class Injector:
         async with asyncio.TaskGroup() as group:
             while kind is not None and sum(self.counts.values()) < count and time.monotonic() < end_s:
                 await asyncio.sleep(self._random.uniform(*PAUSE_S))
-                victim = await self._find_victim(kind)
-                if victim is not None:
+                blow, size = dict[str, FaultKind](), self._random.randint(1, self._most_at_once)
+                while kind is not None and len(blow) < size and (victim := await self._find_victim(kind)) is not None:
                     self._ill.add(victim)
-                    group.create_task(self._inject(kind, victim))
+                    blow[victim] = kind
                     kind = next(kinds, None)
+                # All requests are noted before the first fault, so that the faults begin at the same time.
+                for victim, fault in blow.items():
+                    await self._note_hits(fault, victim)
+                self.blows[len(blow)] += bool(blow)
+                for victim, fault in blow.items():
+                    group.create_task(self._inject(fault, victim, is_alone=len(blow) == 1))
 
     def _random_kinds(self) -> Iterator[FaultKind]:
         """Yields kinds in random order, each as often as the others. With `hits`, ends when there are enough."""
@@ -101,14 +111,15 @@ class Injector:
     def _has_hits(self, kind: FaultKind) -> bool:
         return bool(self._hits) and len(self.struck.get(kind.value, ())) >= self._hits
 
-    async def _inject(self, kind: FaultKind, victim: str) -> None:
-        await self._note_hits(kind, victim)
+    async def _inject(self, kind: FaultKind, victim: str, *, is_alone: bool) -> None:
         try:
             await self._faults.perform(kind, victim)
             self.counts[kind] += 1
             await self._wait_until_ready(victim)
         except (MissedError, TimeoutError, AssertionError) as exc:
-            self.missed.append(f"{kind.value} of {victim}: {exc!r}")
+            # The peer of the only connection of a replica may have been killed at the same time.
+            if is_alone or not (kind is FaultKind.SEVER and isinstance(exc, MissedError)):
+                self.missed.append(f"{kind.value} of {victim}: {exc!r}")
         except grpc.aio.AioRpcError as exc:
             self.missed.append(f"{kind.value} of {victim}: {exc.code().name} {exc.details()}")
         finally:
@@ -126,7 +137,10 @@ class Injector:
         return None
 
     async def _victim(self, kind: FaultKind) -> str | None:
-        """Returns the victim: never the last healthy replica of its stage. Returns None if there is none now."""
+        """Returns the victim: never the last healthy replica of its stage if one process is hit at a time.
+
+        Returns None if there is none now.
+        """
         if kind.is_of_orchestrator:
             return None if "orchestrator" in self._ill else "orchestrator"
         try:
@@ -137,7 +151,7 @@ class Injector:
     async def _replica_for(self, kind: FaultKind) -> str | None:
         well = {name: stage for name, stage in (await self._operator.ready()).items() if name not in self._ill}
         others = Counter(well.values())
-        candidates = sorted(name for name, stage in well.items() if others[stage] > 1)
+        candidates = sorted(name for name, stage in well.items() if others[stage] > 1 or self._most_at_once > 1)
         self._random.shuffle(candidates)
         if self._hits:
             candidates = [each for each in candidates if await self._is_at_work(each)]

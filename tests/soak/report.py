@@ -26,6 +26,8 @@ class Report:
     """The orchestrator's notes on failed or flawed requests."""
     faults: Mapping[str, int]
     """The numbers of faults by kind."""
+    blows: Mapping[int, int]
+    """The number of times that faults hit, by the number of processes that they hit at the same time."""
     missed_faults: Sequence[str]
     pause_s: Mapping[str, Sequence[float]]
     """The seconds for which the client of each hit request waited longer than usual, by kind of fault."""
@@ -59,6 +61,7 @@ class Report:
         faults = ", ".join(f"{count} {kind}" for kind, count in sorted(self.faults.items())) or "none"
         lines = [
             f"{sum(self.faults.values())} faults ({faults}), {len(self.missed_faults)} missed",
+            "processes hit at once: " + ", ".join(f"{size} {n} times" for size, n in sorted(self.blows.items())),
             f"{self.requests} requests: {len(self.failed)} failed; slowest {self.slowest_s:.1f} s",
             "units: " + ", ".join(f"{count} {flaw}" for flaw, count in asdict(flaws).items()),
         ]

@@ -39,6 +39,8 @@ class Plan:
     """If given, faults hit only replicas that are at work on a request whose client receives its output just then. They
     continue until each kind has hit this number of requests.
     """
+    most_at_once: int = 1
+    """The maximum number of processes that faults hit at the same time."""
     load_s: float = 30.0
     """The maximum time in seconds for a process to become ready."""
 
@@ -76,6 +78,7 @@ async def _run(up: Deployment, operator: Operator, plan: Plan, work: Work) -> Re
         output_of=work.output_of,
         load_s=plan.load_s,
         hits=plan.hits,
+        most_at_once=plan.most_at_once,
     )
     async with sampling(up.statuses) as samples:
         await load.each_once(len(work.requests), clients=plan.clients)
@@ -101,6 +104,7 @@ async def _run(up: Deployment, operator: Operator, plan: Plan, work: Work) -> Re
         timelines=timelines,
         faults={kind.value: count for kind, count in injector.counts.items()},
         missed_faults=injector.missed,
+        blows=injector.blows,
         pause_s={kind: each for kind, each in times_s.items() if each},
         growth=growth(samples),
         orchestrator_mb=[each.heap_bytes >> 20 for each in samples if each.process == "orchestrator"],

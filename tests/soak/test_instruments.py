@@ -130,6 +130,7 @@ CLEAN = Report(
     timelines={},
     faults={"kill": 3},
     missed_faults=[],
+    blows={},
     pause_s={"kill": [0.3, 0.9, 4.0], "nothing": [0.1, 0.2, 0.3]},
     growth=[],
     orchestrator_mb=[40, 41],

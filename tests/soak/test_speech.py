@@ -137,7 +137,7 @@ async def test_nothing_is_spoken_twice_or_left_out() -> None:
     before, judge = shared_memory(), SpeechJudge()
     with deployed("speech", "--set", "stages.*.replicas=2", ready_s=LOAD_S) as up:
         # Some of the requests that are hit end before their client receives more.
-        plan = Plan(kinds=KINDS, seed=3, hits=HITS + 5, faults_s=3000, clients=2, load_s=LOAD_S)
+        plan = Plan(kinds=KINDS, seed=3, hits=HITS + 5, faults_s=3000, clients=2, load_s=LOAD_S, most_at_once=3)
         report = await soak_deployment(up, plan, work=speech_work(judge))
     print(report.summary())
     print(f"{judge.same} as without a fault, {judge.recognized} by speech recognition")
