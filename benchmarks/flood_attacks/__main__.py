@@ -237,6 +237,7 @@ class Attack:
             while not reading.done():
                 writer.write(b"a")
                 await asyncio.wait([reading], timeout=_DRIP_S)
+            await reading
         finally:
             writer.close()
 
