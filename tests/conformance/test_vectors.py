@@ -124,11 +124,12 @@ def _places(chunk: Vector) -> list[tuple[str, tuple[int, int]]]:
     return list(chunk["tensors"].items())
 
 
-def _packet(chunk: Vector) -> tuple[Packet, list[int]]:
-    """Returns a packet whose rows contain their numbers, and its first rows."""
+def _packet(chunk: Vector) -> tuple[Packet, list[tuple[str, int]], list[int]]:
+    """Returns a packet whose rows contain their numbers, the number of its rows by name, and its first rows."""
     tensors: Tensors = {name: np.arange(first, first + rows) for name, (first, rows) in _places(chunk)}
     metadata: dict[str, MetadataValue] = {name: chunk[name] for name in (CONTEXT, TOKEN_START) if name in chunk}
-    return Packet(tensors, metadata), [first for _, (first, _) in _places(chunk)]
+    packet = Packet(tensors, metadata)
+    return packet, rows_of(packet), [first for _, (first, _) in _places(chunk)]
 
 
 def _rows(packet: Packet) -> tuple[Mapping[str, list[int]], Mapping[str, object]]:

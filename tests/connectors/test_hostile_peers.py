@@ -127,6 +127,7 @@ async def test_malformed_chunk_is_rejected(data: ChunkData) -> None:
         ),
         pytest.param(_streamed(0, 2), "INVALID_CHUNK", id="tensors that overlap"),
         pytest.param(_streamed(4, 0), "INVALID_CHUNK", id="tensors in another order"),
+        pytest.param([_streamed(0, 4)[0], GOOD], "INVALID_CHUNK", id="a chunk without its fragments"),
         pytest.param(_demand(1 << 60), "CHUNK_TOO_LARGE", id="large demand"),
         pytest.param(_demand(HUGE), "CHUNK_TOO_LARGE", id="huge demand"),
         pytest.param(chunk(end=chunk_pb2.ChunkEnd(count=3)), "DIGEST_MISMATCH", id="end of other chunks"),
@@ -198,7 +199,7 @@ async def test_a_committed_flow_is_unknown_to_other_replicas() -> None:
     ids=["empty", "texts", "long name"],
 )
 async def test_unread_chunks_without_payload_are_limited(data: ChunkData, monkeypatch: pytest.MonkeyPatch) -> None:
-    most, numbers = 200_000 // wire.checked_overhead(data), itertools.count()
+    most, numbers = 200_000 // wire.checked_head(data)[1], itertools.count()
     monkeypatch.setattr(wire, "MAX_OVERHEAD_BYTES", 200_000)
     async with open_peer() as one:
         for _ in range(3):

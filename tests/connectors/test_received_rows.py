@@ -53,7 +53,8 @@ class Receiver(PacketQueue):
         """Returns the new part of a packet that follows the one before."""
         context = packet.metadata.get(CONTEXT, 0)
         assert isinstance(context, int)
-        return self.new_part(packet, self._positions.add(rows_of(packet), context=context))
+        rows = rows_of(packet)
+        return self.new_part(packet, rows, self._positions.add(rows, context=context))
 
 
 lengths = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8)
@@ -133,11 +134,11 @@ def test_context_stays_in_front_of_new_rows(count: Receiver) -> None:
     ids=["missing rows", "repeated row", "row 0 again", "beyond all rows", "context of other rows", "too much context"],
 )
 def test_rows_that_do_not_follow_are_rejected(count: Receiver, first_row: int, context: int | None) -> None:
-    count.new_part(Packet({"x": np.arange(3)}), [7])
+    count.new_part(Packet({"x": np.arange(3)}), [("x", 3)], [7])
     metadata: dict[str, MetadataValue] = {} if context is None else {"context_frames": context}
     with pytest.raises(InvalidChunkError, match="row 10 is next"):
-        count.new_part(Packet({"x": np.arange(3)}, metadata), [first_row])
-    assert count.new_part(Packet({"x": np.arange(3)}), [10]) is not None
+        count.new_part(Packet({"x": np.arange(3)}, metadata), [("x", 3)], [first_row])
+    assert count.new_part(Packet({"x": np.arange(3)}), [("x", 3)], [10]) is not None
 
 
 def test_token_at_which_a_packet_starts_moves_with_its_rows(count: Receiver) -> None:

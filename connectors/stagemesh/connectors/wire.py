@@ -184,7 +184,7 @@ class PacketShape:
             return False
         # Runs once for each chunk at each end of a flow. A loop needs a third of the time of a generator.
         for (name, dtype, shape), (other, tensor) in zip(self._shapes, packet.tensors.items(), strict=True):
-            if name != other or tensor.shape != shape or tensor.dtype != dtype:
+            if name != other or tensor.shape != shape or (tensor.dtype is not dtype and tensor.dtype != dtype):
                 return False
         return True
 
@@ -312,8 +312,9 @@ class FlowDigest:
 # -- chunks of a producer
 
 
-def checked_overhead(data: chunk_pb2.ChunkData) -> int:
-    """Returns the approximate memory that a chunk takes in addition to its payload, in bytes.
+def checked_head(data: chunk_pb2.ChunkData) -> tuple[FirstRows, int]:
+    """Returns the first rows of a chunk's tensors and tickets, and the approximate memory that the chunk takes in
+    addition to its payload, in bytes.
 
     Raises InvalidChunkError if the chunk has more than MAX_TENSORS tensors, or a tensor whose name has more than
     MAX_NAME characters.
@@ -321,10 +322,13 @@ def checked_overhead(data: chunk_pb2.ChunkData) -> int:
     tensors = data.tensors
     if len(tensors) > MAX_TENSORS:
         raise InvalidChunkError(f"{len(tensors)} tensors in a chunk; at most {MAX_TENSORS} are accepted")
+    first_rows = list[int]()
     for tensor in tensors:
         if len(tensor.name) > MAX_NAME:
             raise InvalidChunkError(f"a tensor of a chunk has a name of more than {MAX_NAME} characters")
-    return ITEM_BYTES + VALUE_BYTES * (len(tensors) + len(data.metadata)) + max(0, data.ByteSize() - data.size_bytes)
+        first_rows.append(tensor.first_row)
+    values = len(tensors) + len(data.metadata)
+    return first_rows, ITEM_BYTES + VALUE_BYTES * values + max(0, data.ByteSize() - data.size_bytes)
 
 
 def arena_ranges(data: chunk_pb2.ChunkData) -> list[ArenaRange]:
@@ -422,7 +426,7 @@ def _checked(data: chunk_pb2.ChunkData, tensors: dict[str, Array], *, tickets: i
     packet = Packet(tensors, metadata_from_wire(data))
     if len(tensors) + tickets != len(data.tensors) or packet.size_bytes != data.size_bytes:
         raise InvalidChunkError("a chunk's tensors share a name, or their size differs from the size of the chunk")
-    if data.checksum.algorithm == chunk_pb2.CHECKSUM_ALGORITHM_CRC32:
+    if data.HasField("checksum") and data.checksum.algorithm == chunk_pb2.CHECKSUM_ALGORITHM_CRC32:
         value = 0
         for tensor in tensors.values():
             value = zlib.crc32(as_bytes(tensor), value)

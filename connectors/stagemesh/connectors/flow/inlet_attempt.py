@@ -301,13 +301,18 @@ class InletAttempt:
             )
         return seq == due
 
-    def deliver(self, packet: Packet, *, first_rows: FirstRows, overhead_bytes: int) -> None:
+    def deliver(self, packet: Packet, first_rows: FirstRows, overhead_bytes: int) -> None:
         """Accepts the next data chunk, after all earlier chunks.
 
         The caller must have checked the chunk's number and credit. `overhead_bytes` is the memory that the chunk takes
         in addition to its payload.
         """
-        self._deliver(lambda: self._accept(packet, first_rows, overhead_bytes), packet.size_bytes, overhead_bytes)
+        if self._arriving:
+            self._deliver(lambda: self._accept(packet, first_rows, overhead_bytes), packet.size_bytes, overhead_bytes)
+        else:
+            self._count_received(packet.size_bytes, overhead_bytes)
+            self._accept(packet, first_rows, overhead_bytes)
+            self._advance()
 
     def deliver_later(
         self, transfer: asyncio.Task[Packet], *, size_bytes: int, first_rows: FirstRows, overhead_bytes: int
@@ -371,7 +376,7 @@ class InletAttempt:
         if self.is_discarding:
             consume()
         elif self.error is None and not self.is_closed:
-            self.packets.accept(packet, first_rows, consume)
+            self.packets.accept(packet, shape.rows, first_rows, consume)
 
     def _accept_end(self, end: chunk_pb2.ChunkEnd) -> None:
         expected = self._digest.end()

@@ -4,15 +4,16 @@ Drops the rows that a new producer sends again.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
 from stagemesh.common.notification import Notifier
 from stagemesh.common.wire.tensors import TensorSpec
-from stagemesh.connectors.packets import CONTEXT, TOKEN_START, FirstRows, MetadataValue, Packet, rows_of
+from stagemesh.connectors.packets import CONTEXT, TOKEN_START, FirstRows, MetadataValue, Packet
 
 ANY_TENSORS: Mapping[str, TensorSpec] = MappingProxyType({})
+_MAX_ROWS = (1 << 64) - 1
 
 
 class ReceivedRows:
@@ -26,7 +27,7 @@ class ReceivedRows:
         self.counted: dict[str, int] = dict(counted or {})
         """The number of received rows by tensor name."""
         self._sent: dict[str, int] = {}
-        """The next row of the present producer, by tensor name."""
+        """The next row of a repeating producer, by tensor name."""
         self._replayed: dict[str, int] | None = None
         """The next row that a repeating producer will send, by tensor name. None if all further rows are new."""
         self.has_context = False
@@ -63,27 +64,38 @@ class ReceivedRows:
         self._replayed = {name: first_rows.get(name, 0) for name in self.counted}
         self._end_replay()
 
-    def new_part(self, packet: Packet, first_rows: FirstRows) -> Packet | None:
+    def new_part(self, packet: Packet, rows_by_name: Sequence[tuple[str, int]], first_rows: FirstRows) -> Packet | None:
         """Counts the rows of a packet. Returns the packet without the rows that have already arrived.
 
-        `first_rows` are the positions of the packet's tensors and tickets on the edge. The first packet with a tensor
-        determines where its rows begin. Left context remains in front of the new rows.
+        `rows_by_name` is the result of `rows_of`. `first_rows` are the positions of the packet's tensors and tickets on
+        the edge. The first packet with a tensor determines where its rows begin. Left context remains in front of the
+        new rows.
 
         Returns None if no row is new. Raises InvalidChunkError if the rows do not follow the rows that this producer,
         or an earlier one, has sent.
         """
+        counted, sent, replayed, skips = self.counted, self._sent, self._replayed, dict[str, int]()
+        if replayed is None and CONTEXT not in packet.metadata:
+            # Most packets are the next rows of the only producer so far, which this path counts in a third of the time.
+            for (name, rows), first_row in zip(rows_by_name, first_rows, strict=True):
+                if counted.get(name, first_row) != first_row or first_row + rows > _MAX_ROWS:
+                    break
+            else:
+                for (name, rows), first_row in zip(rows_by_name, first_rows, strict=True):
+                    counted[name] = first_row + rows
+                return packet
         context = packet.metadata.get(CONTEXT)
         self.has_context = self.has_context or context is not None
         repeated = context if isinstance(context, int) else 0
-        counted, sent, replayed, skips = self.counted, self._sent, self._replayed, dict[str, int]()
         has_new = False
-        for (name, rows), first_row in zip(rows_of(packet), first_rows, strict=True):
+        for (name, rows), first_row in zip(rows_by_name, first_rows, strict=True):
             begin, end = first_row + repeated, first_row + rows
             known = counted.get(name, begin)
-            if begin > known or begin > end or end >= 1 << 64 or sent.get(name, begin) != begin:
+            due = known if replayed is None else sent.get(name, begin)
+            if begin > known or begin > end or end > _MAX_ROWS or begin != due:
                 raise InvalidChunkError(
-                    f"edge {self._edge}: a chunk has the rows {begin} to {end} of tensor {name!r}, but row "
-                    f"{sent.get(name, known)} is next"
+                    f"edge {self._edge}: a chunk has the rows {begin} to {end} of tensor {name!r}, but row {due} is "
+                    "next"
                 )
             sent[name] = end
             counted[name] = max(known, end)
@@ -170,15 +182,22 @@ class PacketQueue(ReceivedRows):
                 except InvalidChunkError as exc:
                     raise InvalidChunkError(f"edge {self._edge}: {exc.message}") from exc
 
-    def accept(self, packet: Packet, first_rows: FirstRows, consume: Callable[[], None]) -> None:
+    def accept(
+        self,
+        packet: Packet,
+        rows_by_name: Sequence[tuple[str, int]],
+        first_rows: FirstRows,
+        consume: Callable[[], None],
+    ) -> None:
         """Queues the new rows of a packet. Raises InvalidChunkError if the packet contradicts a previous one.
 
         Args:
             packet: The packet as it arrived.
+            rows_by_name: The result of `rows_of` for the packet.
             first_rows: The positions of its tensors and tickets on the edge.
             consume: Called when the packet is read, or immediately if no row is new.
         """
-        new = self.new_part(packet, first_rows)
+        new = self.new_part(packet, rows_by_name, first_rows)
         if packet.tickets:
             self.handed_over_bytes += sum(ticket.size_bytes for ticket in packet.tickets.values())
         if new is None:

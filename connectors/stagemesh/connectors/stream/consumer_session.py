@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from weakref import WeakValueDictionary
 
 from stagemesh.common.errors import (
@@ -393,15 +392,14 @@ class ConsumerSession:
         return False
 
     def _data(self, flow: InletAttempt, seq: int, data: chunk_pb2.ChunkData) -> bool:
-        overhead_bytes = wire.checked_overhead(data)
+        first_rows, overhead_bytes = wire.checked_head(data)
         flow.check_credit(data.size_bytes, overhead_bytes=overhead_bytes)
-        first_rows = [tensor.first_row for tensor in data.tensors]
-        deliver = partial(flow.deliver, first_rows=first_rows, overhead_bytes=overhead_bytes)
         if not data.lease_id:
-            deliver(wire.packet_of(data, self._transfers.take(flow.key, seq, data), location="streamed"))
+            packet = wire.packet_of(data, self._transfers.take(flow.key, seq, data), location="streamed")
+            flow.deliver(packet, first_rows, overhead_bytes)
             return False
         if data.tensors and data.tensors[-1].HasField("handover"):
-            deliver(self._with_tickets(flow, data))
+            flow.deliver(self._with_tickets(flow, data), first_rows, overhead_bytes)
             return True
         reader = self._producer.reader(flow.connector)
         if reader is None:
@@ -414,12 +412,12 @@ class ConsumerSession:
         if isinstance(reader, InPlaceReader):
             packet, views = wire.read_in_place(data, reader)
             self._producer.hold(data.lease_id, views)
-            deliver(packet)
+            flow.deliver(packet, first_rows, overhead_bytes)
         else:
             assert isinstance(reader, FetchingReader), "a reader reads in place or fetches"
             fetched = reader.fetch_at_once(wire.arena_ranges(data), flow.landing_account)
             if fetched is not None:
-                deliver(wire.packet_of(data, fetched, location="shm"))
+                flow.deliver(wire.packet_of(data, fetched, location="shm"), first_rows, overhead_bytes)
                 return False
             self._producer.held_lease_ids.add(data.lease_id)
             fetching = self._loop.create_task(self._fetched(flow, reader, data), name=f"fetch of {flow.key.edge}")

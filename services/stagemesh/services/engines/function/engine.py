@@ -76,7 +76,8 @@ class RequestCheckpoints:
         if CONTEXT in packet.metadata:
             self._rows.has_context = True
             return packet
-        return self._rows.new_part(packet, self._positions.add(rows_of(packet)))
+        rows = rows_of(packet)
+        return self._rows.new_part(packet, rows, self._positions.add(rows))
 
     def check_end(self) -> None:
         """Raises InvalidRequestError if the inputs have ended before the checkpoint."""
