@@ -202,12 +202,15 @@ class FragmentAssembler:
         """Ends chunk `seq` of a flow. Returns the bytes of each tensor that was sent as fragments, in their order.
 
         Returns an empty list if no tensor was sent as fragments. Raises InvalidChunkError with the reason
-        FRAGMENT_GAP if fragments are missing. Raises InvalidChunkError if the tensors do not follow each other.
+        FRAGMENT_GAP if fragments are missing. Raises InvalidChunkError if the tensors do not follow each other, or if
+        no tensor refers to the fragments.
         """
         streamed = [message for message in data.tensors if message.HasField("streamed")]
-        if not streamed:
-            return []
         transfer = self._transfers.get(key)
+        if not streamed:
+            if transfer is not None and transfer.seq == seq:
+                raise InvalidChunkError(f"chunk {seq} of edge {key.edge} does not contain its fragments")
+            return []
         complete = transfer is not None and transfer.received_bytes == transfer.total_bytes and transfer.seq == seq
         if transfer is None or transfer.buffer is None or not complete:
             raise InvalidChunkError(f"fragments of a chunk of edge {key.edge} are missing", reason="FRAGMENT_GAP")

@@ -607,7 +607,7 @@ class RebindStepRequest(_message.Message):
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputBinding]:
         """The outgoing edges, each with its new consumer. The new consumer receives all chunks from the first one on. The
-        transform cannot change.
+        transform, the tensors and the tokens cannot change.
         """
 
     def __init__(
@@ -658,7 +658,7 @@ class InputRebinding(_message.Message):
     FIRST_ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def binding(self) -> Global___InputBinding:
-        """The edge, its new producer and the flow's new attempt. The transform cannot change."""
+        """The edge, its new producer and the flow's new attempt. Neither the transform nor `apart` can change."""
 
     @_builtins.property
     def first_rows(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:

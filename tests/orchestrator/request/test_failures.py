@@ -26,6 +26,8 @@ from tests.orchestrator.scripted_stage import (
 )
 from tests.rpc.call_errors import error_of
 
+_MOST_BREAKS = 16
+
 
 async def test_the_stage_that_failed_is_named_and_all_others_stop(tmp_path: Path) -> None:
     scripts = {"a": hang, "b": failing(errors.InternalError("out of luck")), "c": hang}
@@ -72,15 +74,21 @@ async def _slow_failure(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequ
     raise errors.InternalError("the real cause")
 
 
-def _saying(*positions: int, finished_after: int | None = None) -> Script:
-    """Returns a script that emits characters at these positions. It finishes early, after this number of them."""
+def _saying(*positions: int, finished_after: int | None = None, ends: int | None = None) -> Script:
+    """Returns a script that emits characters at these positions.
+
+    The step finishes early, after `finished_after` of them, or the output, with character number `ends`.
+    """
 
     async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
         yield ACCEPTED
         for number, position in enumerate(positions):
             if number == finished_after:
                 yield FINISHED
-            yield Response(output=request_pb2.Output(name=request.streamed[0].tensor, text="x", position=position))
+            output = request_pb2.Output(name=request.streamed[0].tensor, text="x", position=position)
+            if number == ends:
+                output.finish.reason = request_pb2.FINISH_REASON_END
+            yield Response(output=output)
         await asyncio.Event().wait()
 
     return script
@@ -91,6 +99,7 @@ _DISORDERED = {
     "gap": (_saying(0, 1, 3), "3 where 2 was expected"),
     "repetition": (_saying(0, 1, 2, 1), "1 where 3 was expected"),
     "after the end": (_saying(0, 1, finished_after=1), "1 after it had finished"),
+    "after the end of the output": (_saying(0, 1, ends=0), "1 after it had finished"),
 }
 
 
@@ -99,6 +108,27 @@ async def test_outputs_out_of_order_fail_the_request(tmp_path: Path, script: Scr
     error = await _failure(tmp_path, a=script)
     assert f"stage 'a' sent output 'text' from position {said}" in error.message
     assert (error.reason, error.metadata["stage"]) == ("OUTPUT_OUT_OF_ORDER", "a")
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+async def test_calls_that_end_without_a_reason_again_and_again_fail_the_request_with_their_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accepts: bool
+) -> None:
+    calls = list[str]()
+
+    async def crash(
+        stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest, context: object
+    ) -> AsyncIterator[Response]:
+        calls.append(request.step_id)
+        if accepts:
+            yield ACCEPTED
+        raise RuntimeError("the handler is broken")
+
+    monkeypatch.setattr(ScriptedStage, "ExecuteStep", crash)
+    async with mesh(tmp_path, scripts={}, minimal="abc") as chain:
+        error = await chain.failure()
+    assert (type(error), "the handler is broken" in error.message) == (errors.InternalError, True)
+    assert calls.count("r/c/1") <= _MOST_BREAKS + accepts
 
 
 async def test_a_request_waits_for_a_lost_stage_until_its_deadline(tmp_path: Path) -> None:

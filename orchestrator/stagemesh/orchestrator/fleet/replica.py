@@ -15,6 +15,7 @@ from stagemesh.orchestrator.fleet.membership import Member, find_refusal
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_loss import REPLICA_LOST
 from stagemesh.pipeline import Pipeline
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import protocol_pb2, stage_pb2
 
 MAX_DETAIL = 4096
@@ -196,6 +197,13 @@ class Replica:
         return ConsumerAddress(self.name, self.endpoint, self.server_name)
 
     @property
+    def max_message_bytes(self) -> int:
+        """The size of the largest message that the replica accepts, in bytes."""
+        if self.protocol is None or not self.protocol.HasField("max_message_bytes"):
+            return MAX_MESSAGE_BYTES
+        return min(MAX_MESSAGE_BYTES, self.protocol.max_message_bytes)
+
+    @property
     def state(self) -> ReplicaState:
         """The state that the planner and operators see.
 
@@ -368,9 +376,8 @@ class Replica:
             check_version(description.protocol, peer=f"replica {self.name}", own_name="the orchestrator")
             refusal = find_refusal(description, stage=self.stage, pipeline=pipeline, generations=generations)
             refusal = refusal or self._signature_refusal(description, pipeline)
-            most_bytes = description.protocol.max_message_bytes
-            if description.protocol.HasField("max_message_bytes") and most_bytes < MIN_MESSAGE_BYTES:
-                refusal = f"it accepts messages of at most {most_bytes} bytes; {MIN_MESSAGE_BYTES} are required"
+            if self.max_message_bytes < MIN_MESSAGE_BYTES:
+                refusal = f"it accepts messages of {self.max_message_bytes} bytes; {MIN_MESSAGE_BYTES} are required"
         except NotReadyError as exc:
             refusal = exc.message
         if refusal:

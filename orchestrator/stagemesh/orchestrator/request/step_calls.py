@@ -56,6 +56,8 @@ _CONTENTS: Mapping[str, str] = {
 """The content of a part of an output that is not a file, by the output's kind."""
 _PAUSES = Backoff(first_s=0.05, longest_s=0.1)
 _MOST_BREAKS = 16
+_ENDED = -1
+"""The position of an output after its part with `finish`."""
 _REBIND_S = 5.0
 _CANCEL_S = 5.0
 _BINDINGS_BYTES = 256 << 10
@@ -121,10 +123,13 @@ class StepCalls:
             attach_only=state.attempt == self._request.running_attempt,
         )
 
-    def can_resume_from(self, checkpoint: stage_pb2.Checkpoint) -> bool:
-        """Returns whether the checkpoint contains a state and fits into one message with the request's input."""
+    def can_resume_from(self, checkpoint: stage_pb2.Checkpoint, *, max_bytes: int = MAX_MESSAGE_BYTES) -> bool:
+        """Returns whether the checkpoint contains a state and fits into a message with the request's input.
+
+        `max_bytes` is the size of the largest message that the stage accepts.
+        """
         has_state = bool(checkpoint.token_ids or checkpoint.tensors)
-        return has_state and self._input_bytes + checkpoint.ByteSize() + _BINDINGS_BYTES <= MAX_MESSAGE_BYTES
+        return has_state and self._input_bytes + checkpoint.ByteSize() + _BINDINGS_BYTES <= max_bytes
 
     async def rebind(self, state: StepState, edges: Collection[str]) -> None:
         """Notifies the stage's replica of the new producers and consumers on some edges. `edges` contains edge names.
@@ -318,11 +323,11 @@ class StepCalls:
         resumed = state.resumed.outputs.get(tensor, 0) if state.resumed is not None else 0
         due = state.positions.get(tensor, resumed)
         if begin != due or state.phase is Phase.FINISHED:
-            detail = f"where {due} was expected" if begin != due else "after it had finished"
+            detail = f"where {due} was expected" if due not in (begin, _ENDED) else "after it had finished"
             message = f"stage {state.name!r} sent output {tensor!r} from position {begin} {detail}; see its log"
             self._failures.add_final(state.name, InternalError(message, reason="OUTPUT_OUT_OF_ORDER"))
             return
-        state.positions[tensor] = begin + length_of(output)
+        state.positions[tensor] = _ENDED if output.HasField("finish") else begin + length_of(output)
         output.name, output.index = self._output_names[state.name].get(tensor, ""), self._request.index
         if output.name:
             _check_content(output, self._route.outputs[output.name], stage=state.name)
@@ -330,7 +335,7 @@ class StepCalls:
 
     def _take_checkpoint(self, state: StepState, checkpoint: stage_pb2.Checkpoint) -> None:
         useful = is_checkpoint_useful(self._route, self._states, state.name, checkpoint.rows)
-        if useful and self.can_resume_from(checkpoint):
+        if useful and self.can_resume_from(checkpoint, max_bytes=state.replica.max_message_bytes):
             state.store_checkpoint(checkpoint)
 
 
@@ -382,7 +387,7 @@ async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, ta
     event although the replica is reachable.
     """
     loop = asyncio.get_running_loop()
-    relay, broken_s = _EventRelay(take, stage=replica.stage), 0.0
+    relay = _EventRelay(take, stage=replica.stage)
     while True:
         try:
             async with asyncio.timeout(ACCEPT_S) as relay.accept_timeout:
@@ -402,10 +407,7 @@ async def follow_step(replica: Replica, request: bytes, *, deadline_s: float, ta
             if exc.reason != REPLICA_LOST:
                 raise
             relay.count_break(exc)
-            if relay.replayed:
-                broken_s = 0.0
-            broken_s = broken_s or loop.time()
-            if not await _answers_again(replica, until_s=broken_s + REATTACH_S):
+            if not await _answers_again(replica, until_s=loop.time() + REATTACH_S):
                 if replica.end_cause is None:
                     replica.doubt(exc)
                 raise

@@ -200,9 +200,9 @@ class StepEdges:
                 f"{', '.join(flows) or 'none'}",
                 reason="UNKNOWN_EDGE",
             )
-        if binding.transform != current.transform:
+        if binding.content != current.content:
             raise InvalidRequestError(
-                f"edge {binding.edge} has transform {current.transform!r}, which a rebinding cannot change",
+                f"a rebinding of edge {binding.edge} cannot change what it transfers, {current.content}",
                 reason="INVALID_EDGE",
             )
         attempt, wanted = current.attempt, binding.attempt

@@ -54,6 +54,7 @@ _TOKEN_SELECTIONS: Mapping[int, TokenSelection] = {
     stage_pb2.TOKEN_SELECTION_LAST: "last",
 }
 
+_MAX_COUNT = 1 << 53
 STATE_EDGE = "@state"
 """The name of the edge that transfers a paused request's state to the replica that resumes the request. The edge does
 not belong to the pipeline."""
@@ -77,6 +78,11 @@ class InputBinding:
     """The number of rows that precede the first row of the new flow, by tensor name. 0 for tensors that are not listed.
     Only used when an edge is bound to another producer."""
 
+    @property
+    def content(self) -> Mapping[str, object]:
+        """The fields that a rebinding cannot change."""
+        return {"transform": self.transform, "apart": self.apart}
+
 
 @dataclass(frozen=True)
 class OutputBinding:
@@ -94,6 +100,11 @@ class OutputBinding:
     """The attempt to which the edge's flow belongs."""
     transform: str = ""
     """The name of the transform that is applied to the selected part of each packet. Empty if there is none."""
+
+    @property
+    def content(self) -> Mapping[str, object]:
+        """The fields that a rebinding cannot change."""
+        return {"transform": self.transform, "tensors": sorted(self.tensors), "tokens": self.tokens}
 
     @property
     def is_selective(self) -> bool:
@@ -373,6 +384,8 @@ def _structure(message: request_pb2.Sampling) -> Structure | None:
 
 
 def _checkpoint(message: stage_pb2.Checkpoint) -> Checkpoint:
+    if max(message.engine_steps, *message.outputs.values(), *message.rows.values()) > _MAX_COUNT:
+        raise InvalidRequestError("a count in the checkpoint is above 2^53", reason="INVALID_CHECKPOINT")
     return Checkpoint(
         steps=message.engine_steps,
         token_ids=tuple(message.token_ids),
