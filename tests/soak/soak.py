@@ -104,7 +104,7 @@ async def _run(up: Deployment, operator: Operator, plan: Plan, work: Work) -> Re
         timelines=timelines,
         faults={kind.value: count for kind, count in injector.counts.items()},
         missed_faults=injector.missed,
-        blows=injector.blows,
+        blows=dict(injector.blows),
         pause_s={kind: each for kind, each in times_s.items() if each},
         growth=growth(samples),
         orchestrator_mb=[each.heap_bytes >> 20 for each in samples if each.process == "orchestrator"],
