@@ -4,17 +4,22 @@ process by the event loop's clock, so that hours of virtual time take a moment.
 
 import asyncio
 import itertools
+import random
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from typing import cast
 
 from google.protobuf.message import Message
 
 from stagemesh.common.errors import (
+    CancelledRequestError,
     ExistsError,
     NotFoundError,
     NotReadyError,
+    StagemeshError,
     StaleAttemptError,
     UnavailableError,
     UnsupportedError,
@@ -46,8 +51,14 @@ class World:
 
     def __init__(self, pipeline: Pipeline, *, rows: int = 5, checkpoints: bool = False) -> None:
         self.pipeline, self.rows, self.checkpoints = pipeline, rows, checkpoints
+        self.replicas_of_each = 1
+        """The number of replicas of each stage."""
         self.keeps = True
         """Whether producers retain their first chunks."""
+        self.delay_s = 0.0
+        """Seconds for which each call is on its way."""
+        self.faults: random.Random | None = None
+        """Decides which calls arrive late or twice, and which connections break. None if the network is faultless."""
         self.replicas: dict[str, SimulatedReplica] = {}
         self.generations: dict[str, str] = {}
         """The generations of replicas that do not have that of the pipeline, by replica."""
@@ -88,6 +99,7 @@ class Step:
     events: list[stage_pb2.ExecuteStepResponse] = field(default_factory=list[stage_pb2.ExecuteStepResponse])
     finished: bool = False
     over: bool = False
+    error: StagemeshError | None = None
     callers: int = 0
 
     def emit(self, **event: object) -> None:
@@ -106,6 +118,8 @@ class SimulatedReplica:
         self.deaths = 0
         self.dead = self.cut = self.fails = self.is_doubted = False
         self.steps: dict[str, Step] = {}
+        self.attempts: dict[str, int] = {}
+        """The highest attempt of each request."""
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.calls: list[stage_pb2.ExecuteStepRequest] = []
         self.rebinds: list[stage_pb2.RebindStepRequest] = []
@@ -146,6 +160,7 @@ class SimulatedReplica:
         for step in self.steps.values():
             step.over = True
         self.steps.clear()
+        self.attempts.clear()
         for task in self.tasks.values():
             task.cancel()
         self.tasks.clear()
@@ -199,9 +214,11 @@ class SimulatedReplica:
         timeout_s: float,
         take: Callable[[stage_pb2.ExecuteStepResponse], None],
     ) -> None:
+        await self._delay()
         self._check()
         self.calls.append(request)
         step = self._find(request) or self._begin(request)
+        self._break(0.2)
         step.callers += 1
         try:
             await self._replay(step, take)
@@ -210,7 +227,7 @@ class SimulatedReplica:
 
     def _find(self, request: stage_pb2.ExecuteStepRequest) -> Step | None:
         """Returns the step of a repeated call. None if the call starts a step."""
-        latest = {"attempt": max([0, *(each.request.attempt for each in self.steps_of(request.request_id))])}
+        latest = {"attempt": self.attempts.get(request.request_id, 0)}
         if request.attempt < latest["attempt"]:
             raise StaleAttemptError(f"attempt {request.attempt} was replaced", facts=latest)
         step = self.steps.get(request.step_id)
@@ -229,33 +246,77 @@ class SimulatedReplica:
                 self._check()
                 if self.fails:
                     raise UnavailableError(f"{self.member.name}: the engine died", reason="ENGINE_DIED")
+                if step.error is not None:
+                    raise copy(step.error)
                 if step.over:
                     return
                 await self.world.changed.wait()
             self._check()
+            self._break(0.03)
             # A copy, because an orchestrator changes events, and another one may receive them, too.
             event = stage_pb2.ExecuteStepResponse()
             event.CopyFrom(step.events[position])
             take(event)
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> stage_pb2.CancelStepResponse:
+        await self._deliver(lambda: self._cancel(request))
+        return stage_pb2.CancelStepResponse()
+
+    async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
+        await self._deliver(lambda: self._rebind(request))
+
+    async def _delay(self) -> None:
+        await asyncio.sleep(self.world.delay_s)
+        if self.world.faults is not None:
+            await asyncio.sleep(self.world.faults.choice([0.0, 0.0, 0.05, 1.0]))
+
+    def _break(self, probability: float) -> None:
+        if self.world.faults is not None and self.world.faults.random() < probability:
+            raise UnavailableError(f"the connection to {self.member.name} broke", reason=REPLICA_LOST)
+
+    async def _deliver(self, arrive: Callable[[], None]) -> None:
+        """Delivers a call and its answer. On a faulty network, a copy may arrive later, even if the caller has left."""
+        if self.world.faults is not None and self.world.faults.random() < 0.3:
+            asyncio.get_running_loop().call_later(3.0 * self.world.faults.random(), self._arrive_again, arrive)
+        await self._delay()
+        self._break(0.1)
+        arrive()
+        self._break(0.1)
+
+    def _arrive_again(self, arrive: Callable[[], None]) -> None:
+        with suppress(StagemeshError):
+            arrive()
+
+    def _cancel(self, request: stage_pb2.CancelStepRequest) -> None:
         self._check()
         for step_id, step in list(self.steps.items()):
             if step.callers and request.when_left:
                 continue
             if step.request.request_id == request.request_id and step.request.attempt <= request.attempt:
-                self.tasks.pop(step_id).cancel()
-                del self.steps[step_id]
-                step.over = True
-        self.world.changed.fire()
-        return stage_pb2.CancelStepResponse()
+                self.end_step(step_id, CancelledRequestError("it was cancelled"))
 
-    async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
+    def end_step(self, step_id: str, error: StagemeshError) -> None:
+        """Ends a step that runs. Its callers receive `error`."""
+        self.tasks.pop(step_id).cancel()
+        step = self.steps.pop(step_id)
+        step.over, step.error = True, error
+        self.world.changed.fire()
+
+    def _rebind(self, request: stage_pb2.RebindStepRequest) -> None:
         self._check()
         self.rebinds.append(request)
         step = self.steps.get(request.step_id)
         if step is None:
             raise NotFoundError(f"no step {request.step_id}", reason="UNKNOWN_STEP")
+        bound = {edge: end.attempt for edge, end in step.inlets.items()}
+        bound |= {edge: end.attempt for edge, end in step.outlets.items()}
+        wanted = {each.binding.edge: each.binding.attempt for each in request.inputs}
+        wanted |= {each.edge: each.attempt for each in request.outputs}
+        if self.world.faults is not None and all(bound.get(edge) == attempt for edge, attempt in wanted.items()):
+            # A copy of an earlier call.
+            return
+        if self.world.faults is not None and any(attempt < bound.get(edge, 0) for edge, attempt in wanted.items()):
+            raise StaleAttemptError("an edge is bound in a later attempt", metadata={"edge": next(iter(wanted))})
         for each in request.inputs:
             assert each.first_rows.keys() <= {_TENSOR}, "an edge knows its own tensors"
             if step.inlets[each.binding.edge].taken < each.first_rows[_TENSOR] and not step.finished:
@@ -286,8 +347,11 @@ class SimulatedReplica:
         inlets = {each.edge: Inlet(each.producer, each.attempt) for each in request.inputs}
         outlets = {each.edge: each for each in request.outputs}
         step = Step(self, request, begins, begins, inlets, outlets)
-        for target in request.outputs:
+        for target in request.outputs if self.world.faults is None else ():
             self._check_expected(step, target)
+        for former in self.steps_of(request.request_id):
+            self.end_step(former.request.step_id, StaleAttemptError("a later attempt has taken over"))
+        self.attempts[request.request_id] = request.attempt
         self.steps[request.step_id] = step
         self.tasks[request.step_id] = asyncio.create_task(self._work(step))
         return step

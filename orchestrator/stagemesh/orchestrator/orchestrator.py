@@ -17,7 +17,7 @@ from stagemesh.orchestrator.planning.chunk_policies import set_chunk_policies
 from stagemesh.orchestrator.planning.planner import LeastWork, Plan, Planner
 from stagemesh.orchestrator.planning.replacement_replicas import ReplacementReplicas
 from stagemesh.orchestrator.request.lifecycle import RequestLifecycle, RequestRegistry, fingerprint, unknown_request
-from stagemesh.orchestrator.request.output_record import RequestRecord, not_running
+from stagemesh.orchestrator.request.output_record import RequestRecord, is_taken_over, not_running
 from stagemesh.orchestrator.request.parameters import parameters_of
 from stagemesh.orchestrator.request.streamed_input import InputPlanes, StreamedInput
 from stagemesh.orchestrator.request.timeline import History, Timeline, Totals
@@ -217,7 +217,8 @@ class Orchestrator:
         self.history.add(record.timeline)
         for observe in self.on_ended:
             observe(record.timeline)
-        if known.has_run and not record.abandoned:
+        # A caller that returns takes the request back if the other orchestrator has died, too.
+        if known.has_run and not record.abandoned and not is_taken_over(error):
             self.requests.end(request.request_id)
         else:
             self.requests.forget(request.request_id)

@@ -468,7 +468,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_NOT_REBOUND: _ErrorReason.ValueType  # 141
     """A stage cannot continue with replaced upstream or downstream replicas. The orchestrator restarts the step."""
     ERROR_REASON_NOT_RUNNING: _ErrorReason.ValueType  # 142
-    """The orchestrator is starting or stopping. Retry at this or another orchestrator with the same request_id."""
+    """The orchestrator starts, stops or has lost the request to another one. Retry at any one with the same request_id."""
     ERROR_REASON_DATABASE_UNAVAILABLE: _ErrorReason.ValueType  # 252
     """The database of jobs is locked, full or unreachable. Nothing is lost. Retry after the delay in RetryInfo."""
     ERROR_REASON_NO_ANSWER: _ErrorReason.ValueType  # 143
@@ -1049,7 +1049,7 @@ with the logs of the stages. The request can be sent again.
 ERROR_REASON_NOT_REBOUND: ErrorReason.ValueType  # 141
 """A stage cannot continue with replaced upstream or downstream replicas. The orchestrator restarts the step."""
 ERROR_REASON_NOT_RUNNING: ErrorReason.ValueType  # 142
-"""The orchestrator is starting or stopping. Retry at this or another orchestrator with the same request_id."""
+"""The orchestrator starts, stops or has lost the request to another one. Retry at any one with the same request_id."""
 ERROR_REASON_DATABASE_UNAVAILABLE: ErrorReason.ValueType  # 252
 """The database of jobs is locked, full or unreachable. Nothing is lost. Retry after the delay in RetryInfo."""
 ERROR_REASON_NO_ANSWER: ErrorReason.ValueType  # 143

@@ -20,6 +20,9 @@ from tests.orchestrator.simulated_replicas import START_S, Members, World
 
 _STAGES = ("top", "left", "right", "join")
 _ORCHESTRATORS = ("first", "second")
+_CLIENT = "client"
+"""The client's connection."""
+_SEVERED = " is severed"
 _LONGEST_S = 20.0
 _PHASES_S = [0.06 * number for number in range(12)]
 
@@ -35,7 +38,9 @@ class _Orchestrator:
     async def start(self) -> None:
         clock = asyncio.get_running_loop().time
         pipeline = self._world.pipeline
-        fleet = Fleet(pipeline, [Members(pipeline, 1)], connect=self._world.connect, clock=clock)
+        fleet = Fleet(
+            pipeline, [Members(pipeline, self._world.replicas_of_each)], connect=self._world.connect, clock=clock
+        )
         orchestrator = Orchestrator(pipeline, fleet, max_request_s=60.0, drain_s=0.0, clock=clock)
         await self._stack.enter_async_context(fleet.watched())
         await self._stack.enter_async_context(orchestrator.running())
@@ -64,6 +69,8 @@ class _Client:
         self.admitted = asyncio.Event()
         self._replicas: dict[str, str] = {}
         self._calls = 0
+        self.is_cut = False
+        """Whether the present call breaks with the next event."""
         self._admitted_call: int | None = None
 
     async def ask(self) -> dict[str, str]:
@@ -86,12 +93,17 @@ class _Client:
             orchestrator_pb2.OutputPosition(name=name, position=len(text.encode()))
             for name, text in self.spoken.items()
         ]
-        request = ask(request_id="r", earlier_calls=self._calls, parameters={"seed": 0}, next_positions=positions)
+        request = ask(
+            request_id="r", earlier_calls=self._calls, parameters={"seed": 0}, next_positions=positions, linger_s=30
+        )
         if self._admitted_call is not None:
             request.admitted_call = self._admitted_call
             request.preferred_replicas.update(self._replicas)
         async with aclosing(await orchestrator.generate(request, time_left_s=60.0)) as events:
             async for data in events:
+                if self.is_cut:
+                    self.is_cut = False
+                    raise UnavailableError("the connection broke", reason=NOT_RUNNING)
                 event = orchestrator_pb2.GenerateResponse.FromString(data)
                 if event.HasField("admitted"):
                     self._replicas = dict(event.admitted.choices[0].replicas)
@@ -124,10 +136,14 @@ async def _ask(world: World, blows: Collection[tuple[float, Collection[str]]]) -
                 await asyncio.sleep(after_s)
                 last_s = loop.time()
                 for name in names:
-                    if name in orchestrators:
+                    if name == _CLIENT:
+                        client.is_cut = True
+                    elif name in orchestrators:
                         group.create_task(orchestrators[name].die())
+                    elif name.endswith(_SEVERED):
+                        group.create_task(world.replicas[name.removesuffix(_SEVERED)].sever(1.5))
                     else:
-                        world.replicas[f"{name}-0"].die()
+                        world.replicas[name if "-" in name else f"{name}-0"].die()
             spoken = await asking
         return spoken, loop.time() - last_s
 
@@ -145,18 +161,23 @@ def test_all_pairs_and_triples_of_processes_may_die_together(tmp_path: Path, siz
             assert took_s < _LONGEST_S, (names, phase_s)
 
 
+@pytest.mark.parametrize("faulty", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_processes_may_die_again_before_the_request_has_recovered(tmp_path: Path, seed: int) -> None:
+def test_processes_may_die_again_before_the_request_has_recovered(tmp_path: Path, seed: int, faulty: bool) -> None:
     pipeline = load(tmp_path, DIAMOND)
     undisturbed, _ = virtual_time.run(_ask(World(pipeline), ()))
     rng = random.Random(seed)
     for number in range(25):
         world = World(pipeline, checkpoints=rng.random() < 0.5)
         world.keeps = rng.random() < 0.7
-        blows = [
-            (rng.random() * rng.choice([0.2, 2.0]), rng.sample((*_ORCHESTRATORS, *_STAGES), rng.randrange(1, 5)))
-            for _ in range(rng.randrange(2, 5))
-        ]
+        world.faults = rng if faulty else None
+        world.replicas_of_each = rng.choice([1, 1, 3])
+        blows = list[tuple[float, Collection[str]]]()
+        # A request whose stage dies three times on other replicas is taken for the cause.
+        for _ in range(rng.randrange(2, 5 if world.replicas_of_each == 1 else 3)):
+            replicas = [f"{stage}-{rng.randrange(world.replicas_of_each)}" for stage in _STAGES]
+            victims = (*_ORCHESTRATORS, *replicas, *([_CLIENT, f"{replicas[0]}{_SEVERED}"] if faulty else []))
+            blows.append((rng.random() * rng.choice([0.2, 2.0]), rng.sample(victims, rng.randrange(1, 5))))
         spoken, took_s = virtual_time.run(_ask(world, blows))
         assert (number, blows, spoken) == (number, blows, undisturbed)
         assert took_s < _LONGEST_S, (number, blows)

@@ -1,16 +1,13 @@
 """Requests whose replicas die while they run, or which continue at another orchestrator, in virtual time."""
 
 import asyncio
-import random
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 
-from benchmarks.simulation import virtual_time
 from stagemesh.common.errors import CancelledRequestError, ExistsError, InternalError, NotReadyError, UnavailableError
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.membership import Member
@@ -18,14 +15,13 @@ from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.lifecycle import STAGE_WAIT_S
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.pipeline import Pipeline
-from stagemesh.v1 import orchestrator_pb2
-from tests.orchestrator.mesh import CHAIN, DIAMOND, ask, load
+from stagemesh.v1 import orchestrator_pb2, stage_pb2
+from tests.orchestrator.mesh import ask
 from tests.orchestrator.simulated_replicas import Members, SimulatedReplica, Step, World
 from tests.orchestrator.virtual_time import in_virtual_time
 from tests.rpc.call_errors import raises
 
 _SPOKEN = {"first": "a0é🙂 a1é🙂 a2é🙂 a3é🙂 a4é🙂 ", "last": "c0é🙂 c1é🙂 c2é🙂 c3é🙂 c4é🙂 "}
-_DIAMOND = DIAMOND.replace("chunk: {frames: 5, initial_frames: 2}", "chunk: {frames: 5}")
 _Blow: TypeAlias = Callable[[SimulatedReplica], object]
 
 
@@ -171,6 +167,21 @@ async def test_a_producer_without_its_first_chunk_restarts_too(world: World) -> 
     assert [len(mesh.attempts(stage)) for stage in "abc"] == [2, 2, 2]
 
 
+@in_virtual_time
+async def test_a_finished_stage_restarts_if_it_dies_before_it_has_sent_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rebind_and_die(replica: SimulatedReplica, request: stage_pb2.RebindStepRequest) -> None:
+        rebind(replica, request)
+        if replica.member.stage == "a":
+            replica.die()
+
+    rebind = SimulatedReplica._rebind
+    monkeypatch.setattr(SimulatedReplica, "_rebind", rebind_and_die)
+    mesh = await _run_with_loss(world, "b", after_s=0.55)
+    assert len(mesh.attempts("a")) == 2
+
+
 _SEVERED = {"for a moment": ("b", 0.5, [1]), "for long": ("c", 30.0, [1, 2])}
 
 
@@ -181,11 +192,6 @@ async def test_a_brief_loss_replaces_no_replica(world: World, stage: str, for_s:
         await asyncio.sleep(0.25)
         await mesh.of(stage).sever(for_s)
     assert mesh.attempts(stage) == attempts
-
-
-@in_virtual_time
-async def test_a_request_waits_for_the_only_replica(world: World) -> None:
-    await _run_with_loss(world, "b", after_s=0.25, replicas=1)
 
 
 @pytest.mark.parametrize("blow", [SimulatedReplica.die, lambda replica: asyncio.ensure_future(replica.sever(3.0))])
@@ -221,35 +227,6 @@ async def test_a_request_that_waits_for_a_replica_can_be_cancelled(world: World)
         with pytest.raises(CancelledRequestError):
             await asking
         severed.cancel()
-
-
-async def _lose_at_random(world: World, rng: random.Random, *, choices: int, spoken: Mapping[str, str]) -> None:
-    async with _running(world, replicas=3, choices=choices, spoken=spoken):
-        for _ in range(rng.randrange(1, 6)):
-            await asyncio.sleep(rng.random() * 0.5)
-            replica = rng.choice(list(world.replicas.values()))
-            world.keeps = rng.random() < 0.7
-            if rng.random() < 0.8:
-                replica.die()
-            else:
-                await replica.sever(rng.choice([0.3, 4.0]))
-
-
-@pytest.mark.parametrize(("choices", "rounds"), [(1, 40), (3, 15)])
-@pytest.mark.parametrize("text", [CHAIN, _DIAMOND], ids=["chain", "diamond"])
-def test_random_losses_do_not_change_the_outputs(tmp_path: Path, text: str, choices: int, rounds: int) -> None:
-    pipeline = load(tmp_path, text)
-
-    async def without_losses() -> dict[str, str]:
-        async with _orchestrating(World(pipeline), choices=choices) as mesh:
-            return await mesh.ask()
-
-    spoken = virtual_time.run(without_losses())
-    assert len(spoken) == choices * len(pipeline.outputs)
-    for seed in range(rounds):
-        rng = random.Random(seed)
-        world = World(pipeline, checkpoints=rng.random() < 0.5)
-        virtual_time.run(_lose_at_random(world, rng, choices=choices, spoken=spoken))
 
 
 @in_virtual_time
@@ -438,9 +415,21 @@ async def test_a_request_runs_again_if_the_other_orchestrator_cancels_its_steps(
 
 @in_virtual_time
 async def test_a_request_runs_again_if_a_replica_has_restarted(world: World) -> None:
-    async with _continuing(world) as (first, _, second):
+    async with _continuing(world) as (first, calling, second):
         first.of("b").die()
+        with raises(UnavailableError, reason="NOT_RUNNING"):
+            await calling
+        assert first.orchestrator.requests.find("r") is None, "the client may return"
     assert _tried(second) == {1001}
+
+
+@in_virtual_time
+async def test_a_request_runs_again_although_its_replicas_release_it_late(world: World) -> None:
+    async with _continuing(world) as (_, _, second):
+        await asyncio.sleep(0.1)
+        world.delay_s = 2.0
+        second.of("c").end_step("r/c/1", CancelledRequestError("it was cancelled"))
+    assert max(_tried(second)) > 1000
 
 
 @in_virtual_time

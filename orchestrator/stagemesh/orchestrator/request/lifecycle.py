@@ -20,7 +20,7 @@ from stagemesh.orchestrator.admission.admission import Admission
 from stagemesh.orchestrator.admission.queue import AdmissionRequest, EntryState
 from stagemesh.orchestrator.planning.planner import NotReadyYetError, Plan
 from stagemesh.orchestrator.planning.replacement_replicas import ReplacementReplicas
-from stagemesh.orchestrator.request.output_record import RequestRecord
+from stagemesh.orchestrator.request.output_record import MAX_ATTEMPT, TAKEN_OVER_REASONS, RequestRecord
 from stagemesh.orchestrator.request.run import RequestRun
 from stagemesh.orchestrator.request.streamed_input import InputPlanes
 from stagemesh.orchestrator.request.validation import ValidRequest
@@ -52,13 +52,10 @@ _CHANGING_FIELDS = (
 )
 """The fields of a request that may differ between its calls."""
 
-_MOST_RESTARTS = ATTEMPTS_A_CALL // 2
+MOST_RESTARTS = ATTEMPTS_A_CALL // 2
 """More than the number of attempts of a stage in one run."""
-# The reasons for which a choice may run a second time. A stage rejects a step because another or a later attempt of the
-# request exists. Or an upgrade has replaced the generation in which the choice began.
-_MAX_ATTEMPT = 1 << 31
-"""The attempt from which on a request does not run again."""
-_RUN_AGAIN_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT", "GENERATION_ENDED")
+# The reasons for which a choice may run a second time. An upgrade may have replaced the generation in which it began.
+_RUN_AGAIN_REASONS = (*TAKEN_OVER_REASONS, "GENERATION_ENDED")
 
 
 class RequestLifecycle:
@@ -183,7 +180,7 @@ class RequestLifecycle:
         plans = await self._plan_when_ready(plan, 1)
         if not plans:
             return self._stopped
-        again = replace(request, running_attempt=None, first_attempt=request.first_attempt + _MOST_RESTARTS)
+        again = replace(request, running_attempt=None, first_attempt=request.first_attempt + MOST_RESTARTS)
         return await self._run_or_take_over(again, plans[0], plan)
 
     async def _run_choice(self, request: ValidRequest, planned: Plan, plan: PlanRuns) -> StagemeshError | None:
@@ -204,7 +201,7 @@ class RequestLifecycle:
         the request has no caller.
         """
         error = await self._run_planned(request, planned)
-        latest = _latest_attempt(error)
+        latest = latest_attempt(error)
         journal = self.record.journal
         # If no caller follows or outputs exist, another orchestrator has taken over from this orchestrator. Outputs of
         # two generations do not fit together.
@@ -217,7 +214,8 @@ class RequestLifecycle:
         # The caller knows the generation of its choices from the first plan.
         if request.choices == 1 and plans[0].generation != planned.generation:
             self._note_admitted(request, plans)
-        return await self._run_planned(replace(request, first_attempt=latest + 1), plans[0])
+        # The other orchestrator may have restarted further stages, which have later attempts than this one.
+        return await self._run_planned(replace(request, first_attempt=latest + MOST_RESTARTS), plans[0])
 
     async def _plan_when_ready(self, plan: PlanRuns, runs: int) -> Sequence[Plan]:
         """Plans this number of runs of the request. Returns no plans if the request was stopped.
@@ -247,7 +245,7 @@ class RequestLifecycle:
 
     def _note_failed(self, error: StagemeshError) -> None:
         """Stops the other choices at once, unless the choice that failed may run a second time."""
-        if _latest_attempt(error) is None:
+        if latest_attempt(error) is None:
             self.stop(error)
 
     async def _run_planned(
@@ -396,12 +394,12 @@ def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
     return digest_of(without_fields(request, *_CHANGING_FIELDS))
 
 
-def _latest_attempt(error: StagemeshError | None) -> int | None:
+def latest_attempt(error: StagemeshError | None) -> int | None:
     """Returns the number of the latest attempt of a choice that may run again after `error`.
 
     Returns None if `error` is None, has another reason, or does not contain an attempt that further ones can follow.
     """
     if error is None or error.reason not in _RUN_AGAIN_REASONS:
         return None
-    attempt = error.facts.get("attempt", _MAX_ATTEMPT)
-    return attempt if attempt < _MAX_ATTEMPT else None
+    attempt = error.facts.get("attempt", MAX_ATTEMPT)
+    return attempt if attempt < MAX_ATTEMPT else None

@@ -17,6 +17,10 @@ _EMPTY = request_pb2.Finish(reason=request_pb2.FINISH_REASON_EMPTY)
 NOT_RUNNING = "NOT_RUNNING"
 """The error reason of requests that an orchestrator ends because it stops."""
 _RETRY_AFTER_S = 1.0
+TAKEN_OVER_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT")
+"""The reasons for which a stage rejects or ends a step because another or a later attempt of the request exists."""
+MAX_ATTEMPT = 1 << 31
+"""The attempt from which on a request does not run again."""
 CALLER_DISCONNECTED = "CALLER_DISCONNECTED"
 """The error reason of requests whose client has left."""
 
@@ -24,6 +28,13 @@ CALLER_DISCONNECTED = "CALLER_DISCONNECTED"
 def not_running(message: str = "the orchestrator is starting or stopping; try again") -> UnavailableError:
     """Returns the error of requests that an orchestrator rejects or ends because it starts or stops."""
     return UnavailableError(message, reason=NOT_RUNNING, retry_after_s=_RETRY_AFTER_S)
+
+
+def is_taken_over(error: StagemeshError | None) -> bool:
+    """Returns whether a request ends with `error` because another orchestrator runs it in later attempts."""
+    if error is None or error.reason not in TAKEN_OVER_REASONS:
+        return False
+    return error.facts.get("attempt", 0) < MAX_ATTEMPT
 
 
 class RequestRecord:
@@ -95,8 +106,11 @@ class RequestRecord:
     def close(self, error: StagemeshError | None) -> None:
         """Adds the last events, and closes the record. This ends all iterators that `follow` has returned. Idempotent.
 
-        `error` is the error that these iterators raise, or None if the request succeeded.
+        `error` is the error that these iterators raise, or None if the request succeeded. If another orchestrator has
+        taken the request over, they raise UnavailableError (NOT_RUNNING). The callers then call again.
         """
+        if is_taken_over(error):
+            error = not_running("another orchestrator has taken the request over; call again")
         self._cancel_timer()
         # The function that stops the request usually refers to its record. A reference cycle would keep both alive.
         self._stop = _ignore

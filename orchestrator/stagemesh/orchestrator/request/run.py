@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 from stagemesh.common.backoff import Backoff
@@ -25,6 +25,7 @@ from stagemesh.orchestrator.request.recovery import (
     StepState,
     SupersededAttempt,
     find_superfluous,
+    is_open,
     next_actions,
     plan_restarts,
 )
@@ -104,6 +105,8 @@ class RequestRun:
         """The running tasks that cancel superseded attempts on their replicas."""
         self._group: asyncio.TaskGroup | None = None
         self._deadlocks = 0
+        self._rebound = ExitStack()
+        """Callbacks that remove `_lose_finished` from the replicas."""
 
     def stop(self, error: StagemeshError) -> None:
         """Stops the request. The request then fails with `error`. Does nothing if the request was already stopped."""
@@ -139,6 +142,7 @@ class RequestRun:
                     for task in list(tasks):
                         task.cancel()
         finally:
+            self._rebound.close()
             for state in self._states.values():
                 state.release_replica()
                 state.discard_checkpoint()
@@ -405,14 +409,28 @@ class RequestRun:
                     self._failures.require_fresh(name, exc)
             else:
                 self._failures.add(state, attempt, _not_rebound(state, exc))
+        else:
+            if action.kind is ActionKind.REBIND_OUTPUTS:
+                lose = partial(self._lose_finished, state, attempt)
+                self._rebound.callback(state.replica.on_end(lose))
+
+    def _lose_finished(self, state: StepState, attempt: int, cause: StagemeshError) -> None:
+        """Restarts a stage whose replica ends after its step has finished and was bound to a new consumer.
+
+        The replica may not have sent the data again, for which the consumer would wait for ever.
+        """
+        is_needed = any(is_open(edge, self._states) for edge in self._route.outgoing[state.name])
+        if is_needed and state.attempt == attempt and state.phase is Phase.FINISHED:
+            self._failures.require_fresh(state.name, cause)
 
     # -- the end
 
     async def _cancel_steps(self, error: StagemeshError) -> None:
         """Cancels the steps that are still running, and waits until their replicas have released them.
 
-        The client receives `error` when this wait ends or has lasted one second. If this orchestrator stops, leaves the
-        steps running if possible: the client continues with them elsewhere, or the replicas stop them within seconds.
+        The client receives `error` when this wait ends or has lasted one second, unless the choice may run again. If
+        this orchestrator stops, leaves the steps running if possible: the client continues with them elsewhere, or the
+        replicas stop them within seconds.
         """
         if error.reason == NOT_RUNNING and self._request.can_continue:
             return
@@ -429,7 +447,8 @@ class RequestRun:
             return
         _, pending = await asyncio.wait(self._cancelling, timeout=_RELEASE_WAIT_S)
         if pending:
-            self._record.close(error)
+            if self._stopped is not None:
+                self._record.close(error)
             await asyncio.wait(pending)
 
     # -- tasks
