@@ -1,5 +1,5 @@
-"""The answer of a model to a request, as its events arrive: from the first event, so that early errors have a status,
-to the last, or until the caller leaves.
+"""The answer of a model to a request, as its events arrive: from the first output to the last event, or until the
+caller leaves. An error before the first output has an HTTP status.
 """
 
 import asyncio
@@ -12,13 +12,17 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from stagemesh.client import AsyncResponseStream, Event, Finished, Queued
+from stagemesh.client import AsyncResponseStream, Event, Finished, OutputFinished
+from stagemesh.client.responses import OutputEvent
 from stagemesh.common.errors import CancelledRequestError, StagemeshError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import error_body
 
 DONE = b"data: [DONE]\n\n"
+HEARTBEAT_S = 12.0
+"""The time without an output after which a stream of events has a comment, in seconds. Proxies end silent streams."""
+HEARTBEAT = b": waiting\n\n"
 
 LEAST_LOGPROB = -9999.0
 """The least log-probability of an answer: JSON cannot contain minus infinity."""
@@ -49,47 +53,64 @@ async def stream(
     render: Callable[[AsyncIterator[E]], AsyncGenerator[bytes]],
     *,
     media_type: str = EVENT_STREAM,
-    begins: Callable[[E], bool] = lambda event: not isinstance(event, Queued),
 ) -> StreamingResponse:
     """Returns the response that `render` makes of the events of a request, part by part.
 
-    Waits for an event with which the response `begins`, so that an earlier error has a status of its own. By default,
-    this is the admission of the request. The request is cancelled when the caller disconnects. A later error is the
-    last event of a stream of events. A stream of another media type is broken off, so that the caller does not take it
-    for complete.
+    Waits for the first output. An earlier error has its HTTP status. A stream of events starts after 12 s in any case,
+    and contains a comment every 12 s until the first output. The request is cancelled when the caller disconnects. A
+    later error is an event before the end of a stream of events. A stream of another media type is broken off. The
+    caller does not take it for complete then.
     """
-    first = await until_disconnected(request, _wait_for_beginning(events, begins))
+    heartbeat_s = HEARTBEAT_S if media_type == EVENT_STREAM else None
+    first = asyncio.create_task(_first_output(events))
+    try:
+        await until_disconnected(request, asyncio.wait([first], timeout=heartbeat_s))
+        if first.done():
+            first.result()
+    except BaseException:
+        await end_tasks([first])
+        raise
 
     async def parts() -> AsyncGenerator[bytes]:
-        async with aclosing(_continued(first, events)) as continued, aclosing(render(continued)) as rendered:
+        async with aclosing(events), aclosing(_continued(first, events)) as continued:
             try:
-                async for part in rendered:
-                    yield part
+                while not first.done():
+                    yield HEARTBEAT
+                    await asyncio.wait([first], timeout=heartbeat_s)
+                async with aclosing(render(continued)) as rendered:
+                    async for part in rendered:
+                        yield part
             except StagemeshError as exc:
                 request.scope["sender"].reject(exc)
                 if media_type != EVENT_STREAM:
                     raise
-                yield sse(error_body(exc))
+                yield sse(error_body(exc)) + DONE
+            finally:
+                await end_tasks([first])
 
     return StreamingResponse(parts(), media_type=media_type, headers=_STREAM_HEADERS)
 
 
-async def _wait_for_beginning(events: AsyncGenerator[E], begins: Callable[[E], bool]) -> E:
-    """Returns the event with which the response begins. Drops those before it."""
-    try:
-        while not begins(event := await anext(events)):
-            pass
-    except BaseException:
-        await events.aclose()
-        raise
-    return event
+async def _first_output(events: AsyncIterator[E]) -> E | None:
+    """Returns the first event of an output, or the last event if no output has one. Drops the events before it."""
+    last: E | None = None
+    async for last in events:
+        if isinstance(last, OutputEvent) and not _is_incomplete(last):
+            break
+    return last
 
 
-async def _continued(first: E, events: AsyncGenerator[E]) -> AsyncGenerator[E]:
-    async with aclosing(events):
-        yield first
-        async for event in events:
+async def _continued(first: Awaitable[E | None], events: AsyncIterator[E]) -> AsyncGenerator[E]:
+    """Yields the events from the first output on, without the ends of incomplete outputs, which an error follows."""
+    if (event := await first) is not None:
+        yield event
+    async for event in events:
+        if not _is_incomplete(event):
             yield event
+
+
+def _is_incomplete(event: object) -> bool:
+    return isinstance(event, OutputFinished) and event.reason in {"failed", "cancelled"}
 
 
 async def until_disconnected(request: Request, work: Awaitable[T]) -> T:

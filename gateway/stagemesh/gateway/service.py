@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
 from stagemesh.gateway.access import Access
+from stagemesh.gateway.answers import HEARTBEAT
 from stagemesh.gateway.catalog import Callers
 from stagemesh.gateway.config import GatewayConfig
 from stagemesh.gateway.connections import HttpConnection, WebSocketConnection
@@ -197,7 +198,7 @@ class Metrics:
             nonlocal first_s, status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            elif not first_s and message.get("body"):
+            elif not first_s and message.get("body") not in (None, b"", HEARTBEAT):
                 first_s = time.perf_counter() - began_s
             await send(message)
 

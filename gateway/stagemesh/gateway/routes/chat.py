@@ -31,8 +31,8 @@ from stagemesh.gateway.tool_calls import FoundCall, ToolCallSplitter, call_schem
 
 router = APIRouter()
 
-FINISH_REASONS: Mapping[str, str] = {"end": "stop", "empty": "stop", "limit": "length"}
-"""OpenAI's reasons why an answer ends, by the reasons of outputs. Others are the same."""
+FINISH_REASONS: Mapping[str, str] = {"limit": "length", "length": "length"}
+"""OpenAI's reasons why an answer ends, by the reasons of outputs. Others are "stop"."""
 
 
 class FunctionBody(Function):
@@ -246,7 +246,7 @@ class _Choice:
             case OutputFinished():
                 self._running -= 1
                 if event.output == self._text:
-                    self._reason = FINISH_REASONS.get(event.reason, event.reason)
+                    self._reason = FINISH_REASONS.get(event.reason, "stop")
                     yield from self._counted(self._splitter.finish())
                 elif self._encoder is not None:
                     yield self._encoder.finish()
@@ -266,7 +266,7 @@ class _Answer:
         self._fields = {"id": answer_id, "created": now_s(), "model": model.id}
 
     async def chunks(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes]:
-        """Yields the events of a stream."""
+        """Yields the events of a stream. The role of each choice is sent together with the choice's first output."""
         common: dict[str, Any] = {"object": "chat.completion.chunk", **self._fields}
         if self._includes_usage:
             common["usage"] = None
@@ -275,12 +275,15 @@ class _Answer:
             choice = {"index": index, "logprobs": None, "finish_reason": None, **change}
             return sse({**common, "choices": [choice]})
 
-        for index in range(len(self._choices)):
-            yield chunk(index, {"delta": {"role": "assistant", "content": ""}})
+        silent = set(range(len(self._choices)))
         async for event in events:
             if isinstance(event, Text | AudioChunk | OutputFinished):
-                for change in self._choices[event.index].changes(event):
-                    yield chunk(event.index, change)
+                changes = list(self._choices[event.index].changes(event))
+                if event.index in silent:
+                    silent.remove(event.index)
+                    changes.insert(0, {"delta": {"role": "assistant", "content": ""}})
+                if changes:
+                    yield b"".join(chunk(event.index, change) for change in changes)
             elif isinstance(event, Finished) and self._includes_usage:
                 yield sse({**common, "choices": [], "usage": usage_of(event, self._model)})
         yield DONE

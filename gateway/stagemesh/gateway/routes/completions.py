@@ -107,5 +107,5 @@ def _choice(
         "top_logprobs": [{top.text: max(top.logprob, LEAST_LOGPROB) for top in each.top} for each in tokens],
         "text_offset": list(offsets),
     }
-    known = reason and FINISH_REASONS.get(reason, reason)
+    known = reason and FINISH_REASONS.get(reason, "stop")
     return {"index": index, "text": text, "logprobs": logprobs if tokens else None, "finish_reason": known}

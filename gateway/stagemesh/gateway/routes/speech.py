@@ -20,7 +20,6 @@ from stagemesh.client import (
     Event,
     Finished,
     GenerateArguments,
-    OutputFinished,
     Part,
     TurnEnded,
 )
@@ -108,14 +107,7 @@ async def create_speech(request: Request) -> Response:
     else:
         events = aiter(model.client.generate(body.input, **arguments))
     media_type = EVENT_STREAM if body.stream_format == "sse" else MEDIA_TYPES[body.response_format]
-    return await stream(request, events, lambda each: _parts(each, body, model), media_type=media_type, begins=_begins)
-
-
-def _begins(event: Event | SessionEvent) -> bool:
-    """Returns whether the event is the first sound, or the end of a speech without one."""
-    if isinstance(event, OutputFinished):
-        return event.reason not in {"failed", "cancelled"}
-    return isinstance(event, AudioChunk)
+    return await stream(request, events, lambda each: _parts(each, body, model), media_type=media_type)
 
 
 def open_speech(model: Model, arguments: GenerateArguments) -> AsyncSession:
