@@ -2,7 +2,9 @@
 
 import asyncio
 import socket
+import zlib
 from collections import Counter
+from collections.abc import Iterator
 from contextvars import ContextVar
 from weakref import WeakValueDictionary
 
@@ -24,6 +26,7 @@ _FAULTS = {Code.INVALID_ARGUMENT, Code.ALREADY_EXISTS, Code.NOT_FOUND, Code.PERM
 _FULL = "SESSION_TOO_LARGE"
 _VALUE_BYTES, _FREE_BYTES = 512, 64 << 10
 _DECODERS = 2
+_GZIP, _GZIP_BITS, _PART_BYTES = "gzip", 31, 1 << 20
 _WEIGHT = 4
 """An orchestrator may know all callers of a gateway as one. Each may therefore use a quarter of its limit."""
 
@@ -83,6 +86,10 @@ class Limits:
         elif not websockets and scope["method"] == "POST" and (pause_s := sender.pause_s()) > 0:
             problem = "too many large requests of the caller were rejected; correct them, and retry later"
             await reject(OverloadedError(problem, reason="CALL_LIMIT", retry_after_s=pause_s), scope, receive, send)
+        elif headers.get("content-encoding", _GZIP).lower() not in {_GZIP, "identity"}:
+            await reject(
+                InvalidRequestError("the Content-Encoding is unknown; send gzip or none"), scope, receive, send
+            )
         elif not self.websockets.hold(caller, websockets):
             problem = "the open WebSockets reach the limit of this gateway; close some, or connect later"
             await reject(OverloadedError(problem, reason="CALL_LIMIT", retry_after_s=5.0), scope, receive, send)
@@ -98,6 +105,7 @@ class Limits:
         """Returns a function that receives a body within its limits."""
         # The commas of files are not values. `read_form` counts the commas of fields.
         is_form = headers.get("content-type", "").lower().startswith("multipart/")
+        decoder = _GzipDecoder() if headers.get("content-encoding", "").lower() == _GZIP else None
         until_s: float | None = asyncio.get_running_loop().time() + BODY_S
         received = 0
 
@@ -110,13 +118,18 @@ class Limits:
                 raise InvalidRequestError(f"only {received} bytes of the body have arrived in time") from None
             if message["type"] == "http.disconnect" and until_s is not None:
                 raise CancelledRequestError("the caller disconnected", reason="CALLER_DISCONNECTED")
-            content = message.get("body", b"")
-            received += len(content)
-            sender.add(len(content), values=0 if is_form else content.count(b","))
-            if received > self.max_body_bytes:
-                raise self._too_large()
-            until_s = until_s + len(content) / BODY_BYTES_PER_S if until_s and message.get("more_body") else None
-            return message
+            content, has_more = message.get("body", b""), message.get("more_body", False)
+            until_s = until_s + len(content) / BODY_BYTES_PER_S if until_s and has_more else None
+            parts = list[bytes]()
+            for part in [content] if decoder is None else decoder.parts(content, is_last=not has_more):
+                received += len(part)
+                sender.add(len(part), values=0 if is_form else part.count(b","))
+                if received > self.max_body_bytes:
+                    raise self._too_large()
+                parts.append(part)
+                if decoder is not None:
+                    await asyncio.sleep(0)
+            return message if decoder is None else {**message, "body": b"".join(parts)}
 
         return limited
 
@@ -125,6 +138,22 @@ class Limits:
             f"the body exceeds {self.max_body_bytes} bytes; send less, or upload large files to the pipeline's store",
             reason="MESSAGE_TOO_LARGE",
         )
+
+
+class _GzipDecoder:
+    def __init__(self) -> None:
+        self._decoder = zlib.decompressobj(_GZIP_BITS)
+
+    def parts(self, data: bytes, *, is_last: bool) -> Iterator[bytes]:
+        """Yields the content of a part of a body, 1 MiB at a time. Raises InvalidRequestError if it is damaged."""
+        try:
+            while part := self._decoder.decompress(data, _PART_BYTES):
+                yield part
+                data = self._decoder.unconsumed_tail
+        except zlib.error:
+            raise InvalidRequestError("the body is not gzip, which its Content-Encoding states") from None
+        if self._decoder.unused_data or (is_last and not self._decoder.eof):
+            raise InvalidRequestError("the body is not one complete gzip stream, which its Content-Encoding states")
 
 
 class Sender:
