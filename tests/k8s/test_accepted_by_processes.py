@@ -64,7 +64,18 @@ def test_orchestrators_accept_their_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"httpsSecret": "https", "maxBodyBytes": 2**33, "maxWebsockets": 7, "page": False, "voicesClaim": "voices"}],
+    [
+        {},
+        {
+            "corsOrigins": ["https://a.example"],
+            "keepAliveSeconds": 9,
+            "httpsSecret": "https",
+            "maxBodyBytes": 2**33,
+            "maxWebsockets": 7,
+            "page": False,
+            "voicesClaim": "voices",
+        },
+    ],
     ids=["http", "https"],
 )
 def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -72,6 +83,8 @@ def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) 
     config = read_config(GatewayConfig, release.pod("gateway").annotations["stagemesh.dev/gateway"], tmp_path)
     assert config.max_body_bytes == settings.get("maxBodyBytes", 16 << 20)
     assert config.max_websockets == settings.get("maxWebsockets", 256)
+    assert config.keep_alive_s == settings.get("keepAliveSeconds", 120)
+    assert list(config.cors_origins) == settings.get("corsOrigins", [])
     assert config.page == settings.get("page", True)
     assert (config.voices is not None) == ("voicesClaim" in settings)
     assert (config.https is not None) == ("httpsSecret" in settings)

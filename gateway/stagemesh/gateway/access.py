@@ -29,6 +29,7 @@ class Access:
 
     def __init__(self, app: ASGIApp, config: GatewayConfig, limits: Limits) -> None:
         self._app, self._limits = app, limits
+        self._listen, self._origins = config.listen, frozenset(config.cors_origins)
         listen = Host.parse(config.listen)
         self._named = {host.name for each in config.hosts or () if (host := Host.parse(each)) is not None}
         self._hosts = _LOOPBACK | self._named | (set() if listen is None else {listen.name})
@@ -56,6 +57,9 @@ class Access:
     def _check_host(self, connection: HTTPConnection) -> Host:
         """Returns the host that the request names. Raises PermissionDeniedError if it is not this gateway."""
         given = connection.headers.getlist("host")
+        if not given and connection.scope.get("http_version") == "1.0":
+            # Health checks of proxies send this, and browsers do not.
+            given = [self._listen]
         host = Host.parse(given[0]) if len(given) == 1 else None
         if host is None or not (host.name in self._hosts or (self._allows_addresses and host.is_address)):
             raise PermissionDeniedError(
@@ -71,10 +75,13 @@ class Access:
         """
         if connection.scope.get("method") in _SAFE_METHODS:
             return
-        origins = [Host.parse(origin.partition("://")[2]) for origin in connection.headers.getlist("origin")]
+        given = connection.headers.getlist("origin")
+        if given and self._origins.issuperset(given):
+            return
+        origins = [Host.parse(origin.partition("://")[2]) for origin in given]
         is_own = all(each is not None and (each == own or each.name in self._named) for each in origins)
         if not is_own or _FOREIGN_SITES & set(connection.headers.getlist("sec-fetch-site")):
             raise PermissionDeniedError(
-                "the request is one of a web page of another origin; serve the page from the gateway's origin, or use "
-                "tokens"
+                "the request is one of a web page of another origin; serve the page from the gateway's origin, let the "
+                "gateway's operator add the page's origin to `cors_origins`, or use tokens"
             )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from stagemesh.common.process.config import ProcessConfig
 
 _NAME = re.compile(r"[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^A-Z/]+")
 _HOST = re.compile(r"(\[[^\]]*\]|[^\[\]:]*)(?::([0-9]{1,5}))?")
 
 
@@ -55,6 +56,11 @@ class GatewayConfig(ProcessConfig):
 
     A gateway without the tokens of its callers rejects requests for other hosts than these, `listen` and localhost.
     """
+    cors_origins: Sequence[str] = ()
+    """The origins of web pages that may call the gateway, such as https://app.example.com, or "*" for all pages.
+
+    "*" needs the tokens of callers.
+    """
     metrics_listen: str | None = None
     """The address at which the process serves its metrics to Prometheus, as "host:port", or None for no metrics."""
     max_body_bytes: int = 16 << 20
@@ -63,6 +69,8 @@ class GatewayConfig(ProcessConfig):
     """The limit for the bodies of all running HTTP requests, and messages of WebSockets, in bytes."""
     max_connections: int = 4096
     """The maximum number of open connections. Further ones are closed. One host may have half of what others leave."""
+    keep_alive_s: int = 120
+    """The time in seconds for which a connection without a request remains open. Proxies must close it earlier."""
     max_websockets: int = 256
     """The maximum number of open WebSockets. One caller may have half of what others leave.
 
@@ -79,9 +87,12 @@ class GatewayConfig(ProcessConfig):
     def __post_init__(self) -> None:
         if not self.servers or not all(self.servers):
             raise ValueError("servers: name the address of an orchestrator of each pipeline")
-        for name in ("max_body_bytes", "max_bodies_bytes", "max_connections", "max_websockets"):
+        for name in ("max_body_bytes", "max_bodies_bytes", "max_connections", "max_websockets", "keep_alive_s"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for origin in self.cors_origins:
+            if origin != "*" and (_ORIGIN.fullmatch(origin) is None or Host.parse(origin.partition("://")[2]) is None):
+                raise ValueError(f"cors_origins: {origin!r} is not an origin; write SCHEME://HOST[:PORT] in lower case")
         if self.hosts is not None and not self.hosts:
             raise ValueError("hosts is empty; name at least one host, or omit the key")
         for host in self.hosts or ():

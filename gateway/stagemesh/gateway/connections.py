@@ -15,7 +15,7 @@ from stagemesh.gateway import limits
 from stagemesh.gateway.limits import Sender, name_of_host
 
 _HEAD_S = 10
-"""The time for a TLS handshake, and for headers after the connection, its handshake or the last answer, in seconds."""
+"""The time for a TLS handshake, and for headers after the connection, its handshake or their first byte, in seconds."""
 _STALLED_S = 60
 """The time within which a peer reads a part of an answer, in seconds."""
 _MAX_HEADERS = 128
@@ -52,13 +52,11 @@ class _LimitedConnection(asyncio.Protocol):
     """A connection that counts for its host, and ends if its peer does not read in time."""
 
     app_state: dict[str, Any]
-    """The limits, and the SSL context or None."""
+    """The limits, the SSL context or None, and the connections that wait for another request since a time."""
     transport: asyncio.Transport
     host: str | None = None
     """The name of the peer's host, for which the connection counts, or None if it does not count."""
     _timer: asyncio.TimerHandle | None = None
-    _is_idle = False
-    """Whether the connection waits for the next request."""
 
     def end_after(self, seconds: float | None) -> None:
         """Ends the connection after a time, even if its peer does not read. Replaces the last time. None for never.
@@ -74,9 +72,13 @@ class _LimitedConnection(asyncio.Protocol):
 
     def _end(self, seconds: float, unread_bytes: int) -> None:
         if self.transport.get_write_buffer_size() < unread_bytes and not self.transport.is_closing():
-            self.end_after(seconds)
+            self._continue_after(seconds)
         else:
             self.transport.abort()
+
+    def _continue_after(self, seconds: float) -> None:
+        """Called if the peer has read a part of an answer within the time."""
+        self.end_after(seconds)
 
     def eof_received(self) -> None:
         # The transport would close itself.
@@ -85,6 +87,10 @@ class _LimitedConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.end_after(None)
+        self.release()
+
+    def release(self) -> None:
+        """Stops counting the connection for its host."""
         if self.host is not None:
             self.app_state["limits"].connections.hold(self.host, -1)
             self.host = None
@@ -95,12 +101,19 @@ class _LimitedConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.end_after(_HEAD_S if self._is_idle or self.transport.is_closing() else None)
+        self.end_after(_HEAD_S if self.transport.is_closing() else None)
 
 
 class HttpConnection(_LimitedConnection, HttpToolsProtocol):
-    """An HTTP connection, which ends if its handshake or headers do not arrive in time, or if headers are too large."""
+    """An HTTP connection, which ends if its handshake or headers do not arrive in time, or if headers are too large.
 
+    If a new connection exceeds a limit, a connection that is kept alive without a request ends instead.
+    """
+
+    _is_idle = False
+    """Whether no request is being served."""
+    _has_begun = False
+    """Whether a part of the next headers has arrived."""
     _head_bytes = 0
     _body_bytes = _chunks = 0
     _early = b""
@@ -110,15 +123,39 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
         self.transport = transport
         peer, tls = get_remote_addr(transport), self.app_state["tls"]
         host = name_of_host("" if peer is None else peer[0])
-        if not self.app_state["limits"].connections.hold(host, 1):
-            transport.abort()
-            return
+        while not self.app_state["limits"].connections.hold(host, 1):
+            if not self._evict(host):
+                transport.abort()
+                return
         self.host = host
         if tls is None:
             self._begin(transport, transport)
         else:
             # The server of asyncio would report a connection only after its handshake.
             kept_in(self.tasks, self.loop.create_task(self._start_tls(transport, tls)))
+
+    def _evict(self, host: str) -> bool:
+        """Ends the connection that has waited longest for another request. Returns False if there is none.
+
+        It is one of the same host, or one of another host that has waited for 10 s.
+        """
+        waiting: dict[HttpConnection, float] = self.app_state["waiting"]
+        for each, since_s in waiting.items():
+            if each.host == host or self.loop.time() - since_s > _HEAD_S:
+                del waiting[each]
+                each.release()
+                each.transport.abort()
+                return True
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.app_state["waiting"].pop(self, None)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._is_idle:
+            self._wait_for_head()
 
     def _begin(self, transport: asyncio.Transport, tcp: asyncio.Transport) -> None:
         super().connection_made(cast("asyncio.Transport", _Transport(transport, tcp)))
@@ -159,6 +196,12 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
         if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The headers exceed {_MAX_HEAD_BYTES} bytes.")
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._has_begun = True
+        if self.app_state["waiting"].pop(self, None) is not None:
+            self.end_after(_HEAD_S)
+
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         if len(self.headers) > _MAX_HEADERS:
@@ -169,7 +212,7 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
         if not getattr(self.cycle, "response_complete", True):
             raise ValueError("a request before the end of the last answer")
         self._head_bytes = self._body_bytes = self._chunks = 0
-        self._is_idle = False
+        self._is_idle = self._has_begun = False
         self.end_after(None)
         super().on_headers_complete()
 
@@ -195,7 +238,21 @@ class HttpConnection(_LimitedConnection, HttpToolsProtocol):
 
     def _wait_for_head(self) -> None:
         self._is_idle = True
-        self.end_after(_STALLED_S if self.flow.write_paused else _HEAD_S)
+        # The rest of a body that was not read must arrive in time, too.
+        has_rest = self._has_begun or getattr(self.cycle, "more_body", True)
+        if self.flow.write_paused:
+            self.end_after(_STALLED_S)
+        elif has_rest or self.transport.is_closing() or self.transport.get_write_buffer_size():
+            self.end_after(_HEAD_S)
+        else:
+            self.end_after(self.timeout_keep_alive)
+            self.app_state["waiting"][self] = self.loop.time()
+
+    def _continue_after(self, seconds: float) -> None:
+        if self._is_idle:
+            self._wait_for_head()
+        else:
+            super()._continue_after(seconds)
 
 
 class WebSocketConnection(_LimitedConnection, WebSocketsSansIOProtocol):

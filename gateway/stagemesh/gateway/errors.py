@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request
@@ -9,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
@@ -93,7 +95,8 @@ async def on_error(request: Request, exc: Exception) -> JSONResponse:
     - Other exceptions than StagemeshErrors are defects of the gateway. Its server logs the traceback.
     """
     if isinstance(exc, HTTPException):
-        fields = {"message": exc.detail, "type": _INVALID, "param": None, "code": None}
+        message = f"{exc.detail}{_hint(request)}" if exc.status_code == HTTPStatus.NOT_FOUND else exc.detail
+        fields = {"message": message, "type": _INVALID, "param": None, "code": None}
         return JSONResponse({"error": fields}, exc.status_code, exc.headers)
     if isinstance(exc, StagemeshError):
         request.scope["sender"].reject(exc)
@@ -101,6 +104,15 @@ async def on_error(request: Request, exc: Exception) -> JSONResponse:
     if isinstance(exc, RequestValidationError):
         return error_response(validation_error(exc))
     return error_response(InternalError(f"an unexpected {type(exc).__name__}; the gateway's log has the details"))
+
+
+def _hint(request: Request) -> str:
+    """Returns the end of the error for a path that is known under /v1, or nothing for another path."""
+    scope = {**request.scope, "path": "/v1/" + request.scope["path"].rpartition("/v1/")[2].lstrip("/")}
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
+            return f"; did you mean {route.path}? The base URL of a client ends with /v1"
+    return ""
 
 
 _MAX_PROBLEMS = 20

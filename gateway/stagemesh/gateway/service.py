@@ -16,6 +16,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -63,13 +65,15 @@ _log = logging.getLogger(__name__)
 def create_app(config: GatewayConfig) -> FastAPI:
     """Returns the application. Connects to the orchestrators when they are needed."""
     registry, limits = CollectorRegistry(), Limits(config)
+    forwards = config.tls is not None and not (Path(config.tls) / CERTIFICATE).exists()
+    if "*" in config.cors_origins and not forwards:
+        # Otherwise, every web page could use the gateway of a user who opens it.
+        raise InvalidRequestError('cors_origins: "*" needs tokens of callers; name origins', reason="INVALID_CONFIG")
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[dict[str, Any]]:
-        tls = config.tls
-        forwards = tls is not None and not (Path(tls) / CERTIFICATE).exists()
-        app.state.callers = callers = Callers(config.servers, tls, forwards_tokens=forwards)
-        yield {"limits": limits, "tls": app.state.tls}
+        app.state.callers = callers = Callers(config.servers, config.tls, forwards_tokens=forwards)
+        yield {"limits": limits, "tls": app.state.tls, "waiting": {}}
         await callers.close()
 
     app = FastAPI(title="Stagemesh", lifespan=lifespan, openapi_url=None)
@@ -86,9 +90,17 @@ def create_app(config: GatewayConfig) -> FastAPI:
         """Reports that the gateway serves. `/v1/models` lists the pipelines that can be reached."""
         return {"status": "ok"}
 
+    for route in app.routes:
+        if isinstance(route, Route) and route.methods is not None and "GET" in route.methods:
+            route.methods.add("HEAD")
     for kind in (StagemeshError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
     app.add_middleware(Access, config=config, limits=limits)
+    if config.cors_origins:
+        every = ["*"]
+        app.add_middleware(
+            CORSMiddleware, config.cors_origins, allow_methods=every, allow_headers=every, expose_headers=every
+        )
     app.add_middleware(Metrics, registry=registry)
     return app
 
@@ -112,6 +124,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
         # With each ping, the time of a message that has not arrived completely is checked.
         ws_ping_interval=BODY_S,
         ws_ping_timeout=BODY_S,
+        timeout_keep_alive=config.keep_alive_s,
         limit_concurrency=config.max_connections + 1,
         log_config=None,
         access_log=False,

@@ -229,6 +229,12 @@ _GATEWAY: Parameters = {
         metavar="NAME",
         show_default="none",
     ),
+    "cors_origin": option(
+        list[str],
+        "Let web pages of this origin call the gateway. Repeatable. * stands for all pages, and needs tokens.",
+        metavar="SCHEME://HOST[:PORT]",
+        show_default="none",
+    ),
     "metrics_listen": _METRICS_LISTEN,
     "no_page": flag("Serve only the API, without the page at / on which people try a pipeline.", "--no-page"),
 }
@@ -254,10 +260,11 @@ def gateway(config: str | None, **values: Any) -> None:
             tls=values["tls"],
             https=values["https"],
             hosts=values["host"] or None,
+            cors_origins=values["cors_origin"] or (),
             metrics_listen=values["metrics_listen"],
             page=not values["no_page"],
             voices=values["voices"],
         )
     except ValueError as exc:
-        raise InvalidRequestError(f"--host: {exc}") from exc
+        raise InvalidRequestError(f"--host, --cors-origin: {exc}") from exc
     replace_process("stagemesh.gateway", standard_input(derived))

@@ -5,6 +5,8 @@
   "servers" (list (list (include "stagemesh.clientAddress" .)))
   "hosts" (include "stagemesh.gatewayHosts" . | fromJsonArray)
   "metrics_listen" "0.0.0.0:9464"
+  "cors_origins" .Values.gateway.corsOrigins
+  "keep_alive_s" .Values.gateway.keepAliveSeconds
   "max_body_bytes" .Values.gateway.maxBodyBytes
   "max_websockets" .Values.gateway.maxWebsockets
   "page" .Values.gateway.page
