@@ -7,6 +7,7 @@ A reader raises nothing: the errors of bad input count as a refusal, and any oth
 
 import asyncio
 import contextlib
+import io
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -19,18 +20,19 @@ import torch
 from google.protobuf.message import DecodeError
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.media.decoding import DecodedBytes
+from stagemesh.common.media.decoding import DecodedBytes, MediaKind, read_audio
+from stagemesh.common.media.images import read_image
+from stagemesh.common.media.videos import read_video
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.fragments import decode_fragment, encode_fragment, split_into_fragments
 from stagemesh.connectors.packets import Packet
 from stagemesh.connectors.wire import FlowDigest, key_to_wire
+from stagemesh.gateway.audio import measure
 from stagemesh.orchestrator.request.validation import validate
 from stagemesh.orchestrator.session.settings import read_settings
 from stagemesh.pipeline import Pipeline, load_pipeline
 from stagemesh.services.engines.diffusion.serialization import deserialize, serialize
 from stagemesh.services.engines.function.engine import RequestCheckpoints
-from stagemesh.services.engines.media_decoding import read_audio, read_image, read_video
-from stagemesh.services.engines.prompts import MediaFile, MediaKind
 from stagemesh.services.stage.step.spec import checkpoint_to_wire, rebinding_from_wire, spec_from_wire
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, request_pb2, stage_pb2, tensor_pb2
 from tests.connectors.handmade_producers import hello
@@ -148,41 +150,26 @@ def _accepts(read: Callable[[], object]) -> bool:
 
 
 def read_media(data: bytes) -> bool:
-    """An image, audio or video file. The first byte selects the kind and the format."""
-    kind, content = data[0] % len(_MEDIA) if data else 0, data[1:]
-    name, media_type = _MEDIA[kind]
-    file, decoded = MediaFile(name, content, media_type), DecodedBytes(_LIMIT_BYTES)
-    if name == "image":
+    """An image, audio or video file. The first byte selects the kind. The content is read as the gateway does, too."""
+    kind, content = _KINDS[data[0] % len(_KINDS) if data else 0], data[1:]
+    file, decoded = io.BytesIO(content), DecodedBytes(_LIMIT_BYTES)
+    if kind == "image":
         return _accepts(lambda: read_image(file, decoded))
-    if name == "audio":
-        return _accepts(lambda: read_audio(file, decoded))
+    if kind == "audio":
+        _accepts(lambda: measure(content, param="file", decoded=DecodedBytes(_LIMIT_BYTES)))
+        return _accepts(lambda: read_audio(file, kind, decoded))
+    _accepts(lambda: read_audio(io.BytesIO(content), kind, DecodedBytes(_LIMIT_BYTES)))
     return _accepts(lambda: read_video(file, decoded, max_frames=8))
 
 
-_FORMATS: Mapping[MediaKind, Sequence[str]] = {
-    "image": ("png", "jpeg", "webp", "gif"),
-    "audio": ("wav", "flac", "ogg", "mpeg"),
-    "video": ("mp4", "webm"),
-}
-_MEDIA = [(kind, f"{kind}/{name}") for kind, names in _FORMATS.items() for name in names]
+_KINDS: Sequence[MediaKind] = ("image", "audio", "video")
 
 
 def _media_seeds() -> list[bytes]:
     # Imports PyAV, which the other targets do without.
-    from tests.engines.vllm.media_files import encoded, pixels, video_file
-    from tests.gateway.sounds import encode, tone
+    from tests.media.samples import seeds_of
 
-    seeds = dict[str, bytes]()
-    for kind, media_type in _MEDIA:
-        name = media_type.partition("/")[2]
-        if kind == "image":
-            seeds[media_type] = encoded(pixels(24, 16), name.upper())
-        elif kind == "audio":
-            seeds[media_type] = encode(tone(0.1), media_type)
-        else:
-            codec = {"mp4": "libx264", "webm": "libvpx"}[name]
-            seeds[media_type] = video_file(np.zeros((1, 32, 32, 3), np.uint8), codec=codec, container=name)
-    return [bytes([number]) + seeds[media_type] for number, (_, media_type) in enumerate(_MEDIA)]
+    return [bytes([number]) + seed for number, kind in enumerate(_KINDS) for seed in seeds_of(kind)]
 
 
 # -- states

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from stagemesh.common.media import videos
 from stagemesh.common.process.media_config import MediaConfig
 from stagemesh.common.process.stage_process import DataPlaneConfig, StageConfig
 from stagemesh.common.wire import encoding, telemetry, tensors
@@ -14,7 +15,6 @@ from stagemesh.orchestrator.request.output_record import MAX_LINGER_S
 from stagemesh.orchestrator.session.session import MAX_SESSION_LINGER_S
 from stagemesh.pipeline import Limits
 from stagemesh.rpc import authentication, call_limits, channels
-from stagemesh.services.engines import media_decoding
 from stagemesh.services.engines.vllm.options import StageOptions
 from tests.repository.commands import ROOT
 
@@ -50,7 +50,8 @@ _CODE = {
     "bytes of a media file in a store": [MediaConfig.max_file_bytes],
     "files that a caller has uploaded, and their bytes": [MediaConfig.max_uploads, MediaConfig.max_upload_bytes],
     "jobs of a caller": [JobServerConfig.max_jobs_per_caller],
-    "pixels of a video that are decoded": [vars(media_decoding)["_MAX_DECODED_PIXELS"]],
+    "pixels of a video that are decoded": [vars(videos)["_MAX_DECODED_PIXELS"]],
+    "seconds of a video": [vars(videos)["_MAX_DURATION_S"]],
     "bytes of the decoded media of a request, vllm stages": [StageOptions().media_bytes],
     "bytes of the decoded audio of a transcription with `verbose_json`, gateways": [transcriptions.MAX_DECODED_BYTES],
     "bytes of the decoded audio of a voice, gateways": [voices.MAX_DECODED_BYTES],

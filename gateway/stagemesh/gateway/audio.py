@@ -9,11 +9,11 @@ from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from av.container import InputContainer
-from av.error import FFmpegError
 from fastapi import Request
 
 from stagemesh.client import AudioChunk
-from stagemesh.common.media.decoding import AUDIO_FORMATS, DecodedBytes, decode_audio, find_audio, open_container
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.media.decoding import DecodedBytes, decode_audio, find_audio, media_type_of, open_media
 from stagemesh.common.media.encodings import PCM, AudioEncoder
 from stagemesh.common.process.host import lower_thread_priority
 from stagemesh.gateway.answers import until_disconnected
@@ -22,7 +22,6 @@ from stagemesh.gateway.limits import Sender
 
 T = TypeVar("T")
 
-FORMATS = "wav, mp3, flac, ogg, aac, mp4 or webm"
 MAX_RATE_HZ, MAX_CHANNELS = 96_000, 2
 """The limits of audio whose length is limited."""
 _VALUE_BYTES = 2048
@@ -63,7 +62,7 @@ def find_media_type(data: bytes, *, param: str) -> str:
     Raises ParameterError (INVALID_MEDIA) if it is not a file of a known format with audio.
     """
     with _opened(data, param) as container:
-        return _media_type_of(container)
+        return media_type_of(container, "audio")
 
 
 def measure(data: bytes, *, param: str, decoded: DecodedBytes, max_s: float | None = None) -> Measured:
@@ -80,35 +79,23 @@ def measure(data: bytes, *, param: str, decoded: DecodedBytes, max_s: float | No
             limit = f"send at most {MAX_CHANNELS} channels, and at most {MAX_RATE_HZ:,} Hz"
             problem = f"it has {channels} channels at {rate_hz:,} Hz; {limit}"
             raise ParameterError(param, problem, reason="INVALID_MEDIA")
-        for block in decode_audio(container, decoded):
-            if not np.isfinite(block).all():
-                raise _damaged(param, "not all of its samples are finite")
+        for block, rate_hz in decode_audio(container, decoded):
             samples, peak = samples + len(block), max(peak, float(np.abs(block).max(initial=0.0)))
             if max_s is not None and samples > max_s * rate_hz:
                 break
-        if not samples:
-            raise _damaged(param, "it has no samples")
-        return Measured(_media_type_of(container), samples / rate_hz, peak)
+        return Measured(media_type_of(container, "audio"), samples / rate_hz, peak)
 
 
 @contextmanager
 def _opened(data: bytes, param: str) -> Generator[InputContainer]:
     try:
-        with open_container(io.BytesIO(data), list(AUDIO_FORMATS.values())) as container:
+        with open_media(io.BytesIO(data), "audio") as container:
             find_audio(container)
             yield container
-    except (FFmpegError, ValueError) as exc:
-        raise _damaged(param, getattr(exc, "strerror", None) or str(exc)) from exc
-
-
-def _media_type_of(container: InputContainer) -> str:
-    # FFmpeg names some formats by several names.
-    names = container.format.name.split(",")
-    return next(media_type for media_type, name in AUDIO_FORMATS.items() if name in names)
-
-
-def _damaged(param: str, cause: str) -> ParameterError:
-    return ParameterError(param, f"it is not audio in {FORMATS}: {cause}", reason="INVALID_MEDIA")
+    except InvalidRequestError as exc:
+        if isinstance(exc, ParameterError) or exc.reason != "INVALID_MEDIA":
+            raise
+        raise ParameterError(param, exc.message, reason=exc.reason) from exc
 
 
 AudioFormat: TypeAlias = Literal["wav", "mp3", "flac", "opus", "aac", "pcm", "pcm16"]

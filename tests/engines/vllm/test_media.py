@@ -1,24 +1,28 @@
 """Images and audio through the vllm engine on tiny random models, compared with transformers."""
 
 import asyncio
+import io
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
 from PIL import Image
 from pydantic import JsonValue
+from vllm.multimodal.media.audio import load_audio
+from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.parse import MultiModalDataParser
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnsupportedError
 from stagemesh.common.media.decoding import DecodedBytes
+from stagemesh.common.media.videos import read_video
 from stagemesh.services.engines.base import Checkpoint, SamplingOptions, Task
-from stagemesh.services.engines.media_decoding import read_video
 from stagemesh.services.engines.prompts import ChatMessage, Conversation, MediaFile, Medium, Part, RawPrompt, Samples
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.media import check_audio_tracks, decode_media
@@ -30,6 +34,7 @@ from tests.engines.vllm.media_files import audio_samples, gray_video, image, pix
 from tests.engines.vllm.tiny_media_models import SAMPLE_RATE_HZ, write_idefics3, write_qwen2_audio
 from tests.engines.vllm.tiny_model import FLOAT32
 from tests.gateway.sounds import wav
+from tests.media.samples import PICTURES, animated, channels_file, oriented
 from tests.module_fixtures import made_for_module
 from tests.rpc.call_errors import raises
 
@@ -117,6 +122,16 @@ async def test_image_gives_the_tokens_of_transformers(image_engine: VllmEngine, 
     assert await sampled_tokens(image_engine, asked("what is ", image(), "?")) == expected
 
 
+@pytest.mark.parametrize("data", [PICTURES["P with alphas"], PICTURES["RGBA"], oriented(6), animated("GIF")])
+async def test_image_gives_the_tokens_of_vllms_own_loader(
+    data: bytes, image_engine: VllmEngine, image_reference: Reference
+) -> None:
+    loaded = ImageMediaIO().load_bytes(data).media
+    expected = image_reference.tokens(text_of_template("what is <image>?"), images=[loaded])
+    file = MediaFile("image", data, "application/octet-stream")
+    assert await sampled_tokens(image_engine, asked("what is ", file, "?")) == expected
+
+
 async def test_images_keep_their_order_and_positions(image_engine: VllmEngine, image_reference: Reference) -> None:
     first, second = picture(seed=1), picture(40, 60, seed=2)
     one = await sampled_tokens(image_engine, asked(image(seed=1), "or", image(40, 60, seed=2)))
@@ -182,6 +197,17 @@ async def test_audio_gives_the_tokens_of_transformers(audio_engine: VllmEngine, 
     assert await sampled_tokens(audio_engine, asked("say ", audio_samples(), "!")) == expected
 
 
+@pytest.mark.parametrize("layout", ["mono", "stereo", "5.1"])
+async def test_audio_gives_the_tokens_of_vllms_own_loader(
+    layout: str, audio_engine: VllmEngine, audio_reference: Reference
+) -> None:
+    channels = np.stack([tone() / number for number in range(1, av.AudioLayout(layout).nb_channels + 1)], axis=1)
+    file = MediaFile("audio", channels_file(channels, codec="aac", container="mp4", layout=layout), "audio/mp3")
+    loaded, _ = load_audio(io.BytesIO(file.data), sr=None, backend="pyav")
+    expected = audio_reference.tokens(text_of_template(f"say {AUDIO_PART}!"), audio=[loaded], **SAMPLED_AT)
+    assert await sampled_tokens(audio_engine, asked("say ", file, "!")) == expected
+
+
 async def test_two_audio_parts_of_different_lengths(audio_engine: VllmEngine, audio_reference: Reference) -> None:
     audio = [tone(0.5), tone(1.5, pitch_hz=880)]
     expected = audio_reference.tokens(text_of_template(f"{AUDIO_PART}{AUDIO_PART}or"), audio=audio, **SAMPLED_AT)
@@ -212,7 +238,7 @@ async def test_samples_of_a_low_rate_count_as_they_are_after_resampling(audio_en
 
 
 async def test_vllm_parses_a_decoded_video() -> None:
-    file = MediaFile("video", gray_video([10 * number for number in range(20)]), "video/mp4")
+    file = io.BytesIO(gray_video([10 * number for number in range(20)]))
     read = read_video(file, DecodedBytes(1 << 20), max_frames=4)
     parsed = MultiModalDataParser(video_needs_metadata=True).parse_mm_data({"video": [read]})
     frames, metadata = parsed["video"].get(0)

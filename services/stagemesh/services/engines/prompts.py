@@ -7,29 +7,10 @@ from typing import Literal, TypeAlias
 
 from pydantic import JsonValue
 
-from stagemesh.common.media.decoding import AUDIO_FORMATS
+from stagemesh.common.media.decoding import MediaKind
 from stagemesh.common.media.store import FetchedFile
 from stagemesh.common.wire.tensors import Array
 from stagemesh.v1 import request_pb2
-
-MediaKind: TypeAlias = Literal["image", "audio", "video"]
-
-MEDIA_TYPES: Mapping[MediaKind, Mapping[str, str]] = {
-    "image": {f"image/{name}": name.upper() for name in ("png", "jpeg", "webp", "gif", "bmp")},
-    "audio": AUDIO_FORMATS,
-    "video": {
-        "video/mp4": "mp4",
-        "video/quicktime": "mov",
-        "video/webm": "matroska",
-        "video/x-matroska": "matroska",
-        "video/x-msvideo": "avi",
-        "image/gif": "gif",
-    },
-}
-"""The supported media types of each kind of media.
-
-Maps each media type to the format's name in Pillow (images) or FFmpeg (audio and video).
-"""
 
 
 @dataclass
@@ -40,6 +21,7 @@ class MediaFile:
     data: bytes
     """The content of an inline file. Empty if the file is in a store."""
     media_type: str
+    """The media type that the request states. It may be wrong: the content determines the format."""
     use_audio: bool = False
     """Whether the audio track of a video belongs to the input."""
     reference: request_pb2.MediaFile | None = None

@@ -24,10 +24,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.audio import AudioResampler
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
-from stagemesh.common.media.decoding import DecodedBytes
-from stagemesh.services.engines import media_decoding
+from stagemesh.common.media.decoding import DecodedAudio, DecodedBytes, read_audio
+from stagemesh.common.media.images import read_image
+from stagemesh.common.media.videos import read_video
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.media_decoding import DecodedAudio
+from stagemesh.services.engines.media_decoding import read_samples
 from stagemesh.services.engines.prompts import MediaFile, Medium, RawPrompt, media_of
 from stagemesh.services.engines.vllm.features import RequestFeature, RequestPrompt
 from stagemesh.services.engines.vllm.requests import check_tokens, prompt_tokens
@@ -166,18 +167,26 @@ def decode_media(
     """
     data = dict[str, list[object]]()
     for medium in media:
-        made: object
-        match medium:
-            case MediaFile(kind="image"):
-                made = media_decoding.read_image(medium, decoded)
-            case MediaFile(kind="video"):
-                made = media_decoding.read_video(medium, decoded, max_frames=max_frames)
-            case _:
-                made = resample(media_decoding.read_sound(medium, decoded))
-        data.setdefault(medium.kind, []).append(made)
+        data.setdefault(medium.kind, []).append(_decode_medium(medium, decoded, max_frames, resample))
         if _has_audio_track(medium):
-            data.setdefault("audio", []).append(resample(media_decoding.read_audio(medium, decoded)))
+            with medium.open() as content:
+                data.setdefault("audio", []).append(resample(read_audio(content, "video", decoded)))
     return data
+
+
+def _decode_medium(
+    medium: Medium, decoded: DecodedBytes, max_frames: int, resample: Callable[[DecodedAudio], object]
+) -> object:
+    if not isinstance(medium, MediaFile):
+        return resample(read_samples(medium, decoded))
+    with medium.open() as content:
+        match medium.kind:
+            case "image":
+                return read_image(content, decoded)
+            case "video":
+                return read_video(content, decoded, max_frames=max_frames)
+            case "audio":
+                return resample(read_audio(content, "audio", decoded))
 
 
 def _has_audio_track(medium: Medium) -> TypeGuard[MediaFile]:
@@ -260,7 +269,7 @@ def _digest(media: Sequence[Medium]) -> bytes:
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for medium in media:
         if isinstance(medium, MediaFile):
-            digest.update(f"{medium.kind} {medium.media_type} {medium.use_audio} {medium.size_bytes} ".encode())
+            digest.update(f"{medium.kind} {medium.use_audio} {medium.size_bytes} ".encode())
             with medium.open() as content:
                 digest.update(hashlib.file_digest(content, "blake2b").digest())
         else:

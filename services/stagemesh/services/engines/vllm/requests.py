@@ -19,6 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from stagemesh.common.errors import InvalidRequestError, UnavailableError, UnsupportedError
+from stagemesh.common.media.decoding import MediaKind
 from stagemesh.services.engines import prompts
 from stagemesh.services.engines.adapters import Entry
 from stagemesh.services.engines.base import SamplingOptions, Structure, StructureKind, Task
@@ -47,7 +48,7 @@ _OWN_ARGUMENTS = frozenset(
 # The names of vLLM's arguments that differ from the kinds of structures.
 _STRUCTURES: Mapping[StructureKind, str] = {"json_schema": "json", "allowed_texts": "choice"}
 # vLLM's message parts for media. They have no content, because vLLM receives the decoded media separately.
-_EMPTY_PARTS: Mapping[prompts.MediaKind, Mapping[str, object]] = {
+_EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
     "image": {"type": "image_pil", "image_pil": None},
     "audio": {"type": "input_audio", "input_audio": {"data": "", "format": ""}},
     "video": {"type": "video_url", "video_url": {"url": ""}},

@@ -23,7 +23,7 @@ from stagemesh.connectors.packets import Packet
 from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.services.engines.abilities import EngineAbilities, HandsOver
 from stagemesh.services.engines.base import SamplingOptions, Task
-from stagemesh.services.engines.prompts import MEDIA_TYPES, MediaFile, Medium, Samples, media_of
+from stagemesh.services.engines.prompts import MediaFile, Medium, Samples, media_of
 from stagemesh.services.stage.step.spec import STATE_EDGE, Rebinding, StepSpec, StreamedOutput
 from stagemesh.v1 import chunk_pb2
 
@@ -222,17 +222,11 @@ def _check_prompt(task: Task, signature: Signature, *, engine: str) -> None:
 
 
 def _check_medium(medium: Medium) -> None:
-    """Raises InvalidRequestError if the media type or the samples of an image, audio or video input are invalid. Does
-    not decode the input.
+    """Raises InvalidRequestError if an image, audio or video input is empty or its samples are invalid. Does not decode
+    the input.
     """
     if not isinstance(medium, MediaFile):
         _check_samples(medium)
-    elif medium.media_type not in MEDIA_TYPES[medium.kind]:
-        raise InvalidRequestError(
-            f"{medium.kind} of media type {medium.media_type[:100]!r}; use one of "
-            f"{', '.join(MEDIA_TYPES[medium.kind])}",
-            reason="INVALID_MEDIA",
-        )
     elif not medium.data and medium.reference is None:
         raise InvalidRequestError(f"{medium.kind} has no data and no uri; omit it", reason="INVALID_MEDIA")
 

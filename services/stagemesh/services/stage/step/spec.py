@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.media.decoding import MediaKind
 from stagemesh.common.plugins.connectors import ConnectorName, name_of
 from stagemesh.common.plugins.descriptors import Signature
 from stagemesh.common.requests.request_checks import (
@@ -28,7 +29,6 @@ from stagemesh.services.engines.prompts import (
     ChatMessage,
     Conversation,
     MediaFile,
-    MediaKind,
     Medium,
     Part,
     Prompt,

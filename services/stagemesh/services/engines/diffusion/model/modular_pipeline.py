@@ -22,14 +22,13 @@ from diffusers.modular_pipelines.modular_pipeline import (
 from PIL import Image
 
 from stagemesh.common.media.decoding import DecodedBytes
+from stagemesh.common.media.images import read_image
 from stagemesh.services.engines.diffusion.caches import PromptCache
 from stagemesh.services.engines.diffusion.model.families import family_of
 from stagemesh.services.engines.diffusion.model.loading import Loader, load_image_processor
 from stagemesh.services.engines.diffusion.model.shared_forwards import Call, CallRecorder, SharedForwards, replay
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
-from stagemesh.services.engines.media_decoding import read_open_image
-from stagemesh.services.engines.prompts import MEDIA_TYPES
 
 diffusers: Any = _diffusers
 
@@ -305,7 +304,7 @@ def _request_inputs(inputs: DiffusionInputs) -> dict[str, object]:
     return {
         "prompt": inputs.prompt,
         "negative_prompt": inputs.negative_prompt,
-        "image": _read_image(inputs.image) if inputs.image is not None else None,
+        "image": None if inputs.image is None else read_image(io.BytesIO(inputs.image), DecodedBytes(_MAX_IMAGE_BYTES)),
         "height": inputs.height or None,
         "width": inputs.width or None,
         "num_frames": inputs.num_frames,
@@ -348,8 +347,3 @@ def _is_image(value: Any) -> bool:
     """Returns whether the value is a PIL image or a list of PIL images."""
     images: Any = value
     return isinstance(images[0] if isinstance(value, list) and value else images, Image.Image)
-
-
-def _read_image(data: bytes) -> Any:
-    formats = list(MEDIA_TYPES["image"].values())
-    return read_open_image(io.BytesIO(data), DecodedBytes(_MAX_IMAGE_BYTES), formats=formats).convert("RGB")
