@@ -88,7 +88,7 @@ class Maker:
         Image.new("RGB", (int(call.state["width"]), int(call.state["height"])), colour).save(buffer, "PNG")
         packets = [Packet({{"text": np.frombuffer((word + " ").encode(), np.uint8)}}) for word in words]
         tone = np.sin(np.arange({RATE_HZ} // 10) / 20).astype(np.float32)
-        packets += [Packet({{"audio": tone / call.state["speed"]}})] * 2
+        packets += [Packet({{"audio": tone / call.state["speed"]}})] * (0 if "…" in text else 2)
         return [*packets, Packet({{"image": np.frombuffer(buffer.getvalue(), np.uint8)}})]
 """
 PIPELINE = """

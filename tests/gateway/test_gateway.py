@@ -242,6 +242,13 @@ def test_a_speech_that_fails_before_its_first_sound_has_a_status(ai: openai.Open
         ai.audio.speech.create(model=MODEL, voice="tenor", input="red")
 
 
+@pytest.mark.parametrize("stream_format", ["audio", "sse"])
+def test_a_speech_without_sound_is_an_error(ai: openai.OpenAI, stream_format: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="makes no sound of it; send words") as caught:
+        ai.audio.speech.create(model=MODEL, voice="alto", input="…", stream_format=stream_format)
+    assert (caught.value.code, caught.value.param) == ("empty_prompt", "input")
+
+
 def test_metrics_count_requests_and_have_their_own_port(url: str, metrics_listen: str, ai: openai.OpenAI) -> None:
     chat(ai, "red")
     httpx.get(f"{url}/v1/nothing")

@@ -20,6 +20,7 @@ from stagemesh.client import (
     Event,
     Finished,
     GenerateArguments,
+    OutputFinished,
     Part,
     TurnEnded,
 )
@@ -107,7 +108,25 @@ async def create_speech(request: Request) -> Response:
     else:
         events = aiter(model.client.generate(body.input, **arguments))
     media_type = EVENT_STREAM if body.stream_format == "sse" else MEDIA_TYPES[body.response_format]
-    return await stream(request, events, lambda each: _parts(each, body, model), media_type=media_type)
+    sounding = _sounding(events)
+    return await stream(request, sounding, lambda each: _parts(each, body, model), media_type=media_type)
+
+
+async def _sounding(events: AsyncGenerator[Event | SessionEvent]) -> AsyncGenerator[Event | SessionEvent]:
+    """Yields the events of a speech. Raises ParameterError (EMPTY_PROMPT) if the speech has no sound."""
+    is_silent = True
+    async with aclosing(events):
+        async for event in events:
+            if is_silent and isinstance(event, OutputFinished) and event.reason not in {"failed", "cancelled"}:
+                raise ParameterError(
+                    "input",
+                    "the model makes no sound of it; send words that the voice can speak, not only symbols or another "
+                    "script",
+                    reason="EMPTY_PROMPT",
+                )
+            is_silent = is_silent and not (isinstance(event, AudioChunk) and event.samples.size)
+            if not (is_silent and isinstance(event, AudioChunk)):
+                yield event
 
 
 def open_speech(model: Model, arguments: GenerateArguments) -> AsyncSession:
