@@ -13,6 +13,8 @@ import pytest
 from PIL import Image
 
 from stagemesh.cli.launcher.ports import PortPicker
+from stagemesh.client import ImageFile
+from stagemesh.gateway.content import Url, file_at
 from stagemesh.gateway.routes import models
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 from tests.gateway.making import RATE_HZ, client, error_of, gateway, making
@@ -208,7 +210,13 @@ def test_what_is_not_supported_is_named(url: str, change: dict[str, object], par
     [
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,###"}}, "not base64"),
         ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "fetches nothing"),
-        ({"type": "image_url", "image_url": {"url": "data:text/plain;base64,YQ=="}}, "data:image/TYPE"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,YQ==YQ=="}}, "data after its padding"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJjZ"}}, "not base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png,%89PNG"}}, "data:image/TYPE"),
+        *(
+            ({"type": "image_url", "image_url": {"url": f"data:{kind};base64,YQ=="}}, "data:image/TYPE")
+            for kind in ("text/plain", "audio/wav", "video/mp4")
+        ),
         ({"type": "input_audio", "input_audio": {"data": "YQ==", "format": "midi"}}, "'midi' is unknown"),
         ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "is empty"),
     ],
@@ -218,6 +226,24 @@ def test_bad_media_are_rejected(url: str, part: object, message: str) -> None:
     error = error_of(httpx.post(f"{url}/v1/chat/completions", json=body))
     assert message in error["message"]
     assert error["param"].startswith("messages.0.content.0.")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:image/jpg;base64,+/8=",
+        "data:application/octet-stream;base64,+/8",
+        "data:;base64,-_8",
+        "DATA:IMAGE/PNG;charset=utf-8;name=a.png;BASE64,+/\n 8=\r\n",
+        " data:image/png; base64,%2B%2F8%3D",
+        f"data:image/png;base64,\n{'A' * 262_144}+/8=",
+    ],
+    ids=lambda url: url[:60],
+)
+def test_data_urls_are_read_as_people_write_them(url: str) -> None:
+    file = file_at(Url(url=url), "image_url", kind="image")
+    assert isinstance(file, ImageFile)
+    assert file.data.removeprefix(bytes(196_608)) == b"\xfb\xff"
 
 
 def test_malformed_json_and_unknown_paths_have_errors(url: str) -> None:

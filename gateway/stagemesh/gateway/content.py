@@ -1,6 +1,8 @@
 """Converts the messages of OpenAI's chat API to those of the client: text, images, audio and videos."""
 
 import base64
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Annotated, Literal, TypeAlias
 
@@ -11,7 +13,23 @@ from stagemesh.client.content import media_type_of
 from stagemesh.gateway.body import Body, Items
 from stagemesh.gateway.errors import ParameterError
 
-_AUDIO_TYPES = {"wav": "audio/wav", "mp3": "audio/mpeg", "flac": "audio/flac", "ogg": "audio/ogg", "opus": "audio/ogg"}
+_AUDIO_TYPES: Mapping[str, str] = {
+    **dict.fromkeys(("wav", "wave", "x-wav"), "audio/wav"),
+    **dict.fromkeys(("mp3", "mpeg", "mpga"), "audio/mpeg"),
+    **dict.fromkeys(("ogg", "oga", "opus"), "audio/ogg"),
+    **dict.fromkeys(("m4a", "mp4"), "audio/mp4"),
+    **{name: f"audio/{name}" for name in ("flac", "aac", "webm")},
+}
+_UNTYPED = frozenset({"", "application", "binary"})
+_MAX_PARAMETERS = 20
+_ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "="}
+_MOVING = frozenset({"audio", "video"})
+"""The kinds of files whose media types clients confuse: many formats contain either."""
+_FILES: Mapping[str, type[ImageFile | AudioFile | VideoFile]] = {
+    "image": ImageFile,
+    "audio": AudioFile,
+    "video": VideoFile,
+}
 
 
 class TextPart(Body):
@@ -124,44 +142,60 @@ def _to_part(part: PartBody, where: str) -> Part:
             return file_at(part.video_url, f"{where}.video_url.url", kind="video")
         case InputAudioPart():
             audio = part.input_audio
-            if audio.format not in _AUDIO_TYPES:
+            if audio.format.lower() not in _AUDIO_TYPES:
                 raise ParameterError(
                     f"{where}.input_audio.format", f"{audio.format!r} is unknown; use one of {', '.join(_AUDIO_TYPES)}"
                 )
             data = decode_base64(audio.data, param=f"{where}.input_audio.data")
-            return AudioFile(data, _AUDIO_TYPES[audio.format])
+            return AudioFile(data, _AUDIO_TYPES[audio.format.lower()])
 
 
 def file_at(url: Url, param: str, *, kind: Literal["image", "audio", "video"]) -> Part:
     """Returns the file of a data URL, or the reference to a stored one."""
-    scheme, _, rest = url.url.partition(":")
-    if scheme in {"http", "https"}:
+    scheme, _, rest = url.url.strip().partition(":")
+    if scheme.lower() in {"http", "https"}:
         raise ParameterError(param, "the gateway fetches nothing; send a data URL, or upload the file")
-    if scheme != "data":
+    if scheme.lower() != "data":
         return MediaFile(url.url, media_type_of(PurePath(url.url)), use_audio_in_video=url.use_audio)
     description, comma, text = rest.partition(",")
-    media_type, *parameters = description.split(";")
-    if not comma or "base64" not in parameters or media_type.partition("/")[0] != kind:
+    media_type, *parameters = [each.strip() for each in description.lower().split(";", _MAX_PARAMETERS)]
+    stated = media_type.partition("/")[0]
+    is_other = stated not in _UNTYPED | ({kind} if kind == "image" else _MOVING)
+    if not comma or "base64" not in parameters or is_other:
         raise ParameterError(param, f"it is not a data URL of the form data:{kind}/TYPE;base64,DATA")
+    for escape, meant in _ESCAPES.items():
+        text = text.replace(escape, meant).replace(escape.lower(), meant)
     data = decode_base64(text, param=param)
-    if kind == "video":
-        return VideoFile(data, media_type, use_audio_in_video=url.use_audio)
-    return ImageFile(data, media_type) if kind == "image" else AudioFile(data, media_type)
+    file = _FILES[kind](data, media_type or "application/octet-stream")
+    return replace(file, use_audio_in_video=url.use_audio) if isinstance(file, VideoFile) else file
 
 
 CODED_BYTES = 3 << 16
 """The bytes that are encoded or decoded at once, because base64 lets no other thread run."""
+_CLEANED = {"-": "+", "_": "/", "\n": "", "\r": "", "\t": "", " ": ""}
+"""The characters of the alphabet of URLs and white space, with what they stand for in base64."""
 
 
 def decode_base64(text: str, *, param: str) -> bytes:
-    """Returns the bytes that are encoded in base64. Blocks. Raises InvalidRequestError if there are none."""
-    size = CODED_BYTES * 4 // 3
+    """Returns the bytes that are encoded in base64, with or without padding, also in the alphabet of URLs. Blocks.
+
+    Raises ParameterError (INVALID_MEDIA) if there are none or the text is not base64. Ignores white space.
+    """
+    text, size = text.rstrip("= \t\r\n"), CODED_BYTES * 4 // 3
+    parts, left = list[bytes](), ""
     try:
-        parts = [base64.b64decode(text[begin : begin + size], validate=True) for begin in range(0, len(text), size)]
+        if "=" in text:
+            raise ValueError("it has data after its padding")  # noqa: TRY301 - reported as the others
+        for begin in range(0, len(text), size):
+            piece = left + text[begin : begin + size]
+            for character, meant in _CLEANED.items():
+                piece = piece.replace(character, meant)
+            whole = len(piece) & ~3
+            parts.append(base64.b64decode(piece[:whole], validate=True))
+            left = piece[whole:]
+        parts.append(base64.b64decode(left + "=" * (-len(left) % 4), validate=True))
     except ValueError as exc:
         raise ParameterError(param, f"it is not base64: {exc}", reason="INVALID_MEDIA") from exc
-    if any(len(part) < CODED_BYTES for part in parts[:-1]):
-        raise ParameterError(param, "it is not base64: it has data after its padding", reason="INVALID_MEDIA")
     data = b"".join(parts)
     if not data:
         raise ParameterError(param, "it is empty", reason="INVALID_MEDIA")
