@@ -80,7 +80,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_DIGEST_MISMATCH: _ErrorReason.ValueType  # 14
     """The count or the digest at the end of a flow does not match the chunks that arrived."""
     ERROR_REASON_EMPTY_PROMPT: _ErrorReason.ValueType  # 15
-    """The prompt is empty. Send text, messages, token ids or embeddings."""
+    """The prompt is empty, or has nothing to speak. Send text, messages, token ids or embeddings."""
     ERROR_REASON_EXCEEDS_MEMORY: _ErrorReason.ValueType  # 16
     """The request alone needs more memory than the stage may use. Request fewer pixels or frames, or raise the stage's
     option memory_bytes.
@@ -118,8 +118,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     message names them.
     """
     ERROR_REASON_INVALID_MEDIA: _ErrorReason.ValueType  # 27
-    """An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model; or an upload
-    is incomplete or its parts are not in order.
+    """An image, audio or video is empty, damaged, of an unknown format, or not accepted by the model; or an upload is
+    incomplete or its parts are not in order.
     """
     ERROR_REASON_FILE_TOO_LARGE: _ErrorReason.ValueType  # 152
     """A file to which a request refers, or that is uploaded, exceeds the size limit of the pipeline (media.max_file_bytes).
@@ -661,7 +661,7 @@ hosts and the network of the edge checked.
 ERROR_REASON_DIGEST_MISMATCH: ErrorReason.ValueType  # 14
 """The count or the digest at the end of a flow does not match the chunks that arrived."""
 ERROR_REASON_EMPTY_PROMPT: ErrorReason.ValueType  # 15
-"""The prompt is empty. Send text, messages, token ids or embeddings."""
+"""The prompt is empty, or has nothing to speak. Send text, messages, token ids or embeddings."""
 ERROR_REASON_EXCEEDS_MEMORY: ErrorReason.ValueType  # 16
 """The request alone needs more memory than the stage may use. Request fewer pixels or frames, or raise the stage's
 option memory_bytes.
@@ -699,8 +699,8 @@ ERROR_REASON_INVALID_INITIAL_FRAMES: ErrorReason.ValueType  # 180
 message names them.
 """
 ERROR_REASON_INVALID_MEDIA: ErrorReason.ValueType  # 27
-"""An image, audio or video is empty, damaged, of another type than stated, or not accepted by the model; or an upload
-is incomplete or its parts are not in order.
+"""An image, audio or video is empty, damaged, of an unknown format, or not accepted by the model; or an upload is
+incomplete or its parts are not in order.
 """
 ERROR_REASON_FILE_TOO_LARGE: ErrorReason.ValueType  # 152
 """A file to which a request refers, or that is uploaded, exceeds the size limit of the pipeline (media.max_file_bytes).

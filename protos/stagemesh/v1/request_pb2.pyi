@@ -383,7 +383,7 @@ class MediaFile(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     media_type: _builtins.str
-    """The media type, for example "image/png"."""
+    """The media type, for example "image/png". It may be wrong: the stage finds the format in the content."""
     data: _builtins.bytes
     """The encoded bytes. Must not be empty."""
     uri: _builtins.str
