@@ -2,10 +2,12 @@
 
 import hashlib
 import itertools
+import json
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ import numpy as np
 
 from stagemesh.common.wire.tensors import Array, TensorSpec, dtype_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
+from stagemesh.v1.protocol_pb2 import Protocol
 
+PROTOCOL = Protocol(lowest_version=1, highest_version=1, software="stagemesh conformance")
+GRPC = chunk_pb2.CONNECTOR_GRPC
 FRAGMENT_BYTES = 1 << 20
 """The largest payload of a fragment."""
 UNKNOWN_FIELD = b"\xfa\x7f\x01x"
@@ -231,3 +236,9 @@ class ReceivedRows:
                 return f"first_row {tensor.first_row} of {tensor.name!r} after {have} rows with context {context}"
             self.counts[tensor.name] = tensor.first_row + rows
         return ""
+
+
+def read_vectors(name: str) -> Mapping[str, Any]:
+    """Returns the test vectors of a file in protos/vectors by their names."""
+    text = (files("stagemesh.stage_conformance") / "vectors" / f"{name}.json").read_text(encoding="utf-8")
+    return {each["name"]: each for each in json.loads(text)}

@@ -10,8 +10,7 @@ from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.stage_conformance.cases import Case, MismatchError, Result, in_order, run_case
-from stagemesh.stage_conformance.content import read_inputs
-from stagemesh.stage_conformance.peers import PROTOCOL
+from stagemesh.stage_conformance.content import PROTOCOL, read_inputs
 from stagemesh.stage_conformance.trial import Stage, Trial
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 from stagemesh.v1.tensor_pb2 import TypedValue

@@ -26,8 +26,9 @@ from stagemesh.stage_conformance.cases import (
     expect,
     expect_error,
 )
-from stagemesh.stage_conformance.content import Inputs
-from stagemesh.stage_conformance.peers import PROTOCOL, Consumer, Flow, Producer, Stream
+from stagemesh.stage_conformance.content import PROTOCOL, Inputs
+from stagemesh.stage_conformance.played_consumer import Consumer
+from stagemesh.stage_conformance.played_producer import Flow, Producer, Stream
 from stagemesh.v1 import chunk_pb2, request_pb2, signature_pb2, stage_pb2, stage_pb2_grpc
 
 Change = Callable[[stage_pb2.ExecuteStepRequest], object]
@@ -148,7 +149,7 @@ class Trial:
     """The steps, streams and servers that one case has started. Its end cancels and closes them."""
 
     def __init__(self, stage: Stage) -> None:
-        self.stage, self.stub = stage, stage.stub
+        self.stage, self.stub, self.inputs = stage, stage.stub, stage.inputs
         number = next(stage.numbers)
         self.request_id = f"conformance-{stage.run_id}-{number}"
         self._name = f"conformance.{stage.run_id}.{number}"
@@ -255,6 +256,19 @@ class Trial:
         self._ids.add(request.request_id)
         return step
 
+    async def start(
+        self, *, request_id: str = "", attempt: int = 1, is_cut: bool = True, **settings: Any
+    ) -> tuple[Step, Consumer | None]:
+        """Starts a step with a played consumer, if an edge leaves the stage, and waits until it is accepted."""
+        consumer = await self.consumer(**settings) if self.stage.has_output else None
+        request = self.request(consumer, request_id=request_id, attempt=attempt, is_cut=is_cut)
+        return await self.call(request).accepted(), consumer
+
+    async def supply(self, *, key: Any = None) -> None:
+        """Sends the whole input on a new stream, if an edge enters the stage."""
+        if self.inputs.tensors:
+            await self.feed(await self.stream(), key=key)
+
     def repeated(self, **changes: Any) -> stage_pb2.ExecuteStepRequest:
         """Returns the request of the last call, with other values of some fields."""
         again = stage_pb2.ExecuteStepRequest()
@@ -281,7 +295,7 @@ class Trial:
         """Opens the incoming flow, and sends all of its chunks and its end. Does not wait for the commit."""
         flow = await stream.open(key or self.key_in())
         for number in range(chunks):
-            await flow.send(self.stage.inputs.chunk(number, rows))
+            await flow.send(self.inputs.chunk(number, rows))
         await flow.end()
         return flow
 
@@ -295,7 +309,7 @@ class Trial:
         if change is not None:
             change(request)
         step = await self.call(request).accepted()
-        if self.stage.inputs.tensors:
+        if self.inputs.tensors:
             flow = await self.feed(
                 await self.stream(), key=self.key_in(request_id=request_id), chunks=chunks, rows=rows
             )
@@ -323,9 +337,8 @@ class Trial:
     def expect_same(self, good: Good) -> None:
         """Checks that a request has the same result as the first good one."""
         reference = self.stage.reference
-        if reference is not None and good.contents != reference.contents:
-            sizes = [{name: len(each) for name, each in one.contents.items()} for one in (reference, good)]
-            raise MismatchError(f"the result of the first good request, {sizes[0]} bytes", f"another one, {sizes[1]}")
+        if reference is not None:
+            expect_contents("the result of the first good request", reference.contents, good.contents)
 
     async def expect_survival(self) -> None:
         """Checks that the stage is healthy and still runs a request right."""
@@ -351,6 +364,12 @@ def content_of(part: request_pb2.Output) -> bytes:
     # At most one of these is set.
     encoded = (part.text.encode(), part.image.data, part.media.data)
     return b"".join((*encoded, part.audio.samples.inline, part.tensor.inline))
+
+
+def expect_contents(what: str, wanted: Mapping[str, bytes], found: Mapping[str, bytes]) -> None:
+    """Raises MismatchError, with the sizes of the contents, if they differ."""
+    sizes = [{name: len(each) for name, each in contents.items()} for contents in (wanted, found)]
+    expect(found == wanted, f"{what}, {sizes[0]} bytes", f"another one, {sizes[1]}")
 
 
 def require(condition: object, why: str) -> None:

@@ -2,7 +2,10 @@
 
 from importlib import import_module
 
-_SUITES = ("joining", "steps", "rebinding", "consumer", "producer", "vectors", "hostile")
+_SUITES = (
+    *("joining", "steps", "calls", "outputs", "rebinding", "consumer", "streams", "credit", "unknown_kinds"),
+    *("producer", "broken_connections", "exchanges", "vectors", "hostile"),
+)
 
 
 def register_cases() -> None:

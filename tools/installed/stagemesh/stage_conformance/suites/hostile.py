@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from stagemesh.common.wire.encoding import varint
 from stagemesh.stage_conformance.cases import Needs, case
 from stagemesh.stage_conformance.trial import Trial
 from stagemesh.v1 import chunk_pb2, stage_pb2
@@ -67,8 +68,8 @@ def _mutated(message: bytes, source: random.Random) -> bytes:
 @case("hostile.mutated-flow", _RULE, Needs.INPUT, alone=True)
 async def mutated_flow(trial: Trial) -> None:
     source, key = random.Random(_SEED), trial.key_in()
-    await trial.call(trial.request(await trial.consumer() if trial.stage.has_output else None)).accepted()
-    chunk = chunk_pb2.Chunk(key=key, data=trial.stage.inputs.chunk(0, 4).inline())
+    await trial.start()
+    chunk = chunk_pb2.Chunk(key=key, data=trial.inputs.chunk(0, 4).inline())
     opening = stage_pb2.OpenEdge(key=key, connector=chunk_pb2.CONNECTOR_GRPC, opening=1)
     items = [stage_pb2.PutItem(open=opening), stage_pb2.PutItem(chunk=chunk)]
     good = [stage_pb2.PutChunkRequest(items=[each]).SerializeToString() for each in items]
@@ -88,16 +89,8 @@ def _values(count: int) -> bytes:
 def _nested(depth: int) -> bytes:
     content = b""
     for _ in range(depth):
-        content = b"\x0a" + _length(len(content)) + content
+        content = b"\x0a" + varint(len(content)) + content
     return content
-
-
-def _length(value: int) -> bytes:
-    parts = bytearray()
-    while value > 0x7F:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes((*parts, value))
 
 
 _LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
@@ -192,7 +185,7 @@ async def random_answers(trial: Trial) -> None:
         request = trial.request(consumer)
         request.outputs[0].endpoint = f"{trial.stage.host}:{port}"
         step = trial.call(request)
-        if trial.stage.inputs.tensors:
+        if trial.inputs.tensors:
             await step.accepted()
             await (await trial.stream()).open(trial.key_in())
         await asyncio.sleep(1.0)

@@ -7,6 +7,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stagemesh.common.errors import Code
+from stagemesh.common.wire.encoding import varint
 from stagemesh.stage_conformance.cases import (
     FURTHER,
     NotServedError,
@@ -191,15 +192,7 @@ async def get_chunk(trial: Trial) -> None:
 
 def _field(number: int, content: bytes) -> bytes:
     """Returns a serialized field of the type bytes."""
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
-def _varint(value: int) -> bytes:
-    parts = bytearray()
-    while value > 0x7F:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes((*parts, value))
+    return varint(number << 3 | 2) + varint(len(content)) + content
 
 
 async def _describe_raw(trial: Trial, request: bytes) -> None:

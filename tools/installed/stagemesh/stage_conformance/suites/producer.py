@@ -2,25 +2,21 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import grpc
-
-from stagemesh.common.errors import Code, NotReadyError, StagemeshError, UnavailableError, UnsupportedError
+from stagemesh.common.errors import Code
 from stagemesh.stage_conformance.cases import FURTHER, RECOVERY, MismatchError, Needs, case, expect, expect_equal
-from stagemesh.stage_conformance.peers import Consumer, Received
-from stagemesh.stage_conformance.suites.steps import cancel
-from stagemesh.stage_conformance.trial import ROWS, Step, Trial, require
+from stagemesh.stage_conformance.played_consumer import Consumer, Received
+from stagemesh.stage_conformance.suites.calls import cancel
+from stagemesh.stage_conformance.trial import ROWS, Step, Trial, expect_contents, require
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
 
 OUTPUT = Needs.OUTPUT
-_HELLO = "A flow: Hello and Welcome"
+HELLO = "A flow: Hello and Welcome"
 _PRODUCER = "The producer"
 _CREDIT = "Credit (checklist 17)"
-_BROKEN = "Broken connections (checklist 24)"
 _KINDS = "Versions and unknown kinds (checklist 22)"
 Reply = stage_pb2.PutReply
 
@@ -29,10 +25,9 @@ async def sending(trial: Trial, **settings: Any) -> tuple[Step, Consumer]:
     """Starts a step that sends to a played consumer, and gives it its whole input."""
     consumer = await trial.consumer(**settings)
     step = await trial.call(trial.request(consumer)).accepted()
-    if trial.stage.inputs.tensors:
-        # The step may have failed already, because of what its consumer does.
-        with contextlib.suppress(MismatchError):
-            await trial.feed(await trial.stream())
+    # The step may have failed already, because of what its consumer does.
+    with contextlib.suppress(MismatchError):
+        await trial.supply()
     return step, consumer
 
 
@@ -40,14 +35,13 @@ async def delivered(trial: Trial, step: Step, consumer: Consumer) -> None:
     """Waits until the step has finished. Its output must be right."""
     await step.finished(within_s=20)
     consumer.check()
-    received = consumer.contents(trial.request_id)
     reference = trial.stage.reference
     if reference is not None:
-        sizes = [{name: len(each) for name, each in one.items()} for one in (reference.contents, received)]
-        expect(received == reference.contents, f"the output of the first good request, {sizes[0]} bytes", sizes[1])
+        wanted = reference.contents
+        expect_contents("the output of the first good request", wanted, consumer.contents(trial.request_id))
 
 
-@case("producer.hello", _HELLO, OUTPUT)
+@case("producer.hello", HELLO, OUTPUT)
 async def hello(trial: Trial) -> None:
     step, consumer = await sending(trial)
     await delivered(trial, step, consumer)
@@ -58,12 +52,11 @@ async def hello(trial: Trial) -> None:
     expect(1 <= found.protocol.lowest_version <= 1 <= found.protocol.highest_version, "version 1", found.protocol)
 
 
-@case("producer.waits-for-welcome", _HELLO, OUTPUT)
+@case("producer.waits-for-welcome", HELLO, OUTPUT)
 async def waits_for_welcome(trial: Trial) -> None:
     consumer = await trial.consumer(welcomes=False)
     step = await trial.call(trial.request(consumer)).accepted()
-    if trial.stage.inputs.tensors:
-        await trial.feed(await trial.stream())
+    await trial.supply()
     await consumer.until(lambda: consumer.connections and consumer.connections[0].hello, "Hello")
     await asyncio.sleep(0.5)
     expect(not consumer.connections[0].items, "no items before Welcome", consumer.came)
@@ -74,14 +67,14 @@ async def waits_for_welcome(trial: Trial) -> None:
 _PROTOCOLS = {"later": Protocol(lowest_version=8, highest_version=9), "none": None}
 
 
-@case("producer.refuses-welcome", f"{_HELLO}: a producer checks Welcome (checklist 5)", OUTPUT, variants=_PROTOCOLS)
+@case("producer.refuses-welcome", f"{HELLO}: a producer checks Welcome (checklist 5)", OUTPUT, variants=_PROTOCOLS)
 async def refuses_welcome(trial: Trial, protocol: Protocol | None) -> None:
     step, consumer = await sending(trial, protocol=protocol)
     await step.failed(Code.FAILED_PRECONDITION, "NO_COMMON_VERSION", within_s=20)
     expect(not any(each.items for each in consumer.connections), "no items", consumer.came)
 
 
-@case("producer.later-welcome", f"{_HELLO}: ignore features that you do not know", OUTPUT)
+@case("producer.later-welcome", f"{HELLO}: ignore features that you do not know", OUTPUT)
 async def later_welcome(trial: Trial) -> None:
     protocol = Protocol(lowest_version=1, highest_version=9, features=["conformance"], max_message_bytes=2 << 20)
     await delivered(trial, *await sending(trial, protocol=protocol))
@@ -143,7 +136,7 @@ async def sends_fragments(trial: Trial) -> None:
 
 @case("producer.large-chunk", "Fragments: at most 1 MiB each; Protocol.max_message_bytes", Needs.INPUT, OUTPUT)
 async def large_chunk(trial: Trial) -> None:
-    inputs, reference = trial.stage.inputs, trial.stage.reference
+    inputs, reference = trial.inputs, trial.stage.reference
     made = sum(map(len, reference.contents.values())) if reference is not None else 0
     require(
         made and inputs.row_bytes, "nothing is known of the sizes of its output, or the accepted tensors have no rows"
@@ -313,7 +306,7 @@ async def lost_ack(trial: Trial) -> None:
 async def aborts(trial: Trial) -> None:
     consumer = await trial.consumer(raises=False, limit_bytes=1 << 30, limit_chunks=1)
     await trial.call(trial.request(consumer)).accepted()
-    if trial.stage.inputs.tensors:
+    if trial.inputs.tensors:
         await (await trial.stream()).open(trial.key_in())
     await consumer.arrived(lambda each: each.openings, "`open`")
     await cancel(trial)
@@ -321,108 +314,6 @@ async def aborts(trial: Trial) -> None:
     assert flow.abort is not None
     expect_equal("the code of `abort`", Code.CANCELLED, flow.abort.code)
     consumer.check()
-
-
-# -- broken connections
-
-_STATUSES = {code.name: code for code in grpc.StatusCode if code is not grpc.StatusCode.UNIMPLEMENTED}
-
-
-@case(
-    "producer.stream-ends", f"{_BROKEN}: a status without ErrorInfo is a broken connection", OUTPUT, variants=_STATUSES
-)
-async def stream_ends(trial: Trial, status: grpc.StatusCode) -> None:
-    await _breaking(trial, status)
-
-
-async def _breaking(trial: Trial, status: grpc.StatusCode | StagemeshError) -> None:
-    """Ends the first stream after a chunk. Nothing may be lost or doubled."""
-
-    def answer(consumer: Consumer, item: stage_pb2.PutItem) -> Any:
-        connection = consumer.connection
-        assert connection is not None
-        if item.HasField("chunk") and connection is consumer.connections[0]:
-            if not connection.ending.done():
-                consumer.take(item)
-                connection.end(status)
-            return []
-        return None
-
-    step, consumer = await sending(trial, answer=answer)
-    await delivered(trial, step, consumer)
-    expect(len(consumer.connections) >= 2, "a second stream", consumer.came)
-    sent_again = [seq for seq in consumer.only().arrivals if consumer.only().arrivals.count(seq) > 1]
-    expect(0 not in sent_again, "chunks from next_seq 1 on", consumer.only().arrivals)
-
-
-@case("producer.stream-unavailable", f"{_BROKEN}: UNAVAILABLE with an ErrorInfo is a broken connection, too", OUTPUT)
-async def stream_unavailable(trial: Trial) -> None:
-    await _breaking(trial, UnavailableError("played", reason="CONNECTION_LOST"))
-
-
-async def _waiting(trial: Trial, consumer: Consumer) -> Step:
-    """Starts a step with its whole input, and waits for Hello, which the consumer does not answer."""
-    step = await trial.call(trial.request(consumer)).accepted()
-    if trial.stage.inputs.tensors:
-        await trial.feed(await trial.stream())
-    await consumer.until(lambda: consumer.connections and consumer.connections[0].hello, "Hello")
-    return step
-
-
-_REFUSALS: Mapping[str, tuple[StagemeshError | grpc.StatusCode, Code]] = {
-    "wrong-pipeline": (NotReadyError("played", reason="WRONG_PIPELINE"), Code.FAILED_PRECONDITION),
-    "unsupported": (UnsupportedError("played", reason="UNKNOWN_KIND"), Code.UNIMPLEMENTED),
-}
-
-
-@case(
-    "producer.stream-refused", f"{_BROKEN}: a refusal of the stream fails its flows at once", OUTPUT, variants=_REFUSALS
-)
-async def stream_refused(trial: Trial, variant: tuple[StagemeshError, Code]) -> None:
-    error, code = variant
-    consumer = await trial.consumer(welcomes=False)
-    step = await _waiting(trial, consumer)
-    consumer.connections[0].end(error)
-    await step.failed(code, error.reason)
-
-
-@case("producer.stream-unimplemented", f"{_BROKEN}: UNIMPLEMENTED fails the flows at once", OUTPUT)
-async def stream_unimplemented(trial: Trial) -> None:
-    consumer = await trial.consumer(welcomes=False)
-    step = await _waiting(trial, consumer)
-    consumer.connections[0].end(grpc.StatusCode.UNIMPLEMENTED)
-    await step.until(lambda: step.is_over, "the step fails")
-    expect(step.error is not None, "an error", step.came)
-
-
-@case("producer.consumer-restarts", f"{_HELLO}: another incarnation in Welcome fails the flows (PEER_LOST)", OUTPUT)
-async def consumer_restarts(trial: Trial) -> None:
-    step, consumer = await sending(trial, raises=False, limit_bytes=1 << 30, limit_chunks=1)
-    await consumer.arrived(lambda each: each.chunks, "a chunk")
-    consumer.incarnation = f"{consumer.name}/2"
-    openings = len(consumer.only().openings)
-    consumer.connections[0].end(grpc.StatusCode.UNAVAILABLE)
-    await consumer.until(lambda: len(consumer.connections) >= 2, "a second stream")
-    await asyncio.sleep(1.0)
-    expect(len(consumer.only().openings) == openings, "no `open` at another incarnation", consumer.came)
-    expect("finished" not in step.kinds(), "a step that does not finish", step.came)
-
-
-@case(
-    "producer.nobody-listens",
-    "Time limits: an unreachable consumer is dead after 15 s, or 0.5 s",
-    OUTPUT,
-    level=FURTHER,
-    waits_s=16,
-)
-async def refused_connection(trial: Trial) -> None:
-    consumer = await trial.consumer()
-    await consumer.stop()
-    step = await trial.call(trial.request(consumer)).accepted()
-    if trial.stage.inputs.tensors:
-        await trial.feed(await trial.stream())
-    # 15 s until it counts as dead, and 15 s for RebindStep.
-    await step.failed(Code.UNAVAILABLE, within_s=35)
 
 
 @case("producer.slow-consumer", f"{_CREDIT}: one that never grants credit blocks the request, and nothing else", OUTPUT)

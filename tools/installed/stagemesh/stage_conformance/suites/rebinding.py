@@ -4,7 +4,7 @@ from typing import Any
 
 from stagemesh.common.errors import Code
 from stagemesh.stage_conformance.cases import RECOVERY, Needs, answer_of, case, expect, expect_equal, expect_failure
-from stagemesh.stage_conformance.peers import Consumer
+from stagemesh.stage_conformance.played_consumer import Consumer
 from stagemesh.stage_conformance.suites.consumer import complete, more, started
 from stagemesh.stage_conformance.suites.steps import resume, running
 from stagemesh.stage_conformance.trial import Step, Trial
@@ -103,7 +103,7 @@ async def same_attempt(trial: Trial) -> None:
 async def missing_rows(trial: Trial) -> None:
     step, _, flow = await started(trial)
     await more(flow)
-    tensor = trial.stage.inputs.tensors[0]
+    tensor = trial.inputs.tensors[0]
     rows = tensor.rows(4)
     request = _request(step, inputs=[_input(trial, 2, **{tensor.name: rows + 1})])
     error = await _refused(trial, request, Code.FAILED_PRECONDITION, "ROWS_MISSING")
@@ -149,8 +149,7 @@ async def after_end(trial: Trial) -> None:
 async def output(trial: Trial) -> None:
     first = await trial.consumer(raises=False, limit_bytes=1 << 30, limit_chunks=2)
     step = await trial.call(trial.request(first)).accepted()
-    if trial.stage.inputs.tensors:
-        await trial.feed(await trial.stream())
+    await trial.supply()
     await first.arrived(lambda each: len(each.chunks) == 2 or each.end, "two chunks")
     second = await trial.consumer()
     request = _request(step)
@@ -173,8 +172,7 @@ async def after_finish(trial: Trial) -> None:
 
     first = await trial.consumer(answer=answer)
     step = await trial.call(trial.request(first)).accepted()
-    if trial.stage.inputs.tensors:
-        await trial.feed(await trial.stream())
+    await trial.supply()
     await step.finished()
     second = await trial.consumer()
     request = _request(step)

@@ -1,163 +1,21 @@
-"""The cases that are test vectors (protos/vectors): items of a producer and the replies of the consumer, as data."""
+"""The test vectors of steps, chunks, texts, chunk policies, rows and replies (protos/vectors)."""
 
 import asyncio
-import json
 import zlib
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from typing import Any
 
 from google.protobuf import json_format
 
-from stagemesh.common.errors import Code, StagemeshError
-from stagemesh.rpc.error_mapping import error_from_wire
+from stagemesh.common.errors import Code
 from stagemesh.stage_conformance.cases import RECOVERY, Needs, answer_of, case, expect, expect_equal
-from stagemesh.stage_conformance.content import ITEM_BYTES, UNACCEPTED, UNKNOWN_FIELD, Inputs, Payload, digest_of
-from stagemesh.stage_conformance.peers import Consumer, Flow
+from stagemesh.stage_conformance.content import ITEM_BYTES, UNACCEPTED, UNKNOWN_FIELD, Payload, read_vectors
+from stagemesh.stage_conformance.played_consumer import Consumer
+from stagemesh.stage_conformance.played_producer import Flow
 from stagemesh.stage_conformance.suites.consumer import complete, started
 from stagemesh.stage_conformance.suites.producer import delivered, sending
-from stagemesh.stage_conformance.trial import Good, Trial, require
+from stagemesh.stage_conformance.trial import Good, Trial, expect_contents, require
 from stagemesh.v1 import chunk_pb2, signature_pb2, stage_pb2, tensor_pb2
-
-_UNSAFE = "the accepted tensors have no rows, or several of them have"
-WRONG_DIGEST = bytes(32)
-
-
-def read_vectors(name: str) -> Mapping[str, Any]:
-    """Returns the test vectors of a file in protos/vectors by their names."""
-    text = (files("stagemesh.stage_conformance") / "vectors" / f"{name}.json").read_text(encoding="utf-8")
-    return {each["name"]: each for each in json.loads(text)}
-
-
-class VectorFlow:
-    """Plays the exchanges of a vector on a flow: sends the items, and compares the replies."""
-
-    def __init__(self, flow: Flow, inputs: Inputs) -> None:
-        self._flow, self._inputs = flow, inputs
-        self._seen = 0
-
-    async def play(self, exchanges: Sequence[Mapping[str, Any]]) -> None:
-        """Plays all exchanges. Raises MismatchError if other replies arrive."""
-        for number, exchange in enumerate(exchanges):
-            for item in exchange["items"]:
-                for each in self._items(item):
-                    await self._flow.stream.put(each)
-            await self._compare(number, exchange["replies"])
-
-    def _items(self, item: Mapping[str, Any]) -> list[stage_pb2.PutItem]:
-        key, kind, flow = self._flow.key, item["kind"], self._flow
-        match kind:
-            case "open":
-                connector = item.get("connector", chunk_pb2.CONNECTOR_GRPC)
-                return [
-                    stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=key, connector=connector, opening=item["opening"]))
-                ]
-            case "fragment":
-                return [self._fragment(item)]
-            case "demand":
-                return [stage_pb2.PutItem(demand=stage_pb2.CreditDemand(key=key, size_bytes=item["size_bytes"]))]
-            case "chunk":
-                return [self._chunk(item)]
-            case "end":
-                data = [flow.sent[seq] for seq in sorted(flow.sent) if seq < item["seq"]]
-                digest = {"wrong": WRONG_DIGEST, "": b""}.get(item.get("digest", "right"))
-                end = chunk_pb2.ChunkEnd(count=item["count"], digest=digest_of(data) if digest is None else digest)
-                return [stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=key, seq=item["seq"], end=end))]
-            case "abort":
-                error = chunk_pb2.Error(code=Code[item["code"]], reason=item["reason"], message="a test vector")
-                abort = chunk_pb2.ChunkAbort(error=error)
-                return [stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=key, seq=item["seq"], abort=abort))]
-            case _:
-                raise AssertionError(f"unknown item {kind!r} in a test vector")
-
-    def _fragment(self, item: Mapping[str, Any]) -> stage_pb2.PutItem:
-        if "payload_bytes" in item:
-            total, offset, payload = item["total_bytes"], item["offset"], bytes(item["payload_bytes"])
-        else:
-            unit = self._inputs.row_bytes
-            whole = b"".join(self._inputs.chunk(0, item["total_rows"], first_row=item["first_row"]).contents)
-            total, offset = item["total_rows"] * unit, item["offset_row"] * unit
-            payload = whole[offset:][: item["rows"] * unit].ljust(item["rows"] * unit, b"\0")
-        fragment = chunk_pb2.ChunkFragment(
-            key=self._flow.key, seq=item["seq"], total_bytes=total, offset=offset, payload=payload
-        )
-        return stage_pb2.PutItem(fragment=fragment)
-
-    def _chunk(self, item: Mapping[str, Any]) -> stage_pb2.PutItem:
-        payload = self._inputs.chunk(0, item["rows"], first_row=item["first_row"])
-        data = payload.streamed() if item.get("is_streamed") else payload.inline()
-        if "region" in item:
-            require(len(data.tensors) == 1, _UNSAFE)
-            region, unit = data.tensors[0].streamed, self._inputs.row_bytes
-            region.offset, region.size_bytes = (each * unit for each in item["region"])
-        self._flow.sent[item["seq"]] = data
-        return stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=self._flow.key, seq=item["seq"], data=data))
-
-    async def _compare(self, number: int, wanted: Sequence[Mapping[str, Any]]) -> None:
-        """Waits for the replies to an exchange. Acknowledgements may be combined, and grants of credit do not count."""
-        events = [each for each in wanted if each["kind"] != "ack"]
-        acked = max((each["next_seq"] for each in wanted if each["kind"] == "ack"), default=0)
-        stream, what = self._flow.stream, f"after exchange {number}: {json.dumps(list(wanted))}"
-        await stream.until(
-            lambda: (len(self._events()) >= len(events) and self._flow.acked >= acked) or stream.ended, what
-        )
-        found = self._events()[: len(events)] if events else self._events()
-        expect(len(found) == len(events) and self._flow.acked >= acked, what, stream.came)
-        for want, reply in zip(events, found, strict=True):
-            check_reply(want, reply, what)
-        self._seen += len(events)
-
-    def _events(self) -> list[stage_pb2.PutReply]:
-        """Returns the replies that were not compared yet, without acknowledgements and credit."""
-        others = [each for each in self._flow.replies if each.WhichOneof("reply") not in {"ack", "credit"}]
-        return others[self._seen :]
-
-
-def check_reply(want: Mapping[str, Any], reply: stage_pb2.PutReply, what: str) -> None:
-    """Raises MismatchError if a reply differs from what a vector has."""
-    kind = str(reply.WhichOneof("reply"))
-    found: dict[str, Any] = {"kind": kind}
-    if kind == "opened":
-        found |= {"next_seq": reply.opened.next_seq, "opening": reply.opened.opening}
-    elif kind in {"resync", "rejected"}:
-        error: StagemeshError = error_from_wire(getattr(reply, kind).error)
-        found |= {"code": error.code.name, "reason": error.reason}
-    allowed: dict[str, list[Any]] = {
-        name: value if isinstance(value, list) else [value] for name, value in want.items()
-    }
-    expect(all(found.get(name) in values for name, values in allowed.items()), what, found)
-
-
-async def _play(trial: Trial, vector: Mapping[str, Any]) -> None:
-    inputs = trial.stage.inputs
-    require(all(each.has_rows for each in inputs.tensors), _UNSAFE)
-    consumer = await trial.consumer() if trial.stage.has_output else None
-    step = await trial.call(trial.request(consumer)).accepted()
-    stream = await trial.stream()
-    flow = stream.flow(trial.key_in())
-    await VectorFlow(flow, inputs).play(vector["exchanges"])
-    if flow.all("commit"):
-        await step.finished()
-        if consumer is not None:
-            consumer.check()
-    elif flow.all("rejected") and flow.all("opened"):
-        await step.failed()
-
-
-@case(
-    "consumer",
-    "The consumer: the table of items (checklist 11, 13, 14)",
-    Needs.INPUT,
-    variants=read_vectors("consumer"),
-)
-async def consumer_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
-    await _play(trial, vector)
-
-
-@case("consumer.fragments", "Fragments (checklist 14)", Needs.INPUT, variants=read_vectors("fragments"))
-async def fragment_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
-    await _play(trial, vector)
-
 
 # -- steps that are refused
 
@@ -166,7 +24,7 @@ async def fragment_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
 async def refused_step(trial: Trial, vector: Mapping[str, Any]) -> None:
     signature, is_output = trial.stage.described.signature, "output" in vector
     require(not is_output or trial.stage.has_output, "the stage has no outgoing edge")
-    require("input" not in vector or trial.stage.inputs.tensors, "the stage has no incoming edge")
+    require("input" not in vector or trial.inputs.tensors, "the stage has no incoming edge")
     require("if" not in vector or getattr(signature, vector["if"]), "the signature does not have it")
     require("unless" not in vector or not getattr(signature, vector["unless"]), "the signature allows it")
     request = trial.request(await trial.consumer() if is_output else None)
@@ -198,7 +56,7 @@ def merge(change: Mapping[str, Any], message: Any) -> None:
 @case("consumer.chunk", "A flow: chunks (checklist 14)", Needs.INPUT, variants=read_vectors("chunks"))
 async def chunk_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
     step, _, flow = await started(trial)
-    payload = trial.stage.inputs.chunk(0, 4)
+    payload = trial.inputs.chunk(0, 4)
     _change(payload, vector["change"])
     await flow.send(payload, is_streamed=False)
     if "reason" not in vector:
@@ -255,7 +113,7 @@ _BYTES = tensor_pb2.DATA_TYPE_UINT8
 @case("steps.text", "A step: the table of kinds, TEXT (checklist 9)", Needs.INPUT, variants=read_vectors("text"))
 async def text_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
     """Checks the text of a stage that passes text on, but for the case of its letters."""
-    tensors, emits = trial.stage.inputs.tensors, trial.stage.emits
+    tensors, emits = trial.inputs.tensors, trial.stage.emits
     is_text = [each.kind for each in emits] == [signature_pb2.TENSOR_KIND_TEXT]
     require(is_text and [each.dtype for each in tensors] == [_BYTES], "the stage does not turn one text into another")
     sent = b"".join(bytes.fromhex(each) for each in vector["emitted"])
@@ -306,8 +164,7 @@ async def policy_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
         binding.policy.frames.ramp.extend(chosen["frames"].get("ramp", ()))
         binding.policy.frames.left_context_frames = chosen["frames"].get("left_context_frames", 0)
     step = await trial.call(request).accepted()
-    if trial.stage.inputs.tensors:
-        await trial.feed(await trial.stream())
+    await trial.supply()
     await step.finished()
     consumer.check()
     found = [_rows(each.data) for each in consumer.only().chunks]
@@ -345,13 +202,10 @@ _ROWS = "Rebinding and attempts: drop the rows that you have (checklist 15)"
 @case("consumer.rows", _ROWS, Needs.INPUT, level=RECOVERY, variants=read_vectors("rows"))
 async def rows_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
     """Rebinds the incoming edge to another producer. The stage's result must be the result of all rows once."""
-    require(
-        len(trial.stage.inputs.tensors) == 1 and trial.stage.inputs.row_bytes, "needs one accepted tensor with rows"
-    )
+    require(len(trial.inputs.tensors) == 1 and trial.inputs.row_bytes, "needs one accepted tensor with rows")
     chunks = [*vector["received"], *vector["again"]]
     require(all(list(each["tensors"]) == ["x"] for each in chunks), "the vector has two tensors")
-    consumer = await trial.consumer() if trial.stage.has_output else None
-    step = await trial.call(trial.request(consumer)).accepted()
+    step, consumer = await trial.start()
     flow = await (await trial.stream()).open(trial.key_in())
     await _send(trial, flow, vector["received"])
     await flow.acknowledged(len(vector["received"]))
@@ -374,16 +228,13 @@ async def rows_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
         await again.committed()
         kept = [*vector["received"], *vector["kept"]]
         whole = await _unbroken(trial, kept)
-        found = trial.result(step, consumer)
-        sizes = [{name: len(each) for name, each in one.contents.items()} for one in (whole, found)]
-        expect(found.contents == whole.contents, f"the result of the kept rows, {sizes[0]} bytes", sizes[1])
+        expect_contents("the result of the kept rows", whole.contents, trial.result(step, consumer).contents)
 
 
 async def _unbroken(trial: Trial, chunks: Sequence[Mapping[str, Any]]) -> Good:
     """Runs a request whose only producer sends these chunks. Returns its result."""
     request_id = f"{trial.request_id}.unbroken"
-    consumer = await trial.consumer() if trial.stage.has_output else None
-    step = await trial.call(trial.request(consumer, request_id=request_id)).accepted()
+    step, consumer = await trial.start(request_id=request_id)
     flow = await (await trial.stream(incarnation="second")).open(trial.key_in(request_id=request_id))
     await _send(trial, flow, chunks)
     await flow.end()
@@ -394,7 +245,7 @@ async def _unbroken(trial: Trial, chunks: Sequence[Mapping[str, Any]]) -> Good:
 async def _send(trial: Trial, flow: Flow, chunks: Sequence[Mapping[str, Any]]) -> None:
     for each in chunks:
         first_row, rows = each["tensors"]["x"]
-        payload = trial.stage.inputs.chunk(0, rows, first_row=first_row)
+        payload = trial.inputs.chunk(0, rows, first_row=first_row)
         for name in ("context_frames", "token_start"):
             if name in each:
                 setattr(payload.data, name, each[name])
