@@ -325,10 +325,10 @@ async def test_an_error_never_contains_a_long_input() -> None:
 
 @pytest.mark.parametrize("retry_after_s", [math.inf, -math.inf, math.nan, 1e300, -1.0])
 def test_an_error_of_a_peer_is_limited_and_has_a_status(retry_after_s: float) -> None:
-    metadata = {f"{number}" + "x" * 5000: "x" * 5000 for number in range(1000)}
+    metadata = {**{f"{number}" + "x" * 5000: "x" * 5000 for number in range(1000)}, "stage": "a"}
     wire = chunk_pb2.Error(code=14, message="x" * 5000, metadata=metadata, retry_after_s=retry_after_s)
     error = error_from_wire(wire)
     assert to_status(error).code is grpc.StatusCode.UNAVAILABLE
     assert 0 <= (error.retry_after_s or 0) <= 86_400
-    assert (len(error.message), len(error.metadata)) == (4096, 64)
+    assert (len(error.message), len(error.metadata), error.metadata["stage"]) == (4096, 64, "a")
     assert max(map(len, (*error.metadata, *error.metadata.values()))) == 256

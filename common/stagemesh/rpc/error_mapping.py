@@ -5,7 +5,7 @@ A status contains the error's code and message, one ErrorInfo, and a RetryInfo i
 
 import re
 from contextlib import suppress
-from itertools import islice
+from heapq import nsmallest
 
 import grpc
 from google.protobuf.any import pack
@@ -144,8 +144,11 @@ def _shortened(text: str, most_bytes: int) -> str:
 
 
 def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:
-    """Converts a protobuf message to the error that a peer reported, with texts of at most the same lengths."""
-    entries = islice(message.metadata.items(), _MAX_VALUES)
+    """Converts a protobuf message to the error that a peer reported, with texts of at most the same lengths.
+
+    Omits the longest entries of the metadata beyond 64, because the entries that have a meaning are short.
+    """
+    entries = nsmallest(_MAX_VALUES, message.metadata.items(), key=lambda entry: len(entry[0]) + len(entry[1]))
     return error_class(message.code, message.reason)(
         message.message[:_MAX_MESSAGE_BYTES],
         reason=message.reason[:_MAX_VALUE_BYTES],
