@@ -48,9 +48,10 @@ async def test_failure_says_what_was_expected_and_what_came(tmp_path: Path) -> N
         ran = await stagemesh("conformance", endpoint, "--case", "consumer.resync-limit*")
     assert ran.exit_code == ExitCode.FAILED
     assert "failed: consumer.resync-limit\n" in ran.stderr
-    lines = [line.split(maxsplit=1)[0] for line in ran.stdout.splitlines() if line]
-    assert lines == ["consumer.resync-limit", "rule:", "expected:", "came:", "1"]
-    assert ran.stdout.endswith("1 failed, 1 passed\n")
+    lines = [line.strip().partition(":")[0] for line in ran.stdout.splitlines() if line]
+    failed = "consumer.resync-limit (level 1)"
+    assert lines == [failed, "rule", "expected", "came", "consumer 1", "step 1", "stream 1", "1 failed, 1 passed"]
+    assert "hello of 'relay-0'" in ran.stdout
 
 
 async def test_requests_use_the_given_inputs_and_options(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ async def test_another_stage_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("HERE", *QUICK), ExitCode.UNAVAILABLE, "cannot be reached"),
+        (("HERE", *QUICK), ExitCode.UNAVAILABLE, "start the stage, or correct HOST:PORT"),
         (("HERE", "--case", "consumer.none"), ExitCode.USAGE, "no case matches"),
         ((), ExitCode.USAGE, "give the address of the stage"),
         (("HERE", "--tls", "/nowhere"), ExitCode.USAGE, "cannot be read"),
@@ -94,3 +95,4 @@ def test_what_cannot_be_run_has_an_error(arguments: tuple[str, ...], code: ExitC
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     ran = invoke("conformance", *(endpoint if each == "HERE" else each for each in arguments))
     ran.check(code, words)
+    assert "--server" not in ran.stderr

@@ -2,12 +2,17 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stagemesh.rpc.channels import open_channel
 from stagemesh.stage_conformance.cases import Verdict
 from stagemesh.stage_conformance.driver import Settings
+from stagemesh.stage_conformance.played_consumer import Consumer
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 from tests.conformance.stages import SLOW, check, count, failures, python_stage
+from tests.rpc.call_errors import error_of
 from tests.system.added_transforms import add_function
 
 WAITING = ("consumer.no-hello", "steps.caller-returns", "steps.last-caller-leaves")
@@ -36,6 +41,19 @@ async def test_stages_pass_all_cases(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert failures(found) == {}
         assert count(found) >= wanted
     assert count(results[0], Verdict.NOT_SERVED) == 0
+
+
+async def test_streams_of_other_stages_disturb_no_case() -> None:
+    stage = Consumer("conformance.c", "127.0.0.1", "one")
+    await stage.start()
+    async with open_channel(stage.endpoint) as channel:
+        calls: list[Any] = [stage_pb2_grpc.StageServiceStub(channel).PutChunk() for _ in range(2)]
+        for call, incarnation in zip(calls, ("another", "one"), strict=True):
+            await call.write(stage_pb2.PutChunkRequest(hello=stage_pb2.Hello(replica="s", incarnation=incarnation)))
+        assert (await calls[1].read()).HasField("welcome")
+        assert (await error_of(calls[0].read())).reason == "WRONG_PIPELINE"
+    assert len(stage.connections) == 1
+    await stage.stop()
 
 
 _DEFECTS = {

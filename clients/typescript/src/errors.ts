@@ -12,6 +12,9 @@ const DETAILS_KEY = "grpc-status-details-bin";
 /** The texts by which implementations of gRPC reject a message that is larger than the sender or the receiver allows. */
 const TOO_LARGE = /message.* larger than max|size larger than|exceeds maximum size/i;
 const TYPE_URL = "type.googleapis.com/";
+/** gRPC limits the trailers of a call, often to 8 KiB. They contain the message twice. */
+const MAX_MESSAGE_BYTES = 1024;
+const MAX_METADATA_BYTES = 3072;
 
 /** An error of Stagemesh. Decide by `code` and `reason`; the message is for people. */
 export class StagemeshError extends Error {
@@ -72,9 +75,14 @@ export function errorToWire(error: StagemeshError): WireError {
   return WireError.create({ code, reason, message, metadata: { ...metadata }, retryAfterS, facts });
 }
 
-/** Returns the status of a call that fails with this error, in the form that grpc-js expects from a server. */
+/**
+ * Returns the status of a call that fails with this error, in the form that grpc-js expects from a server. The end of
+ * a long message and the longest metadata are omitted.
+ */
 export function errorToStatus(error: StagemeshError): StatusObject {
-  const info = ErrorInfo.create({ reason: error.reason, domain: DOMAIN, metadata: { ...error.metadata } });
+  const info = ErrorInfo.create({ reason: error.reason, domain: DOMAIN, metadata: withoutLongest(error.metadata) });
+  // Without the end of a long message, and without a part of a character.
+  const message = new TextDecoder().decode(Buffer.from(error.message).subarray(0, MAX_MESSAGE_BYTES), { stream: true });
   const details = [{ typeUrl: `${TYPE_URL}google.rpc.ErrorInfo`, value: ErrorInfo.encode(info).finish() }];
   if (error.retryAfterS !== undefined) {
     const seconds = Math.floor(error.retryAfterS);
@@ -86,9 +94,16 @@ export function errorToStatus(error: StagemeshError): StatusObject {
     details.push({ typeUrl: `${TYPE_URL}stagemesh.v1.ErrorFacts`, value: ErrorFacts.encode(error.facts).finish() });
   }
   const metadata = new Metadata();
-  const content = Status.create({ code: error.code, message: error.message, details });
+  const content = Status.create({ code: error.code, message, details });
   metadata.set(DETAILS_KEY, Buffer.from(Status.encode(content).finish()));
-  return { code: error.code, details: error.message, metadata };
+  return { code: error.code, details: message, metadata };
+}
+
+function withoutLongest(metadata: Readonly<Record<string, string>>): Record<string, string> {
+  let leftBytes = MAX_METADATA_BYTES;
+  const sizes = Object.entries(metadata).map((entry) => ({ entry, bytes: Buffer.byteLength(entry.join("")) }));
+  sizes.sort((one, other) => one.bytes - other.bytes);
+  return Object.fromEntries(sizes.filter(({ bytes }) => (leftBytes -= bytes) >= 0).map(({ entry }) => entry));
 }
 
 /**

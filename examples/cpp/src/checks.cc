@@ -65,6 +65,7 @@ void check_outputs(const v1::ExecuteStepRequest& request, const v1::Signature& s
   for (const v1::StreamedOutput& output : request.streamed()) {
     check_emitted(output.tensor(), signature);
     if (!names.insert(output.tensor()).second) throw invalid_request("output " + output.tensor() + " is streamed twice");
+    if (output.has_frame_rate()) throw invalid_request("output " + output.tensor() + " has a frame rate, but is not a video");
     if (!output.media_type().empty() || !output.uri().empty()) throw unsupported("outputs as files");
   }
 }

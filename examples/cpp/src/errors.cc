@@ -1,5 +1,6 @@
 #include "errors.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -11,6 +12,28 @@ namespace {
 
 constexpr char DOMAIN_NAME[] = "stagemesh";
 constexpr uint32_t VERSION = 1;
+// gRPC limits the trailers of a call, which contain the message twice.
+constexpr size_t MAX_MESSAGE_BYTES = 1024, MAX_METADATA_BYTES = 3072;
+
+// Returns an error without the end of a long message, and without the longest metadata.
+Failure shortened(const Failure& failure) {
+  Failure result = failure;
+  size_t end = std::min(failure.message.size(), MAX_MESSAGE_BYTES);
+  if (end < failure.message.size()) {
+    while (end > 0 && (failure.message[end] & 0xC0) == 0x80) --end;  // the start of a character
+  }
+  result.message.resize(end);
+  std::multimap<size_t, std::pair<std::string, std::string>> by_size;
+  for (const auto& entry : failure.metadata) by_size.emplace(entry.first.size() + entry.second.size(), entry);
+  result.metadata.clear();
+  size_t kept_bytes = 0;
+  for (const auto& [size, entry] : by_size) {
+    kept_bytes += size;
+    if (kept_bytes > MAX_METADATA_BYTES) break;
+    result.metadata.insert(entry);
+  }
+  return result;
+}
 
 }  // namespace
 
@@ -46,7 +69,8 @@ Failure peer_lost(const std::string& message, const std::string& replica) {
   return Failure(grpc::UNAVAILABLE, "PEER_LOST", message).within("replica", replica);
 }
 
-v1::Error to_wire(const Failure& failure) {
+v1::Error to_wire(const Failure& whole) {
+  const Failure failure = shortened(whole);
   v1::Error error;
   error.set_code(failure.code);
   error.set_reason(failure.reason);
@@ -65,7 +89,8 @@ Failure from_wire(const v1::Error& error) {
   return failure;
 }
 
-grpc::Status to_status(const Failure& failure) {
+grpc::Status to_status(const Failure& whole) {
+  const Failure failure = shortened(whole);
   google::rpc::Status content;
   content.set_code(failure.code);
   content.set_message(failure.message);

@@ -46,12 +46,12 @@ Failure invalid_request(const std::string& message);
 Failure unsupported(const std::string& what);
 Failure peer_lost(const std::string& message, const std::string& replica);
 
-// Convert errors from and into an error within a stream.
-v1::Error to_wire(const Failure& failure);
+// Convert errors from and into an error within a stream. What is too long for the trailers of a call is omitted.
+v1::Error to_wire(const Failure& whole);
 Failure from_wire(const v1::Error& error);
 
 // Convert errors from and into the status of a call, whose details have an ErrorInfo.
-grpc::Status to_status(const Failure& failure);
+grpc::Status to_status(const Failure& whole);
 Failure from_status(const grpc::Status& status);
 
 // What this program speaks.

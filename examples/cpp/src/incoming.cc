@@ -89,14 +89,18 @@ void IncomingFlow::take_chunk(Session& session, v1::Chunk& chunk) {
 // Returns whether the chunk was complete.
 bool IncomingFlow::take_data(Session& session, v1::ChunkData& data) {
   check_credit(data.size_bytes());
-  const bool is_streamed = std::any_of(data.tensors().begin(), data.tensors().end(),
-                                       [](const v1::Tensor& tensor) { return tensor.has_streamed(); });
+  bool is_streamed = false;
+  uint64_t streamed_bytes = 0;
+  for (const v1::Tensor& tensor : data.tensors()) {
+    is_streamed = is_streamed || tensor.has_streamed();
+    streamed_bytes += tensor.streamed().size_bytes();
+  }
   if (is_streamed && (!fragments_ || fragments_->bytes.size() < fragments_->total_bytes)) {
     resync(session, "FRAGMENT_GAP", "chunk " + std::to_string(next_seq_) + " arrived before its fragments");
     return false;
   }
-  if (is_streamed && fragments_->total_bytes != data.size_bytes()) {
-    throw invalid_chunk("the fragments of a chunk have another size than the chunk");
+  if (fragments_ && fragments_->total_bytes != streamed_bytes) {
+    throw invalid_chunk("the fragments of a chunk have another size than its streamed tensors");
   }
   std::string none;
   Packet packet = to_packet(data, fragments_ ? fragments_->bytes : none, producer);

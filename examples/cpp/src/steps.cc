@@ -241,7 +241,8 @@ std::shared_ptr<Step> Steps::step_of(const v1::ExecuteStepRequest& request) {
   attempts_.set(request.request_id(), request.attempt());
   for (const auto& [id, other] : steps_) {
     if (other->request.request_id() != request.request_id() || other->request.attempt() >= request.attempt()) continue;
-    other->stop({grpc::CANCELLED, "CANCELLED", "attempt " + std::to_string(request.attempt()) + " replaces this one"});
+    const std::string message = "attempt " + std::to_string(request.attempt()) + " replaces this one";
+    other->stop(Failure(grpc::FAILED_PRECONDITION, "STALE_ATTEMPT", message).with_attempt(request.attempt()));
   }
   steps_[request.step_id()] = step;
   step->start();

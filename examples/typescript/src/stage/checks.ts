@@ -43,6 +43,9 @@ export function checkStep(request: ExecuteStepRequest, signature: Signature): vo
     throw failure(status.INVALID_ARGUMENT, "UNKNOWN_TENSOR", `this stage does not emit the tensor ${name}`);
   }
   if (hasDuplicates(names)) throw invalidRequest("an output is streamed twice");
+  if (streamed.some(({ frameRate }) => frameRate !== undefined)) {
+    throw invalidRequest("an output that is not a video has a frame rate");
+  }
   if (streamed.some(({ mediaType, uri }) => mediaType !== "" || uri !== "")) throw unsupported("outputs as files");
 }
 

@@ -286,8 +286,8 @@ export class IncomingFlow {
       this.#resync(session, "FRAGMENT_GAP", `chunk ${this.#nextSeq} arrived before its fragments`);
       return undefined;
     }
-    if (isStreamed && fragments?.totalBytes !== Number(data.sizeBytes)) {
-      throw invalidChunk("the fragments of a chunk have another size than the chunk");
+    if (fragments !== undefined && fragments.totalBytes !== streamedBytesOf(data)) {
+      throw invalidChunk("the fragments of a chunk have another size than its streamed tensors");
     }
     const streamed = isStreamed ? Buffer.concat(fragments?.parts ?? []) : undefined;
     const tensors = data.tensors.map((tensor) => this.#tensorOf(tensor, streamed));
@@ -338,6 +338,18 @@ export class IncomingFlow {
     if (sizeOf(tensor) === data.length) return tensor;
     throw invalidChunk(`tensor ${name} has ${data.length} bytes, but its shape needs ${sizeOf(tensor)}`);
   }
+}
+
+/** Returns the bytes of a chunk's streamed tensors, whose regions follow each other. Throws INVALID_CHUNK. */
+function streamedBytesOf({ tensors }: ChunkData): number {
+  let end = 0;
+  for (const { name, location } of tensors) {
+    if (location?.$case !== "streamed") continue;
+    const { offset, sizeBytes } = location.value;
+    if (Number(offset) !== end) throw invalidChunk(`the region of tensor ${name} begins at ${offset}, not at ${end}`);
+    end += Number(sizeBytes);
+  }
+  return end;
 }
 
 /** The packets of an edge for the function of a step, over the attempts of its producer. */

@@ -124,7 +124,8 @@ export class Steps {
     this.#attempts.set(requestId, attempt);
     for (const { request: other, stop } of this.#steps.values()) {
       if (other.requestId !== requestId || other.attempt >= attempt) continue;
-      void stop(failure(status.CANCELLED, "CANCELLED", `attempt ${attempt} replaces attempt ${other.attempt}`));
+      const message = `attempt ${attempt} replaces attempt ${other.attempt}`;
+      void stop(failure(status.FAILED_PRECONDITION, "STALE_ATTEMPT", message, {}, { attempt }));
     }
     this.#steps.set(stepId, step);
     step.start();
@@ -331,7 +332,9 @@ class Step {
     const { edge, attempt } = binding;
     const present = this.#bindings.get(edge) ?? binding;
     checkBinding(binding);
-    if (binding.transform !== present.transform) throw invalidEdge(`a rebinding cannot change the transform of edge ${edge}`);
+    if (!isDeepStrictEqual(contentKeyOf(binding), contentKeyOf(present))) {
+      throw invalidEdge(`a rebinding cannot change what edge ${edge} transfers`);
+    }
     if (attempt < present.attempt) {
       const message = `edge ${edge} is in attempt ${present.attempt}, not ${attempt}`;
       throw failure(status.FAILED_PRECONDITION, "STALE_ATTEMPT", message, { edge }, { attempt: present.attempt });
@@ -360,6 +363,12 @@ class Step {
 /** Returns the replica at the other end of an edge. */
 function peerOf(binding: InputBinding | OutputBinding): readonly string[] {
   return "producer" in binding ? [binding.producer] : [binding.consumer, binding.endpoint];
+}
+
+/** Returns what a rebinding cannot change. */
+function contentKeyOf(binding: InputBinding | OutputBinding): readonly unknown[] {
+  const { transform } = binding;
+  return "producer" in binding ? [transform, binding.apart] : [transform, binding.tensors.toSorted(), binding.tokens];
 }
 
 async function* noPackets(): AsyncGenerator<Packet, void, void> {}

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -56,6 +56,8 @@ class Result:
     seconds: float
     expected: str = ""
     came: str = ""
+    logs: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    """The last events of each step, and messages of each stream and played consumer, of a case that failed."""
 
 
 class Needs(Enum):
@@ -235,7 +237,8 @@ async def run_case(case: Case, trial: "Trial", *, limit_s: float) -> Result:
     started_s = time.monotonic()
 
     def result(verdict: Verdict, expected: str = "", came: str = "") -> Result:
-        return Result(case, verdict, time.monotonic() - started_s, expected, came)
+        logs = trial.logs() if verdict is Verdict.FAILED else {}
+        return Result(case, verdict, time.monotonic() - started_s, expected, came, logs)
 
     try:
         _check_needs(case, trial)

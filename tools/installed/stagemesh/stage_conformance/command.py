@@ -204,6 +204,7 @@ def _document(outcome: "Outcome") -> dict[str, object]:
             "seconds": round(each.seconds, 3),
             "expected": each.expected,
             "came": each.came,
+            "logs": each.logs,
         }
         for each in outcome.results
     ]
@@ -228,8 +229,10 @@ def _show(outcome: "Outcome") -> None:
     for each in outcome.results:
         if each.verdict.value == "failed":
             typer.echo(f"\n{each.case.name} (level {each.case.level})")
-            for name, text in (("rule", each.case.rule), ("expected", each.expected), ("came", each.came)):
-                typer.echo(f"  {name + ':':10}{text}")
+            logs = {name: "; ".join(lines) for name, lines in each.logs.items() if lines}
+            rows = {"rule": each.case.rule, "expected": each.expected, "came": each.came, **logs}
+            for name, text in rows.items():
+                typer.echo(f"  {name + ':':12}{text}")
     counts = Counter(each.verdict.value for each in outcome.results)
     sys.stdout.write("\n")
     typer.echo(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from stagemesh.common.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.errors import DeadlineError, InvalidRequestError, NotReadyError, UnavailableError
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.stage_conformance.cases import Case, MismatchError, Result, in_order, run_case
@@ -85,7 +85,11 @@ async def describe_stage(endpoint: str, channel: grpc.aio.Channel, settings: Set
     try:
         described = await stage_pb2_grpc.StageServiceStub(channel).Describe(request, timeout=_DESCRIBE_S)
     except grpc.aio.AioRpcError as exc:
-        raise from_rpc_error(exc, peer=f"the stage at {endpoint}") from exc
+        error = from_rpc_error(exc, peer=f"the stage at {endpoint}")
+        if isinstance(error, DeadlineError | UnavailableError):
+            # Without metadata, the command line adds no remedy for an orchestrator.
+            raise UnavailableError(f"{error.message}; start the stage, or correct HOST:PORT") from exc
+        raise error from exc
     if settings.stage not in {"", described.stage}:
         raise InvalidRequestError(
             f"the replica at {endpoint} belongs to the stage {described.stage!r}, not {settings.stage!r}",

@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
-from stagemesh.common.errors import StagemeshError
+from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.rpc.channels import SERVER_OPTIONS
 from stagemesh.rpc.credentials import PROCESS
 from stagemesh.rpc.error_mapping import error_from_wire, to_status
@@ -38,6 +39,10 @@ class Received:
     abort: StagemeshError | None = None
 
 
+Ending: TypeAlias = StagemeshError | grpc.Status | grpc.StatusCode
+"""The status with which a stream ends."""
+
+
 class Connection:
     """A stream of the stage to a played consumer."""
 
@@ -47,7 +52,7 @@ class Connection:
         self.hello: stage_pb2.Hello | None = None
         self.items: list[stage_pb2.PutItem] = []
         self.is_over = False
-        self.ending: asyncio.Future[StagemeshError | grpc.StatusCode] = asyncio.get_running_loop().create_future()
+        self.ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
     async def reply(self, *replies: stage_pb2.PutReply) -> None:
         """Sends replies."""
@@ -60,8 +65,8 @@ class Connection:
             with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.BaseError):
                 await self._context.write(response)
 
-    def end(self, status: StagemeshError | grpc.StatusCode) -> None:
-        """Ends the stream with an error, or with a bare status."""
+    def end(self, status: Ending) -> None:
+        """Ends the stream with an error, or with another status."""
         if not self.ending.done():
             self.ending.set_result(status)
 
@@ -74,11 +79,15 @@ def _by_default(_consumer: "Consumer", _item: stage_pb2.PutItem) -> None:
 
 
 class Consumer(Observed):
-    """A played consumer. It receives flows as the protocol says, except for what a case changes."""
+    """A played consumer. It receives flows as the protocol says, except for what a case changes.
 
-    def __init__(self, name: str, host: str) -> None:
+    `producer` is the incarnation of the stage. Streams of other stages, which may still connect to a port that this
+    consumer has got, are refused and not counted.
+    """
+
+    def __init__(self, name: str, host: str, producer: str) -> None:
         super().__init__()
-        self.name, self._host = name, host
+        self.name, self._host, self._producer = name, host, producer
         self.incarnation = f"{name}/1"
         self.protocol: Protocol | None = PROTOCOL
         self.endpoint = ""
@@ -112,11 +121,12 @@ class Consumer(Observed):
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("stagemesh.v1.StageService", {"PutChunk": handler}),)
         )
-        tls, listen = PROCESS.credentials.tls, self.endpoint or "0.0.0.0:0"
+        port = _unused_port()
+        tls, listen = PROCESS.credentials.tls, f"0.0.0.0:{port}"
         if tls is None:
-            port = self._server.add_insecure_port(listen)
+            self._server.add_insecure_port(listen)
         else:
-            port = self._server.add_secure_port(listen, tls.server_credentials(ask_certificate=True))
+            self._server.add_secure_port(listen, tls.server_credentials(ask_certificate=True))
         await self._server.start()
         self.endpoint = f"{self._host}:{port}"
 
@@ -129,8 +139,6 @@ class Consumer(Observed):
 
     async def _put_chunk(self, requests: AsyncIterator[stage_pb2.PutChunkRequest], context: Any) -> None:
         connection = Connection(context)
-        self.connections.append(connection)
-        self.note(f"stream {len(self.connections)} began")
         reading = asyncio.create_task(self._read(requests, connection))
         try:
             await asyncio.wait((reading, connection.ending), return_when=asyncio.FIRST_COMPLETED)
@@ -144,15 +152,24 @@ class Consumer(Observed):
         if not connection.ending.done():
             return
         status = connection.ending.result()
-        if isinstance(status, StagemeshError):
-            made = to_status(status)
-            await context.abort(made.code, made.details, made.trailing_metadata)
-        elif status is grpc.StatusCode.OK:
+        if status is grpc.StatusCode.OK:
             return
-        await context.abort(status, "ended by the conformance tool")
+        if isinstance(status, StagemeshError):
+            status = to_status(status)
+        if isinstance(status, grpc.StatusCode):
+            await context.abort(status, "ended by the conformance tool")
+        else:
+            await context.abort(status.code, status.details, status.trailing_metadata)
 
     async def _read(self, requests: AsyncIterator[stage_pb2.PutChunkRequest], connection: Connection) -> None:
         async for request in requests:
+            if connection not in self.connections:
+                if request.HasField("hello") and request.hello.incarnation != self._producer:
+                    self.note(f"refused {request.hello.replica!r} with incarnation {request.hello.incarnation!r}")
+                    connection.end(NotReadyError("this consumer is of another stage", reason="WRONG_PIPELINE"))
+                    return
+                self.connections.append(connection)
+                self.note(f"stream {len(self.connections)} began")
             if request.HasField("hello"):
                 connection.hello = request.hello
                 self.note(f"hello of {request.hello.replica!r}")
@@ -342,6 +359,23 @@ class Consumer(Observed):
                     skipped = len(content) // rows * each.data.context_frames if rows else 0
                     found[tensor.name] = found.get(tensor.name, b"") + content[skipped:]
         return found
+
+
+_USED_PORTS = set[int]()
+
+
+def _unused_port() -> int:
+    """Returns a free port that this process has not used before.
+
+    The stage connects for seconds to the port of a consumer that has ended. Its flows would reach another case.
+    """
+    while True:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port: int = free.getsockname()[1]
+        if port not in _USED_PORTS:
+            _USED_PORTS.add(port)
+            return port
 
 
 def shown(item: stage_pb2.PutItem) -> str:

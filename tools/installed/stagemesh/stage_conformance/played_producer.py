@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -16,7 +15,7 @@ from stagemesh.stage_conformance.content import GRPC, PROTOCOL, Inputs, Payload,
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 
 if TYPE_CHECKING:
-    from stagemesh.stage_conformance.trial import Stage
+    from stagemesh.stage_conformance.trial import Trial
 
 
 class Flow:
@@ -197,9 +196,9 @@ class Stream(Observed):
 class Producer:
     """A played producer with one incarnation."""
 
-    def __init__(self, name: str, incarnation: str, stage: "Stage", stack: AsyncExitStack) -> None:
+    def __init__(self, name: str, incarnation: str, trial: "Trial") -> None:
         self.name, self.incarnation = name, incarnation
-        self._stage, self._stack = stage, stack
+        self._stage, self._trial = trial.stage, trial
 
     def hello(self, **changes: Any) -> stage_pb2.Hello:
         """Returns the first message of a stream, with other values of some fields."""
@@ -216,15 +215,16 @@ class Producer:
     async def raw_stream(self) -> Stream:
         """Opens a stream on a new connection, and sends nothing."""
         channel = open_channel(self._stage.endpoint)
-        self._stack.push_async_callback(channel.close)
+        self._trial.stack.push_async_callback(channel.close)
         stream = Stream(stage_pb2_grpc.StageServiceStub(channel).PutChunk(), self._stage.inputs)
+        self._trial.observe("stream", stream)
 
         async def end() -> None:
             stream.task.cancel()
             stream.cut()
             await asyncio.gather(stream.task, return_exceptions=True)
 
-        self._stack.push_async_callback(end)
+        self._trial.stack.push_async_callback(end)
         return stream
 
     async def stream(self) -> Stream:

@@ -37,6 +37,8 @@ ROWS, CHUNKS = 24, 3
 FRAMES = 16
 """The rows of a chunk that the stage sends, if its output can be cut."""
 _ENDING_S = 5.0
+_LOGGED = 12
+"""The number of lines of each log that a failed case reports."""
 
 
 @dataclass
@@ -153,8 +155,9 @@ class Trial:
         number = next(stage.numbers)
         self.request_id = f"conformance-{stage.run_id}-{number}"
         self._name = f"conformance.{stage.run_id}.{number}"
-        self._stack = AsyncExitStack()
+        self.stack = AsyncExitStack()
         self._steps: list[Step] = []
+        self._observed: list[tuple[str, Observed]] = []
         self._ids = set[str]()
 
     async def __aenter__(self) -> Self:
@@ -168,7 +171,16 @@ class Trial:
             with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
                 await self.stub.CancelStep(stage_pb2.CancelStepRequest(request_id=each), timeout=_ENDING_S)
         await asyncio.gather(*(step.task for step in self._steps), return_exceptions=True)
-        await self._stack.aclose()
+        await self.stack.aclose()
+
+    def observe(self, kind: str, observed: Observed) -> None:
+        """Adds the log of something that the case has started to `logs`."""
+        number = sum(name.startswith(kind) for name, _ in self._observed) + 1
+        self._observed.append((f"{kind} {number}", observed))
+
+    def logs(self) -> Mapping[str, Sequence[str]]:
+        """Returns the last lines of each log."""
+        return {name: observed.log[-_LOGGED:] for name, observed in self._observed}
 
     # -- peers
 
@@ -178,16 +190,21 @@ class Trial:
 
     async def consumer(self, **settings: Any) -> Consumer:
         """Starts a played consumer. `settings` are its attributes."""
-        consumer = Consumer(self.peer_name("consumer"), self.stage.host)
+        consumer = self.silent_consumer()
         for name, value in settings.items():
             setattr(consumer, name, value)
         await consumer.start()
-        self._stack.push_async_callback(consumer.stop)
+        self.observe("consumer", consumer)
+        self.stack.push_async_callback(consumer.stop)
         return consumer
+
+    def silent_consumer(self) -> Consumer:
+        """Returns a played consumer that does not listen."""
+        return Consumer(self.peer_name("consumer"), self.stage.host, self.stage.described.incarnation)
 
     def producer(self, *, incarnation: str = "first") -> Producer:
         """Returns a played producer, which opens streams to the stage."""
-        return Producer(self.peer_name("producer"), f"{self._name}.{incarnation}", self.stage, self._stack)
+        return Producer(self.peer_name("producer"), f"{self._name}.{incarnation}", self)
 
     async def stream(self, *, incarnation: str = "first") -> Stream:
         """Opens a stream of a played producer, and waits for Welcome."""
@@ -253,6 +270,7 @@ class Trial:
         """Calls ExecuteStep."""
         step = Step(request, self.stub.ExecuteStep(request, timeout=timeout_s))
         self._steps.append(step)
+        self.observe("step", step)
         self._ids.add(request.request_id)
         return step
 

@@ -1,14 +1,18 @@
-"""What the stage does as a producer when a connection breaks, is refused, or cannot be made."""
+"""The connections of the stage to its consumers: they break, are refused, or cannot be made."""
 
 import asyncio
+import socket
 from collections.abc import Mapping
 from typing import Any
 
 import grpc
+from google.protobuf.any import pack
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
 
 from stagemesh.common.errors import Code, NotReadyError, StagemeshError, UnavailableError, UnsupportedError
 from stagemesh.stage_conformance.cases import FURTHER, case, expect
-from stagemesh.stage_conformance.played_consumer import Consumer
+from stagemesh.stage_conformance.played_consumer import Consumer, Ending
 from stagemesh.stage_conformance.suites.producer import HELLO, OUTPUT, delivered, sending
 from stagemesh.stage_conformance.trial import Step, Trial
 from stagemesh.v1 import stage_pb2
@@ -24,7 +28,7 @@ async def stream_ends(trial: Trial, status: grpc.StatusCode) -> None:
     await _breaking(trial, status)
 
 
-async def _breaking(trial: Trial, status: grpc.StatusCode | StagemeshError) -> None:
+async def _breaking(trial: Trial, status: Ending) -> None:
     """Ends the first stream after a chunk. Nothing may be lost or doubled."""
 
     def answer(consumer: Consumer, item: stage_pb2.PutItem) -> Any:
@@ -47,6 +51,13 @@ async def _breaking(trial: Trial, status: grpc.StatusCode | StagemeshError) -> N
 @case("producer.stream-unavailable", f"{_BROKEN}: UNAVAILABLE with an ErrorInfo is a broken connection, too", OUTPUT)
 async def stream_unavailable(trial: Trial) -> None:
     await _breaking(trial, UnavailableError("played", reason="CONNECTION_LOST"))
+
+
+@case("producer.stream-foreign-error", f"{_BROKEN}: so is an ErrorInfo of another domain", OUTPUT)
+async def stream_foreign_error(trial: Trial) -> None:
+    info = error_details_pb2.ErrorInfo(reason="WRONG_PIPELINE", domain="conformance.example")
+    status = status_pb2.Status(code=Code.FAILED_PRECONDITION, message="played", details=[pack(info)])
+    await _breaking(trial, rpc_status.to_status(status))
 
 
 async def _waiting(trial: Trial, consumer: Consumer) -> Step:
@@ -104,9 +115,12 @@ async def consumer_restarts(trial: Trial) -> None:
     waits_s=16,
 )
 async def refused_connection(trial: Trial) -> None:
-    consumer = await trial.consumer()
-    await consumer.stop()
-    step = await trial.call(trial.request(consumer)).accepted()
-    await trial.supply()
-    # 15 s until it counts as dead, and 15 s for RebindStep.
-    await step.failed(Code.UNAVAILABLE, within_s=35)
+    consumer = trial.silent_consumer()
+    # No other process can use a port that is bound, although nothing listens.
+    with socket.socket() as silent:
+        silent.bind(("", 0))
+        consumer.endpoint = f"{trial.stage.host}:{silent.getsockname()[1]}"
+        step = await trial.call(trial.request(consumer)).accepted()
+        await trial.supply()
+        # 15 s until it counts as dead, and 15 s for RebindStep.
+        await step.failed(Code.UNAVAILABLE, within_s=35)

@@ -1,4 +1,4 @@
-"""Calls besides ExecuteStep: ExecuteSteps, CancelStep and ProbeEdge."""
+"""The calls ExecuteSteps, CancelStep and ProbeEdge."""
 
 import asyncio
 from typing import Any, Self

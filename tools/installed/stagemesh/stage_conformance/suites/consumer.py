@@ -207,6 +207,28 @@ async def abort_reason(trial: Trial) -> None:
         expect_equal(stage, "upstream", passed_on.metadata.get("stage"))
 
 
+LARGE_ERROR = "Errors: an error arrives whatever the size of its metadata"
+
+
+def large_error() -> chunk_pb2.Error:
+    """Returns an error whose metadata does not fit into the trailers of a call."""
+    metadata = {"stage": "elsewhere", **{f"value-{number}": "x" * 1000 for number in range(100)}}
+    return chunk_pb2.Error(code=Code.INVALID_ARGUMENT, reason=OWN_REASON, message="m" * 100_000, metadata=metadata)
+
+
+async def expect_cause(step: Step) -> None:
+    """Waits until a step has failed with the error of `large_error`."""
+    failed = await step.failed(Code.INVALID_ARGUMENT, OWN_REASON)
+    expect_equal("the metadata `stage`", "elsewhere", failed.metadata.get("stage"))
+
+
+@case("consumer.abort-large-error", f"{LARGE_ERROR}, also one of `abort`", INPUT)
+async def abort_large_error(trial: Trial) -> None:
+    step, _, flow = await started(trial)
+    await flow.abort(large_error())
+    await expect_cause(step)
+
+
 @case("consumer.not-read", "The consumer: a step that fails for good rejects its flows (NOT_READ)", INPUT, Needs.OUTPUT)
 async def not_read(trial: Trial) -> None:
     step, peer, flow = await running(trial)

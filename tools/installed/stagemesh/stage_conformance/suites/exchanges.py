@@ -7,10 +7,10 @@ from typing import Any
 from stagemesh.common.errors import Code, StagemeshError
 from stagemesh.rpc.error_mapping import error_from_wire
 from stagemesh.stage_conformance.cases import Needs, case, expect
-from stagemesh.stage_conformance.content import Inputs, digest_of, read_vectors
+from stagemesh.stage_conformance.content import UNACCEPTED, Inputs, digest_of, read_vectors
 from stagemesh.stage_conformance.played_producer import Flow
 from stagemesh.stage_conformance.trial import Trial, require
-from stagemesh.v1 import chunk_pb2, stage_pb2
+from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 
 _UNSAFE = "the accepted tensors have no rows, or several of them have"
 _WRONG_DIGEST = bytes(32)
@@ -73,10 +73,18 @@ class VectorFlow:
     def _chunk(self, item: Mapping[str, Any]) -> stage_pb2.PutItem:
         payload = self._inputs.chunk(0, item["rows"], first_row=item["first_row"])
         data = payload.streamed() if item.get("is_streamed") else payload.inline()
+        unit = self._inputs.row_bytes
         if "region" in item:
             require(len(data.tensors) == 1, _UNSAFE)
-            region, unit = data.tensors[0].streamed, self._inputs.row_bytes
-            region.offset, region.size_bytes = (each * unit for each in item["region"])
+            _locate(data.tensors[0], item["region"], unit)
+        if "other_rows" in item:
+            size = item["other_rows"] * unit
+            other = data.tensors.add(name=UNACCEPTED, dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[size])
+            data.size_bytes += size
+            if "other_region" in item:
+                _locate(other, item["other_region"], unit)
+            else:
+                other.inline = bytes(size)
         self._flow.sent[item["seq"]] = data
         return stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=self._flow.key, seq=item["seq"], data=data))
 
@@ -98,6 +106,10 @@ class VectorFlow:
         """Returns the replies that were not compared yet, without acknowledgements and credit."""
         others = [each for each in self._flow.replies if each.WhichOneof("reply") not in {"ack", "credit"}]
         return others[self._seen :]
+
+
+def _locate(tensor: tensor_pb2.Tensor, region: Sequence[int], unit: int) -> None:
+    tensor.streamed.offset, tensor.streamed.size_bytes = (each * unit for each in region)
 
 
 def check_reply(want: Mapping[str, Any], reply: stage_pb2.PutReply, what: str) -> None:

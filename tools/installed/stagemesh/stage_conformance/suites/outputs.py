@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stagemesh.common.errors import Code
-from stagemesh.stage_conformance.cases import FURTHER, Needs, case, expect
+from stagemesh.stage_conformance.cases import FURTHER, RECOVERY, Needs, case, expect
 from stagemesh.stage_conformance.trial import Step, Trial, require
 from stagemesh.v1 import request_pb2, signature_pb2
 from stagemesh.v1.tensor_pb2 import TypedValue
@@ -66,6 +66,14 @@ async def content(trial: Trial) -> None:
         expect(found <= {kinds.get(name)}, f"content of the kind {kinds.get(name)} in {name!r}", found)
         large = max(part.ByteSize() for part in parts)
         expect(large <= 8 << 20, "parts of at most 8 MiB", large)
+
+
+@case("steps.resume-beyond-all", f"{_STEP}: a checkpoint after which nothing can be counted", level=RECOVERY)
+async def resume_beyond_all(trial: Trial) -> None:
+    require(trial.stage.described.signature.can_resume and trial.stage.emits, "the stage resumes no outputs")
+    request = trial.request()
+    request.resume_from.outputs[trial.stage.emits[0].spec.name] = (1 << 64) - 1
+    await trial.refused(request, Code.INVALID_ARGUMENT, "INVALID_CHECKPOINT")
 
 
 @case("steps.finish-parts", f"{_STEP}: a last part with `finish` for each streamed name (checklist 9)")

@@ -7,8 +7,10 @@ from typing import Any
 
 from stagemesh.common.errors import Code
 from stagemesh.stage_conformance.cases import FURTHER, RECOVERY, MismatchError, Needs, case, expect, expect_equal
+from stagemesh.stage_conformance.content import UNKNOWN_FIELD
 from stagemesh.stage_conformance.played_consumer import Consumer, Received
 from stagemesh.stage_conformance.suites.calls import cancel
+from stagemesh.stage_conformance.suites.consumer import LARGE_ERROR, expect_cause, large_error
 from stagemesh.stage_conformance.trial import ROWS, Step, Trial, expect_contents, require
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
@@ -115,6 +117,18 @@ async def waits_for_opened(trial: Trial) -> None:
     connection, reply = withheld[0]
     await connection.reply(reply)
     await delivered(trial, step, consumer)
+
+
+@case("producer.unknown-fields", f"{_KINDS}: a field of a message is ignored", OUTPUT)
+async def unknown_fields(trial: Trial) -> None:
+    def answer(consumer: Consumer, item: stage_pb2.PutItem) -> Any:
+        replies = list(consumer.take(item))
+        for each in replies:
+            for message in (each, getattr(each, str(each.WhichOneof("reply")))):
+                message.MergeFromString(UNKNOWN_FIELD)
+        return replies
+
+    await delivered(trial, *await sending(trial, answer=answer))
 
 
 # -- content
@@ -260,6 +274,16 @@ async def opened_below_acknowledged(trial: Trial) -> None:
 def _resync(flow: Received) -> Reply:
     error = chunk_pb2.Error(code=Code.INVALID_ARGUMENT, reason="SEQUENCE_GAP", message="played")
     return Reply(resync=stage_pb2.EdgeResync(key=flow.key, error=error))
+
+
+@case("producer.rejected-large-error", f"{LARGE_ERROR}, also one of `rejected`", OUTPUT)
+async def rejected_large_error(trial: Trial) -> None:
+    def answer(consumer: Consumer, item: stage_pb2.PutItem) -> Any:
+        rejected = stage_pb2.EdgeRejected(key=consumer.flow(item.open.key).key, error=large_error())
+        return [Reply(rejected=rejected)] if item.HasField("open") else []
+
+    step, _ = await sending(trial, answer=answer)
+    await expect_cause(step)
 
 
 @case("producer.resync-limit", f"{_PRODUCER}: more than 10 resyncs without a new acknowledgement fail the flow", OUTPUT)

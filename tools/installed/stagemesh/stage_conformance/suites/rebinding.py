@@ -1,5 +1,6 @@
 """RebindStep: edges of a running step move to other replicas."""
 
+from collections.abc import Callable
 from typing import Any
 
 from stagemesh.common.errors import Code
@@ -7,7 +8,7 @@ from stagemesh.stage_conformance.cases import RECOVERY, Needs, answer_of, case, 
 from stagemesh.stage_conformance.played_consumer import Consumer
 from stagemesh.stage_conformance.suites.consumer import complete, more, started
 from stagemesh.stage_conformance.suites.steps import resume, running
-from stagemesh.stage_conformance.trial import Step, Trial
+from stagemesh.stage_conformance.trial import Step, Trial, require
 from stagemesh.v1 import stage_pb2
 
 _RULE = "Rebinding and attempts"
@@ -65,6 +66,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], Code, tuple[str, ...]]] = {
     "lower-attempt": ({"attempt": 2}, Code.FAILED_PRECONDITION, ("STALE_ATTEMPT",)),
     "attempt-0": ({"attempt": 0}, Code.INVALID_ARGUMENT, ()),
     "transform": ({"attempt": 4, "transform": "conformance.none"}, Code.INVALID_ARGUMENT, ("INVALID_EDGE",)),
+    "apart": ({"attempt": 4, "apart": True}, Code.INVALID_ARGUMENT, ("INVALID_EDGE",)),
     "edge": ({"attempt": 4, "edge": "conformance.none"}, Code.NOT_FOUND, ("UNKNOWN_EDGE",)),
 }
 
@@ -181,6 +183,27 @@ async def after_finish(trial: Trial) -> None:
     await second.arrived(lambda each: each.end, "the whole flow again")
     second.check()
     expect_equal("the bytes", first.contents(trial.request_id), second.contents(trial.request_id))
+
+
+_CONTENT: dict[str, Callable[[stage_pb2.OutputBinding], object]] = {
+    "transform": lambda binding: setattr(binding, "transform", "conformance.none"),
+    "tensors": lambda binding: binding.ClearField("tensors"),
+    "tokens": lambda binding: setattr(binding, "tokens", stage_pb2.TOKEN_SELECTION_LAST),
+}
+
+
+@case("producer.rebind-refused", f"{_RULE}: what the edge transfers cannot change (INVALID_EDGE)", Needs.OUTPUT,
+      level=RECOVERY, variants=_CONTENT)  # fmt: skip
+async def output_content(trial: Trial, change: Callable[[stage_pb2.OutputBinding], object]) -> None:
+    require(trial.stage.cut_tensor, "the stage emits nothing that has rows")
+    step, peer, flow = await running(trial)
+    assert peer is not None
+    request = _request(step)
+    trial.bind(request.outputs.add(), peer, attempt=2)
+    change(request.outputs[0])
+    await _refused(trial, request, Code.INVALID_ARGUMENT, "INVALID_EDGE")
+    await resume(peer, flow)
+    await step.finished()
 
 
 @case("producer.rebind-stale", f"{_RULE}: a lower attempt fails", Needs.OUTPUT, level=RECOVERY)

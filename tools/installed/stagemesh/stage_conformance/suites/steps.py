@@ -210,7 +210,7 @@ async def stale_attempt_after_end(trial: Trial) -> None:
 async def higher_attempt(trial: Trial) -> None:
     lower, peer, flow = await running(trial)
     higher, consumer = await trial.start(attempt=2)
-    await lower.failed(None)
+    await lower.failed(Code.FAILED_PRECONDITION, "STALE_ATTEMPT")
     await expect_released(peer, flow)
     await trial.supply(key=trial.key_in(2))
     await higher.finished()

@@ -5,7 +5,7 @@ from typing import Any
 
 from stagemesh.common.errors import Code
 from stagemesh.stage_conformance.cases import case
-from stagemesh.stage_conformance.content import UNKNOWN_FIELD
+from stagemesh.stage_conformance.content import GRPC, UNKNOWN_FIELD
 from stagemesh.stage_conformance.suites.consumer import INPUT, complete, started
 from stagemesh.stage_conformance.trial import Trial
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
@@ -93,10 +93,18 @@ async def unknown_item_without_key(trial: Trial) -> None:
 
 @case("consumer.unknown-fields", f"{_KINDS}: a field of a message is ignored", INPUT)
 async def unknown_fields(trial: Trial) -> None:
-    step, _, flow = await started(trial)
-    data = trial.inputs.chunk(0, 4).inline()
-    for message in (data, data.tensors[0]):
-        _unknown(message)
-    await flow.send_data(data, 0)
+    step, _ = await trial.start()
+    producer = trial.producer()
+    stream = await producer.raw_stream()
+    hello = _unknown(producer.hello())
+    _unknown(hello.protocol)
+    await stream.put(hello=hello)
+    await stream.until(lambda: stream.welcome, "`welcome`")
+    flow = stream.flow(trial.key_in())
+    await flow.put(open=_unknown(stage_pb2.OpenEdge(key=flow.key, connector=GRPC, opening=1)))
+    await flow.opened(1)
+    flow.sent[0] = data = _unknown(trial.inputs.chunk(0, 4).inline())
+    _unknown(data.tensors[0])
+    await flow.put(chunk=_unknown(chunk_pb2.Chunk(key=flow.key, seq=0, data=data)))
     await flow.acknowledged(1)
     await complete(step, flow)

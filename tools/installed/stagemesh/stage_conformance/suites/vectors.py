@@ -14,7 +14,7 @@ from stagemesh.stage_conformance.played_consumer import Consumer
 from stagemesh.stage_conformance.played_producer import Flow
 from stagemesh.stage_conformance.suites.consumer import complete, started
 from stagemesh.stage_conformance.suites.producer import delivered, sending
-from stagemesh.stage_conformance.trial import Good, Trial, expect_contents, require
+from stagemesh.stage_conformance.trial import FRAMES, Good, Trial, expect_contents, require
 from stagemesh.v1 import chunk_pb2, signature_pb2, stage_pb2, tensor_pb2
 
 # -- steps that are refused
@@ -29,9 +29,9 @@ async def refused_step(trial: Trial, vector: Mapping[str, Any]) -> None:
     require("unless" not in vector or not getattr(signature, vector["unless"]), "the signature allows it")
     request = trial.request(await trial.consumer() if is_output else None)
     merge(vector.get("change", {}), request)
-    for part, bindings in (("input", request.inputs), ("output", request.outputs)):
+    for part, named in (("input", request.inputs), ("output", request.outputs), ("streamed", request.streamed)):
         if part in vector:
-            merge(vector[part], bindings[0])
+            merge(vector[part], named[0])
     if "unknown_field" in vector:
         *parents, last = vector["unknown_field"].split(".")
         parent: Any = request
@@ -55,17 +55,21 @@ def merge(change: Mapping[str, Any], message: Any) -> None:
 
 @case("consumer.chunk", "A flow: chunks (checklist 14)", Needs.INPUT, variants=read_vectors("chunks"))
 async def chunk_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
-    step, _, flow = await started(trial)
+    step, stream, flow = await started(trial)
     payload = trial.inputs.chunk(0, 4)
     _change(payload, vector["change"])
     await flow.send(payload, is_streamed=False)
-    if "reason" not in vector:
+    reason = vector.get("reason", "")
+    if "may_reject" in vector:
+        await stream.until(lambda: flow.acked or flow.all("rejected"), "`ack` or `rejected`")
+        reason = "" if flow.acked else vector["may_reject"]
+    if not reason:
         await flow.acknowledged(1)
         await complete(step, flow)
         return
-    error = await flow.rejected(Code.INVALID_ARGUMENT, vector["reason"])
+    error = await flow.rejected(Code.INVALID_ARGUMENT, reason)
     expect_equal("the metadata `edge`", trial.edge_in, error.metadata.get("edge"))
-    failed = await step.failed(Code.INVALID_ARGUMENT, vector["reason"])
+    failed = await step.failed(Code.INVALID_ARGUMENT, reason)
     expect_equal("the metadata `stage`", trial.stage.described.stage, failed.metadata.get("stage"))
 
 
@@ -92,6 +96,9 @@ def _change(payload: Payload, change: Mapping[str, Any]) -> None:
         _append(payload, tensor, payload.contents[0])
     if "unaccepted" in change:
         _append(payload, tensor_pb2.Tensor(name=UNACCEPTED, dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[3]), b"abc")
+    if "unaccepted_dtype" in change:
+        unaccepted = tensor_pb2.Tensor(name=UNACCEPTED, dtype=change["unaccepted_dtype"], shape=[3])
+        _append(payload, unaccepted, bytes(3 * ITEM_BYTES[unaccepted.dtype] + change.get("more_bytes", 0)))
     for index in range(change.get("empty_tensors", 0)):
         _append(payload, tensor_pb2.Tensor(name=f"n{index}", dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[0]), b"")
     for index in range(change.get("values", 0)):
@@ -147,11 +154,17 @@ def _is_utf8(content: bytes) -> bool:
 # -- chunk policies
 
 
+_MOST_ROWS = 10_000
+"""The most rows of an output that is cut into chunks of a few rows."""
+
+
 @case("producer.policy", "A step: chunk policy (checklist 20)", Needs.OUTPUT, variants=read_vectors("chunk_policies"))
 async def policy_vector(trial: Trial, vector: Mapping[str, Any]) -> None:
     """Checks the sizes of the chunks. Which rows an engine emits together is known of none."""
     name = trial.stage.cut_tensor
     require(name and vector["policy"], "the stage emits nothing that has rows, or nothing is known of its emissions")
+    reference = trial.stage.reference
+    require(reference is None or reference.chunks * FRAMES <= _MOST_ROWS, "the stage emits many rows, as of audio")
     consumer = await trial.consumer()
     request = trial.request(consumer)
     binding = request.outputs[0]
