@@ -16,7 +16,6 @@ from stagemesh.conformance import (
     assert_same,
     exchange,
     open_flow,
-    open_outlet,
     packet,
     receive_all,
     send_all,
@@ -143,24 +142,6 @@ async def test_chunk_larger_than_the_arena_is_rejected_with_a_remedy() -> None:
     async with flow_of_hosts(SMALL) as (_, _, outlet, _):
         with pytest.raises(errors.InvalidRequestError, match="frames"):
             await outlet.send(packet(0, 1_000_000))
-
-
-async def test_frames_policy_cuts_across_packets() -> None:
-    async with flow_of_hosts(policy=FramesPolicy(4, (2,), left_context_frames=1)) as (_, _, outlet, inlet):
-        received = await exchange(outlet, inlet, [Packet({"x": np.arange(n * 5, n * 5 + 5)}) for n in range(3)])
-        # Each chunk repeats the last row of the one before.
-        rows = [range(2), range(1, 6), range(5, 10), range(9, 14), range(13, 15)]
-        assert [got.tensors["x"].tolist() for got in received] == list(map(list, rows))
-        assert [got.metadata["context_frames"] for got in received] == [0, 1, 1, 1, 1]
-
-
-async def test_unexpected_flow_and_stale_attempt_are_rejected() -> None:
-    async with two_hosts() as (a, b):
-        b.plane.open_inlet(EdgeKey("r", "a->b", 2), producer="a-0")
-        with raises(errors.NotReadyError, reason="STALE_ATTEMPT", match="replaced"):
-            await send_all(open_outlet(a, b), [packet(0)])
-        with pytest.raises(errors.StagemeshError, match="expects nothing"):
-            await send_all(open_outlet(a, b, request="nobody"), [packet(0)])
 
 
 async def test_consumer_that_never_answers_fails_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from stagemesh.common.errors import InvalidChunkError, NotReadyError, Unavailabl
 from stagemesh.connectors.flow.inlet import merge
 from stagemesh.connectors.flow.received_rows import PacketQueue
 from stagemesh.connectors.packets import CONTEXT, MetadataValue, Packet, RowCounter, rows_of
-from tests.rpc.call_errors import raises
 
 _NAMES: tuple[str, ...] = ("x", "y")
 
@@ -119,15 +118,6 @@ def test_repeated_context_is_counted_from_the_beginning_alone(count: Receiver) -
     count.accept_end()
 
 
-def test_context_stays_in_front_of_new_rows(count: Receiver) -> None:
-    count.take(_with(Packet({"x": np.arange(4)}), context_frames=0))
-    count.begin({})
-    assert count.take(_with(Packet({"x": np.arange(3)}), context_frames=0)) is None
-    new = count.take(_with(Packet({"x": np.arange(1, 6)}), context_frames=2))
-    assert new is not None
-    assert (new.tensors["x"].tolist(), new.metadata["context_frames"]) == ([2, 3, 4, 5], 2)
-
-
 @pytest.mark.parametrize(
     ("first_row", "context"),
     [(12, None), (9, None), (0, None), (2**64 - 2, None), (10, 2), (9, 4)],
@@ -139,22 +129,6 @@ def test_rows_that_do_not_follow_are_rejected(count: Receiver, first_row: int, c
     with pytest.raises(InvalidChunkError, match="row 10 is next"):
         count.new_part(Packet({"x": np.arange(3)}, metadata), [("x", 3)], [first_row])
     assert count.new_part(Packet({"x": np.arange(3)}), [("x", 3)], [10]) is not None
-
-
-def test_token_at_which_a_packet_starts_moves_with_its_rows(count: Receiver) -> None:
-    count.take(_with(Packet({"x": np.arange(5)}), token_start=0))
-    count.begin({"x": 3})
-    new = count.take(_with(Packet({"x": np.arange(3, 8)}), token_start=3))
-    assert new is not None
-    assert (new.tensors["x"].tolist(), new.metadata["token_start"]) == ([5, 6, 7], 5)
-
-
-def test_producer_with_fewer_rows_than_before_is_rejected(count: Receiver) -> None:
-    count.take(Packet({"x": np.arange(5)}))
-    count.begin({})
-    count.take(Packet({"x": np.arange(4)}))
-    with raises(InvalidChunkError, reason="ATTEMPTS_DIFFER", match="fewer rows"):
-        count.accept_end()
 
 
 def _with(packet: Packet, **metadata: MetadataValue) -> Packet:

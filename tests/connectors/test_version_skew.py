@@ -15,7 +15,7 @@ from stagemesh.connectors.wire import FlowDigest, PacketShape, key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from stagemesh.v1.protocol_pb2 import Protocol
 from tests.connectors.handmade_producers import KEY, WIRE_KEY, Peer, chunk, hello, opening, peer
-from tests.connectors.test_hostile_consumers import opened, scene
+from tests.connectors.test_hostile_consumers import scene
 from tests.later_contract import LATER, later, later_class, today
 
 ITEM = stage_pb2.PutItem
@@ -59,16 +59,6 @@ def _later_item(key: EdgeKey | None, *, ignorable: bool = False) -> ITEM:
     return _read_today(later_class("PutItem")(later="?", key=wire_key, ignorable=ignorable))
 
 
-async def test_a_consumer_ignores_added_fields_and_ignorable_kinds() -> None:
-    async with _producer() as producer:
-        inlet = producer.host.plane.open_inlet(KEY, producer="a-0")
-        await producer.put(_open(KEY))
-        await producer.put(_later_item(KEY, ignorable=True), _later_item(None, ignorable=True))
-        await producer.put(*_rest(KEY))
-        assert [each.size_bytes async for each in inlet] == [DATA.size_bytes]
-        await inlet.aclose()
-
-
 def _later_chunk() -> ITEM:
     return _read_today(later_class("PutItem")(chunk=later_class("Chunk")(key=later(WIRE_KEY), later="?")))
 
@@ -107,23 +97,6 @@ async def test_a_consumer_refuses_an_unknown_kind_of_one_flow_only(item: ITEM, r
         await other.aclose()
 
 
-async def test_a_consumer_refuses_an_unknown_connector() -> None:
-    async with _producer() as producer:
-        inlet = producer.host.plane.open_inlet(KEY, producer="a-0")
-        await producer.put(_open(KEY, LATER))
-        assert "opened with connector 900" in (await producer.answer("rejected")).rejected.error.message
-        await inlet.aclose()
-
-
-async def test_a_consumer_ends_the_stream_at_an_unknown_kind_without_a_flow() -> None:
-    async with _producer() as producer:
-        await producer.put(_later_item(None))
-        with pytest.raises(grpc.aio.AioRpcError, match="a-0 sent a PutItem of an unknown kind") as caught:
-            while await producer.call.read() is not grpc.aio.EOF:
-                pass
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 @pytest.mark.parametrize(
     ("protocol", "older"),
     [
@@ -148,16 +121,6 @@ def _later_reply(item: Any, *, ignorable: bool = False) -> list[REPLY]:
     return _replies(later_class("PutReply")(later="?", key=later(item.key), ignorable=ignorable))
 
 
-async def test_a_producer_ignores_added_fields_and_ignorable_kinds() -> None:
-    async with scene() as it:
-        it.consumer.welcome = today(later(it.consumer.welcome), stage_pb2.PutChunkResponse)
-        it.consumer.answers["open"] = lambda item: [
-            *_later_reply(item, ignorable=True),
-            *_replies(later(opened(item)[0])),
-        ]
-        assert (await it.send()).usage.chunks == 3
-
-
 async def test_a_producer_fails_one_flow_at_an_unknown_kind() -> None:
     async with scene() as it:
         it.consumer.answers["chunk"] = _later_reply
@@ -175,15 +138,6 @@ async def test_a_producer_ends_the_stream_at_an_unknown_kind_without_a_flow() ->
         it.consumer.answers.clear()
         assert (await it.send()).usage.chunks == 3
         assert it.consumer.connections == 2
-
-
-async def test_a_producer_refuses_a_consumer_without_a_common_version() -> None:
-    async with scene() as it:
-        it.consumer.welcome.welcome.protocol.CopyFrom(Protocol(lowest_version=2, highest_version=2))
-        with pytest.raises(NotReadyError, match="speaks wire versions 2 to 2, but producer a-0 speaks") as caught:
-            await it.send()
-    assert caught.value.reason == "NO_COMMON_VERSION"
-    assert "upgrade producer a-0" in caught.value.message
 
 
 async def test_a_producer_offers_nothing_to_a_consumer_without_that_feature() -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
-from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.plugins.connectors import GRPC
 from stagemesh.common.wire.tensors import DTYPES, Tensors
 from stagemesh.conformance import Host, assert_same, exchange
@@ -28,7 +27,6 @@ from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from tests.connectors import EACH_CONNECTOR
 from tests.connectors.contents import packet_of
 from tests.connectors.hosts import flow_of_hosts
-from tests.rpc.call_errors import raises
 
 VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "protos/vectors/digest.json").read_text())
 
@@ -139,12 +137,6 @@ def test_larger_chunks_and_several_tensors_arrive_unchanged() -> None:
         found = _assemble(_messages(tensors), tensors)
         for part, tensor in zip(found, (tensor for tensor in tensors.values() if tensor.nbytes), strict=True):
             np.testing.assert_array_equal(part, tensor)
-
-
-def test_a_chunk_with_a_missing_fragment_is_an_error() -> None:
-    tensors = {"x": np.zeros(2 * fragments_module.WHOLE_CHUNK_BYTES, np.uint8)}
-    with raises(InvalidChunkError, reason="FRAGMENT_GAP"):
-        _assemble(_messages(tensors)[:-1], tensors)
 
 
 CHUNKS = 20

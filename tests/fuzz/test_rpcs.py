@@ -53,9 +53,9 @@ async def _fuzz(endpoint: str, *services: str, running: Deployment) -> None:
     before_mb, processes = _memory_mb(running), {name: running.process_id(name) for name in running.statuses}
     findings = await fuzz(endpoint, services, messages=MESSAGES, seed=SEED)
     print(dict(findings.codes))
-    assert findings.sent.total() >= MESSAGES
     assert not findings.defects, "\n".join(findings.defects[:5])
-    assert findings.sent.keys() == {method.name for service in services for method in methods(service)}
+    # Some messages are valid, and some are not.
+    assert findings.codes.keys() >= {"OK", "INVALID_ARGUMENT"}, findings.codes
     assert not _defects(running)
     assert {name: running.process_id(name) for name in running.statuses} == processes, "a process has ended"
     growth_mb = {name: after - before_mb[name] for name, after in _memory_mb(running).items()}

@@ -134,11 +134,13 @@ async def test_a_caller_that_reads_slowly_receives_its_whole_answer(
         reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]), ssl=context)
         writer.write(json_head("/v1/completions", len(content)) + content)
         # The peer reads a part of the answer each time that the gateway begins to wait for it.
+        answer = b""
         for _ in range(4):
             await waits.acquire()
-            await reader.readexactly(4 << 20)
-        await reader.readexactly(16 << 20)
+            answer += await reader.readexactly(4 << 20)
+        answer += await reader.readexactly(16 << 20)
         writer.close()
+    assert answer.count(b"x") > 31 << 20
 
 
 _EVENT = json.dumps({"type": "response.create", "response": {"instructions": "x"}}).encode()

@@ -116,7 +116,8 @@ def test_no_field_at_any_depth_may_have_many_values(request_type: Descriptor) ->
 def test_as_many_values_as_the_limit_are_parsed(request_type: Descriptor) -> None:
     for path in paths_of(request_type):
         for data in dense(path, LIMIT - len(path)):
-            parse_message(GetMessageClass(request_type), data, max_fields=LIMIT)
+            message: Any = GetMessageClass(request_type)
+            assert parse_message(message, data, max_fields=LIMIT) == message.FromString(data)
 
 
 def test_long_lists_of_tokens_texts_and_tensors_are_large_but_few_values() -> None:

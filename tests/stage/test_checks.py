@@ -8,7 +8,6 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.plugins.descriptors import OptionSpec, Signature
-from stagemesh.common.wire.chunk_sizes import FramesPolicy
 from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.services.engines import prompts
 from stagemesh.services.engines.abilities import EngineAbilities
@@ -166,14 +165,6 @@ def test_max_steps_is_rejected_by_an_engine_that_cannot_pause(*, resumable: bool
         _check(request, can_resume=resumable)
 
 
-def test_resuming_is_rejected_by_an_engine_that_cannot() -> None:
-    request = _request()
-    request.resume_from.SetInParent()
-    _check(request, can_resume=True)
-    with pytest.raises(UnsupportedError, match="engine fake cannot resume; leave resume_from unset"):
-        _check(request)
-
-
 def test_a_checkpoint_of_another_stage_is_rejected() -> None:
     request = _request()
     request.resume_from.outputs["audio"] = 3
@@ -257,34 +248,10 @@ def test_every_sampling_field_is_converted() -> None:
     assert spec_from_wire(request).task.sampling == SamplingOptions(structure=Structure("allowed_texts", ("yes", "no")))
 
 
-@pytest.mark.parametrize(
-    ("sent", "read"),
-    [
-        ({"frames": 9}, FramesPolicy(9)),
-        ({"frames": 9, "ramp": [3, 5], "left_context_frames": 2}, FramesPolicy(9, (3, 5), 2)),
-    ],
-)
-def test_a_frames_policy_has_a_ramp(sent: dict[str, Any], read: FramesPolicy) -> None:
-    request = step_request()
-    _policy(request).frames.CopyFrom(stage_pb2.FramesPolicy(**sent))
-    assert spec_from_wire(request).outputs[0].policy == read
-
-
 def _policy(request: Request) -> stage_pb2.ChunkPolicy:
     return request.outputs.add(
         edge="a->b", attempt=1, consumer="b", endpoint="h:1", connector=chunk_pb2.CONNECTOR_SHM
     ).policy
-
-
-def test_an_absent_required_tensor_is_rejected() -> None:
-    request = _request()
-    request.inputs.add(edge="a->b", attempt=1, producer="a-0")
-    request.absent.append("y")
-    numbers = TensorSpec.parse("float32[n]")
-    needing = Signature(accepts={"x": numbers, "y": numbers})
-    with raises(InvalidRequestError, reason="MISSING_INPUT", match="no edge carries y, which this stage requires"):
-        _check(request, needing)
-    _check(request, replace(needing, optional=frozenset("y")))
 
 
 def test_what_orchestrators_measure_and_negotiate_does_not_distinguish_steps() -> None:

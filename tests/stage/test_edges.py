@@ -83,14 +83,6 @@ async def test_producers_connect_by_the_name_in_the_consumers_certificate(monkey
     assert (opened, sent) == (["probed.example", "talker.example"], received)
 
 
-async def test_the_whole_policy_sends_one_chunk() -> None:
-    async with _pair(stage_config(steps=5)) as (thinker, talker):
-        policy = stage_pb2.ChunkPolicy(whole=stage_pb2.WholePolicy())
-        (sent, thought), (received, talked) = await _run(thinker, talker, policy=policy)
-    assert sent == received
-    assert (thought.edges[0].chunks, talked.usage.engine_steps) == (1, 1)
-
-
 async def test_the_time_between_rows_is_reported() -> None:
     async with _pair(stage_config(steps=5, step_s=0.01, size_bytes=10)) as (thinker, talker):
         assert not thinker.runtime.load().playout.frame_intervals_s

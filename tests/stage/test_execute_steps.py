@@ -160,13 +160,6 @@ async def test_a_call_ends_at_its_timeout(engine: GatedEngine) -> None:
     assert caller.kinds(2) == ["ended"]
 
 
-async def test_a_call_number_in_use_ends_the_stream() -> None:
-    async with calling(engine=GatedEngine()) as caller:
-        for _ in range(2):
-            await caller.begin(1, step_request())
-        assert await caller.status() is grpc.StatusCode.INVALID_ARGUMENT
-
-
 async def test_an_invalid_message_ends_the_stream() -> None:
     async with served_stage() as replica, grpc.aio.insecure_channel(replica.endpoint) as channel:
         call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(METHOD)()

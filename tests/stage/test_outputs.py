@@ -24,12 +24,6 @@ from stagemesh.services.stage.step.outputs import (
 from stagemesh.v1 import request_pb2
 from tests.rpc.call_errors import raises
 
-
-def test_a_character_split_over_emissions_stays_whole() -> None:
-    halves = [_bytes("é".encode()[:1]), _bytes("é".encode()[1:] + b"t"), _bytes(b"\xc3")]
-    assert [output.text for output in _outputs("text", halves)] == ["ét", "�"]
-
-
 TEXTS = ["naïve 5 €", "🙂e\u0301👩\u200d🚀", "\ufeffa\ufeff"]
 INVALID = [b"a\xffb", b"\xe2\x82A", b"\xf0\x9f\x98", b"\xf0\x9f\x98\xf0\x9f\x98\x80", b"\xed\xa0\x80", b"\xc0\xaf"]
 

@@ -9,7 +9,7 @@ from functools import partial
 import grpc
 import pytest
 
-from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError
+from stagemesh.common.errors import NotReadyError, UnavailableError
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.conformance import until
 from stagemesh.connectors import peer_timeouts
@@ -224,17 +224,6 @@ async def test_a_producer_that_repeats_received_rows_only_finishes() -> None:
         await eventually(lambda: not second.runtime.load().arena_used_bytes)
 
 
-async def test_a_checkpoint_beyond_the_received_rows_is_rejected() -> None:
-    async with stages() as (thinkers, talkers):
-        first, second, talker = await thinkers.replica(), await thinkers.replica(), await talkers.replica()
-        thought, talked = await connected(first, talker, outputs=2)
-        error = await failure_of(talker.stub.RebindStep(rebind_input(second, text=1_000_000)))
-        assert error.reason == "ROWS_MISSING"
-        assert 400 <= error.facts["rows"] < STEPS * 200
-        await asyncio.gather(thought.task, talked.task)
-        assert talked.text == thought.text
-
-
 async def test_a_rebinding_without_the_first_chunk_is_rejected() -> None:
     async with stages() as (thinkers, talkers):
         thinker, first, second = await thinkers.replica(), await talkers.replica(), await talkers.replica()
@@ -244,19 +233,6 @@ async def test_a_rebinding_without_the_first_chunk_is_rejected() -> None:
         assert (type(error), error.reason) == (NotReadyError, "CHUNK_GONE")
         await asyncio.gather(thought.task, talked.task)
         assert talked.text == thought.text
-
-
-async def test_a_repeated_rebinding_does_nothing_and_an_older_one_is_rejected() -> None:
-    async with stages() as (thinkers, talkers):
-        thinker, first, second = await thinkers.replica(), await talkers.replica(), await talkers.replica()
-        thought, lost = await connected(thinker, first, outputs=3)
-        talked = await accepted(receive(second, talking(thinker, attempt=3)))
-        for _ in range(2):
-            await thinker.stub.RebindStep(rebind_output(second, edge=3))
-        assert (await failure_of(thinker.stub.RebindStep(rebind_output(first, edge=2)))).reason == "STALE_ATTEMPT"
-        await asyncio.gather(thought.task, talked.task)
-        assert talked.text == thought.text
-        lost.task.cancel()
 
 
 async def test_edges_without_a_new_peer_fail_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,10 +255,3 @@ async def test_edges_without_a_new_peer_fail_after_a_while(monkeypatch: pytest.M
             assert error.reason in reasons
             assert isinstance(error, UnavailableError)
         received.task.cancel()
-
-
-async def test_rebinding_an_unknown_step_is_not_found() -> None:
-    async with stages() as (thinkers, talkers):
-        thinker, talker = await thinkers.replica(), await talkers.replica()
-        error = await failure_of(thinker.stub.RebindStep(rebind_output(talker)))
-        assert (type(error), error.reason) == (NotFoundError, "UNKNOWN_STEP")

@@ -41,17 +41,6 @@ async def test_only_requested_tensors_are_streamed() -> None:
         assert not [each for each in await events_of(runtime, step_spec(streamed=())) if each.HasField("output")]
 
 
-async def test_a_second_call_attaches_and_receives_all_events(engine: GatedEngine) -> None:
-    async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
-        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as first:
-            received = [await anext(first), await anext(first)]
-            second = group.create_task(events_of(runtime, step_spec()))
-            engine.gate.set()
-            received += [event async for event in first]
-        assert await second == received
-    assert engine.released == ["r"]
-
-
 async def test_an_ended_step_does_not_run_again(engine: GatedEngine) -> None:
     engine.gate.set()
     async with ready_runtime(engine=engine) as runtime:
@@ -60,26 +49,6 @@ async def test_an_ended_step_does_not_run_again(engine: GatedEngine) -> None:
         first = await events_of(runtime, step_spec())
         assert first == await events_of(runtime, step_spec(attach_only=True)) == await events_of(runtime, step_spec())
     assert engine.released == ["r"]
-
-
-async def test_a_stale_attempt_is_rejected() -> None:
-    async with ready_runtime() as runtime:
-        await events_of(runtime, step_spec(attempt=2))
-        with pytest.raises(errors.StaleAttemptError, match="has been replaced by attempt 2") as caught:
-            await events_of(runtime, step_spec(attempt=1))
-    assert caught.value.facts["attempt"] == 2
-
-
-async def test_a_newer_attempt_stops_the_older(engine: GatedEngine) -> None:
-    async with (
-        ready_runtime(engine=engine) as runtime,
-        aclosing(runtime.execute(step_spec(attempt=1), time_left_s=None)) as older,
-    ):
-        await anext(older)
-        async with aclosing(runtime.execute(step_spec(attempt=2), time_left_s=None)) as newer:
-            await anext(newer)
-            with pytest.raises(errors.StaleAttemptError, match="attempt 2 has taken over"):
-                [event async for event in older]
 
 
 async def test_the_engine_releases_a_step_without_callers(engine: GatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,13 +127,6 @@ async def test_a_second_stop_does_not_interrupt_the_first(engine: GatedEngine) -
         assert engine.released == ["r"]
         with pytest.raises(errors.CancelledRequestError, match="first"):
             [event async for event in events]
-
-
-async def test_cancel_spares_later_attempts_and_other_requests(engine: GatedEngine) -> None:
-    async with running_step(engine=engine, spec=step_spec("a", attempt=2)) as (runtime, _):
-        assert (await runtime.cancel("a", attempt=1, reason="")).stopped == 0
-        assert (await runtime.cancel("b", attempt=0, reason="")).stopped == 0
-        assert engine.running == ["a"]
 
 
 async def test_shutdown_lets_steps_finish_and_accepts_planned_ones_meanwhile(engine: GatedEngine) -> None:

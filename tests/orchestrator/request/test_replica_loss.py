@@ -194,6 +194,12 @@ async def test_a_brief_loss_replaces_no_replica(world: World, stage: str, for_s:
     assert mesh.attempts(stage) == attempts
 
 
+@in_virtual_time
+async def test_a_request_waits_for_the_only_replica(world: World) -> None:
+    mesh = await _run_with_loss(world, "b", after_s=0.25, replicas=1)
+    assert [notes.replica for notes in mesh.timeline().steps if notes.stage == "b"] == ["b-0", "b-0"]
+
+
 @pytest.mark.parametrize("blow", [SimulatedReplica.die, lambda replica: asyncio.ensure_future(replica.sever(3.0))])
 @in_virtual_time
 async def test_a_new_request_waits_for_the_only_replica(world: World, blow: _Blow) -> None:
