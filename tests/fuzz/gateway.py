@@ -78,10 +78,17 @@ FORM_SEEDS: Mapping[str, Sequence[tuple[dict[str, Any], str, bytes]]] = {
 }
 PATHS = ("/v1/models/", "/v1/audio/voices/", "/v1/videos/", "/v1/stagemesh/pipelines/", "/v1/videos?limit=", "/assets/")
 _ITEM: dict[str, Any] = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
+_BETA_SETTINGS: dict[str, Any] = {
+    "modalities": ["text"],
+    "input_audio_format": "g711_ulaw",
+    "voice": "ash",
+    "turn_detection": {"type": "semantic_vad"},
+}
 _SETTINGS: dict[str, Any] = {"type": "realtime", "instructions": "Be brief.", "output_modalities": ["text"]}
 EVENT_SEEDS: Mapping[str, Sequence[dict[str, Any]]] = {
     "/v1/realtime?model=p": [
         {"type": "session.update", "session": {**_SETTINGS, "tools": [{"type": "function", **_TOOL}]}},
+        {"type": "session.update", "session": {**_BETA_SETTINGS, "tracing": "auto"}},
         {"type": "input_audio_buffer.append", "audio": _PCM},
         {"type": "input_audio_buffer.commit"},
         {"type": "input_audio_buffer.clear"},

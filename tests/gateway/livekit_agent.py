@@ -29,15 +29,7 @@ class Clock(Agent):
 
 async def main(url: str) -> None:
     """Holds a conversation of two turns with the gateway at a URL."""
-    model = openai.realtime.RealtimeModel(
-        model="p",
-        base_url=f"{url}/v1",
-        api_key="none",
-        voice=None,
-        modalities=["text"],
-        turn_detection=None,
-        input_audio_transcription=None,
-    )
+    model = openai.realtime.RealtimeModel(model="p", base_url=f"{url}/v1", api_key="none", modalities=["text"])
     agent = Clock()
     async with AgentSession(llm=model) as session:
         await session.start(agent)

@@ -17,7 +17,7 @@ from stagemesh.common.errors import InvalidRequestError
 from stagemesh.gateway import body
 from stagemesh.gateway.body import decode_json
 from stagemesh.gateway.limits import CALLER
-from stagemesh.gateway.realtime.connection import CLIENT_EVENT
+from stagemesh.gateway.realtime.events import CLIENT_EVENT
 from stagemesh.gateway.realtime.settings import Settings
 from stagemesh.gateway.routes.chat import ChatBody
 from stagemesh.gateway.routes.completions import CompletionBody

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stagemesh.common.errors import InvalidRequestError, StagemeshError
 from stagemesh.gateway.realtime import items
-from stagemesh.gateway.realtime.connection import CLIENT_EVENT
+from stagemesh.gateway.realtime.events import CLIENT_EVENT
 from stagemesh.gateway.realtime.items import Conversation, FunctionCallItem, UserMessage
 from tests.gateway.attacks import attacked
 

@@ -77,7 +77,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
         await callers.close()
 
     app = FastAPI(title="Stagemesh", lifespan=lifespan, openapi_url=None)
-    app.state.metrics, app.state.tls = registry, None
+    app.state.metrics, app.state.tls, app.state.config = registry, None, config
     app.state.voices = None if config.voices is None else VoiceStore(Path(config.voices))
     for module in (chat, completions, images, models, connection, speech, transcriptions, videos, voices):
         app.include_router(module.router)

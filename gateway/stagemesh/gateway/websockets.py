@@ -52,6 +52,8 @@ class JsonSocket:
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket
         self.sender: Sender = websocket.scope["sender"]
+        self.translate: Callable[[dict[str, Any]], dict[str, Any] | None] = dict
+        """Called with each event before it is sent. Returns it in another form, or None if it must not be sent."""
         self.unread_bytes = 0
         """The size of the newest event, which the client may not have read. It has read the events before."""
 
@@ -60,7 +62,9 @@ class JsonSocket:
 
         Does nothing if the client has disconnected, which `serve` reports by its end.
         """
-        event = {"type": event_type, "event_id": f"event_{uuid4().hex}", **fields}
+        event = self.translate({"type": event_type, "event_id": f"event_{uuid4().hex}", **fields})
+        if event is None:
+            return
         text = await aside(lambda: msgspec.json.encode(event).decode(), size_bytes=size_bytes)
         with suppress(*_DISCONNECTED):
             await self._websocket.send_text(text)

@@ -1,106 +1,40 @@
 """`/v1/realtime`: a conversation over a WebSocket, with the client's events and detected speech."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ValidationError
 from starlette.websockets import WebSocket
 
 from stagemesh.client import AsyncResponseStream, SpeechDetected, TurnCommitted
 from stagemesh.common.errors import NotReadyError, OverloadedError, StagemeshError
-from stagemesh.gateway import websockets
 from stagemesh.gateway.body import Object, aside
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError, RealtimeError, validation_error
 from stagemesh.gateway.limits import Sender
+from stagemesh.gateway.realtime import events
+from stagemesh.gateway.realtime.beta import from_beta, is_beta, offers_beta, to_beta
 from stagemesh.gateway.realtime.input_audio import Heard, InputBuffer, Listener
 from stagemesh.gateway.realtime.items import (
     AssistantMessage,
     Conversation,
     Item,
-    ItemBody,
-    ItemId,
     ItemReference,
     audio_item,
     memory_bytes,
     to_messages,
 )
 from stagemesh.gateway.realtime.response import CancelReason, Response
-from stagemesh.gateway.realtime.settings import Audio, InputAudio, ResponseBody, ServerVad, Settings
+from stagemesh.gateway.realtime.settings import ResponseBody, ServerVad, Settings, Update
 from stagemesh.gateway.websockets import JsonSocket, accept
 
-
-class UpdateSession(websockets.ClientEvent):
-    """Changes settings of the conversation."""
-
-    type: Literal["session.update"]
-    session: Object
-
-
-class AppendAudio(websockets.ClientEvent):
-    """Adds audio to the input buffer, as 16-bit PCM in base64."""
-
-    type: Literal["input_audio_buffer.append"]
-    audio: str
-
-
-class EndAudio(websockets.ClientEvent):
-    """Makes a message of the audio in the input buffer, or drops it."""
-
-    type: Literal["input_audio_buffer.commit", "input_audio_buffer.clear"]
-
-
-class CreateItem(websockets.ClientEvent):
-    """Adds an item to the conversation."""
-
-    type: Literal["conversation.item.create"]
-    item: ItemBody
-    previous_item_id: ItemId | None = None
-
-
-class NamedItem(websockets.ClientEvent):
-    """Removes an item from the conversation, or asks for it with the user's audio."""
-
-    type: Literal["conversation.item.delete", "conversation.item.retrieve"]
-    item_id: ItemId
-
-
-class TruncateItem(websockets.ClientEvent):
-    """Shortens a spoken message of the model to what the user has heard."""
-
-    type: Literal["conversation.item.truncate"]
-    item_id: ItemId
-    content_index: Literal[0]
-    audio_end_ms: Annotated[int, Field(ge=0)]
-
-
-class CreateResponse(websockets.ClientEvent):
-    """Asks the model for a response."""
-
-    type: Literal["response.create"]
-    response: ResponseBody = ResponseBody()
-
-
-class CancelResponse(websockets.ClientEvent):
-    """Stops a response: by default the one that belongs to the conversation."""
-
-    type: Literal["response.cancel"]
-    response_id: str | None = None
-
-
-ClientEvent: TypeAlias = (
-    UpdateSession | AppendAudio | EndAudio | CreateItem | NamedItem | TruncateItem | CreateResponse | CancelResponse
-)
-_LARGE_EVENTS = ("input_audio_buffer.append", "conversation.item.create", "response.create")
-"""The types of the events that may contain audio and images."""
 _MAX_RESPONSES = 4
 """The number of responses of a connection that may run at once, including the one that belongs to the conversation."""
-CLIENT_EVENT: TypeAdapter[ClientEvent] = TypeAdapter(Annotated[ClientEvent, Field(discriminator="type")])
 
 
 class Connection:
@@ -108,7 +42,10 @@ class Connection:
 
     def __init__(self, websocket: WebSocket, settings: Settings) -> None:
         self._websocket, self._settings, self._settings_bytes = websocket, settings, 0
+        self._defaults = settings
+        self._is_strict = getattr(websocket.app.state.config, "strict", False)
         self._socket = JsonSocket(websocket)
+        self._socket.translate = to_beta if offers_beta(websocket) else dict
         self._kept: Sender = websocket.scope["kept"]
         self._send = self._socket.send
         self._session_id = f"sess_{uuid4().hex}"
@@ -128,13 +65,13 @@ class Connection:
         """Serves the client until it disconnects."""
         try:
             await self._send("session.created", session=self._session())
-            await self._socket.serve(CLIENT_EVENT, self._receive, large=_LARGE_EVENTS)
+            await self._socket.serve(events.CLIENT_EVENT, self._receive, large=events.LARGE_EVENTS)
         finally:
             await self._stop_listening()
             for response in self._responses:
                 await response.stop()
 
-    async def _receive(self, event: ClientEvent) -> None:
+    async def _receive(self, event: events.ClientEvent) -> None:
         async with self._lock:
             try:
                 await self._handle(event)
@@ -151,59 +88,63 @@ class Connection:
                 reason="SESSION_TOO_LARGE",
             )
 
-    async def _handle(self, event: ClientEvent) -> None:
+    async def _handle(self, event: events.ClientEvent) -> None:
         match event:
-            case UpdateSession():
+            case events.UpdateSession():
                 await self._update(event.session)
-            case AppendAudio():
+            case events.AppendAudio():
                 await self._append(event.audio)
-            case EndAudio(type="input_audio_buffer.commit"):
+            case events.EndAudio(type="input_audio_buffer.commit"):
                 await self._commit()
-            case EndAudio():
+            case events.EndAudio():
                 await self._stop_listening()
                 self._buffer.take()
                 await self._send("input_audio_buffer.cleared")
-            case CreateItem():
+            case events.CreateItem():
                 await self._add_item(event.item, previous_id=event.previous_item_id)
-            case NamedItem(type="conversation.item.delete"):
+            case events.NamedItem(type="conversation.item.delete"):
                 self._conversation.delete(event.item_id)
                 await self._send("conversation.item.deleted", item_id=event.item_id)
-            case NamedItem():
+            case events.NamedItem():
                 item = self._conversation.find(event.item_id)
                 data, size_bytes = item.to_json(with_audio=True), memory_bytes(item)
                 self._hold(size_bytes)
                 self._socket.sender.charge(size_bytes)
                 await self._send("conversation.item.retrieved", item=data, size_bytes=size_bytes)
-            case CreateResponse():
-                await self._respond(event.response)
-            case CancelResponse():
+            case events.CreateResponse():
+                await self._respond(event.response or {})
+            case events.CancelResponse():
                 await self._cancel(event.response_id)
             case _:
                 await self._truncate(event)
 
     # -- settings and items
 
-    async def _update(self, changes: Mapping[str, Any]) -> None:
-        # Each update checks and sends all settings again.
-        self._socket.sender.charge(self._settings_bytes)
-        try:
-            settings = self._settings.updated(changes)
-        except ValidationError as exc:
-            raise validation_error(exc, under="session") from None
-        vad = settings.audio.input.turn_detection
-        model = await find_model(self._websocket, settings.model)
-        settings.arguments(model)
-        if vad is not None and not model.description.detects_turns:
-            raise ParameterError(
-                "session.audio.input.turn_detection",
-                f"no stage of the model {settings.model!r} detects turns; set it to null, and send "
-                "input_audio_buffer.commit and response.create yourself",
-            )
-        if vad != self._settings.audio.input.turn_detection:
+    async def _update(self, changes: Object) -> None:
+        if is_beta(changes) or "type" in changes:
+            # Some clients ask for the beta when they connect, and use today's names, which need a type.
+            self._socket.translate = to_beta if is_beta(changes) else dict
+        update = await self._begin_update()
+        settings = await self._changed(changes, update, defaults=self._defaults, under="session")
+        old, new = self._settings.audio.input, settings.audio.input
+        if new.turn_detection != old.turn_detection:
             await self._stop_listening()
+        if new.format != old.format:
+            self._buffer.accept(new.format.type)
         self._settings = settings
         self._settings_bytes = max(self._settings_bytes, self._socket.sender.content_bytes)
-        await self._send("session.updated", session=self._session())
+        await self._send("session.updated", session=self._session(), **_warnings(update, "session"))
+        if update.problems:
+            raise update.error("session")
+
+    async def _begin_update(self) -> Update:
+        return Update(await find_model(self._websocket, self._settings.model), self._is_strict)
+
+    async def _changed(self, changes: Object, update: Update, *, defaults: Settings, under: str) -> Settings:
+        # Each update checks all settings again.
+        self._socket.sender.charge(self._settings_bytes)
+        make = partial(self._settings.updated, from_beta(changes), update, defaults=defaults, under=under)
+        return await aside(make, size_bytes=self._settings_bytes + self._socket.sender.content_bytes)
 
     def _session(self) -> dict[str, Any]:
         return {"object": "realtime.session", "id": self._session_id, **self._settings.model_dump()}
@@ -218,7 +159,7 @@ class Connection:
             fields: Any = {"previous_item_id": before, "item": item.to_json()}
             await self._send(f"conversation.item.{step}", size_bytes=size_bytes, **fields)
 
-    async def _truncate(self, event: TruncateItem) -> None:
+    async def _truncate(self, event: events.TruncateItem) -> None:
         item = self._conversation.find(event.item_id)
         if not isinstance(item, AssistantMessage):
             raise ParameterError("item_id", "only spoken messages of the model can be truncated")
@@ -231,7 +172,7 @@ class Connection:
     # -- audio of the user
 
     async def _append(self, data: str) -> None:
-        self._hold(2 * len(data))
+        self._hold(2 * self._buffer.expansion * len(data))
         samples = await aside(partial(self._buffer.append, data), size_bytes=len(data))
         vad = self._settings.audio.input.turn_detection
         if vad is None:
@@ -292,7 +233,7 @@ class Connection:
         await self._commit_audio(self._buffer.take(until_s=turn.audio_end_s), item_id=item_id)
         if self._vad.create_response:
             try:
-                await self._respond(ResponseBody())
+                await self._respond({})
             except StagemeshError as exc:
                 await self._socket.send_error(exc)
 
@@ -304,7 +245,12 @@ class Connection:
 
     # -- responses
 
-    async def _respond(self, body: ResponseBody) -> None:
+    async def _respond(self, given: Object) -> None:
+        make_body = partial(ResponseBody.model_validate, {key: given[key] for key in _RESPONSE_KEYS & given.keys()})
+        try:
+            body = await aside(make_body, size_bytes=self._socket.sender.content_bytes)
+        except ValidationError as exc:
+            raise validation_error(exc, under="response") from None
         belongs = body.conversation == "auto"
         if belongs and self._response is not None and self._response.is_running:
             raise RealtimeError(
@@ -316,9 +262,15 @@ class Connection:
                 f"{_MAX_RESPONSES} responses are in progress, which is the limit; cancel one, or wait for its end",
                 reason="CALL_LIMIT",
             )
-        settings = body.settings(self._settings)
-        model = await find_model(self._websocket, settings.model)
+        changes = {key: value for key, value in given.items() if key not in _RESPONSE_KEYS}
+        update, settings = await self._begin_update(), self._settings
+        if changes:
+            settings = await self._changed(changes, update, defaults=settings, under="response")
+        if update.problems:
+            raise update.error("response")
+        model = update.model
         prompt_bytes = self._conversation.size_bytes + self._settings_bytes + memory_bytes(body)
+        prompt_bytes += memory_bytes(settings.instructions)
         self._hold(prompt_bytes)
         make_request = partial(self._make_request, model, settings, self._input(body))
         try:
@@ -338,7 +290,7 @@ class Connection:
         self._responses = [*self._running, response]
         if belongs:
             self._response = response
-        await response.start()
+        await response.start(**_warnings(update, "response"))
 
     def _make_request(self, model: Model, settings: Settings, items: Sequence[Item]) -> AsyncResponseStream:
         """Returns the request for a response. Blocks. Raises the errors of `AsyncClient.generate`."""
@@ -380,6 +332,15 @@ class Connection:
         )
 
 
+_RESPONSE_KEYS = ResponseBody.model_fields.keys()
+
+
+def _warnings(update: Update, under: str) -> dict[str, Any]:
+    """Returns the field of an event that names the parts of an update that were ignored, if there are any."""
+    found = [{"param": f"{under}.{part}", "message": reason} for part, reason in update.warnings.items()]
+    return {"warnings": found} if found else {}
+
+
 router = APIRouter()
 
 
@@ -392,14 +353,9 @@ async def converse(websocket: WebSocket) -> None:
 
 
 async def _settings(websocket: WebSocket) -> Settings:
-    """Returns the settings with which a conversation begins: spoken, and with the detection of turns, if possible."""
+    """Returns the settings with which a conversation begins."""
     if not (model_id := websocket.query_params.get("model")):
         raise ParameterError("model", "it is missing; connect to /v1/realtime?model=NAME")
     model = await find_model(websocket, model_id)
     model.require_output("text")
-    vad = ServerVad(type="server_vad") if model.description.detects_turns else None
-    return Settings(
-        model=model_id,
-        output_modalities=["text" if model.output("audio") is None else "audio"],
-        audio=Audio(input=InputAudio(turn_detection=vad)),
-    )
+    return Settings.initial(model)

@@ -14,6 +14,7 @@ from stagemesh.gateway.audio import PCM_RATE_HZ
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.content import decode_base64
 from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.realtime.g711 import G711, G711_RATE_HZ, AudioFormatName
 from stagemesh.gateway.realtime.items import PCM_BYTES_PER_S
 
 _SCALE = np.float32(1 / 32_768)
@@ -28,6 +29,7 @@ class InputBuffer:
 
     def __init__(self) -> None:
         self._pcm = bytearray()
+        self._g711: G711 | None = None
         self._begin_bytes = 0
         """The amount of audio before the buffer."""
 
@@ -41,18 +43,29 @@ class InputBuffer:
         """The memory of the audio."""
         return len(self._pcm)
 
+    @property
+    def expansion(self) -> int:
+        """The number of bytes of PCM for each byte that is appended."""
+        return 1 if self._g711 is None else PCM_BYTES_PER_S // G711_RATE_HZ
+
+    def accept(self, audio_format: AudioFormatName) -> None:
+        """Sets the format of the audio that will be appended."""
+        self._g711 = None if audio_format == "audio/pcm" else G711(audio_format, "decode")
+
     def append(self, data: str) -> AudioSamples:
         """Appends audio in base64. Returns its samples.
 
         Raises ParameterError if it is not base64 or has half a sample, and OverloadedError if the buffer is full.
         """
         pcm = decode_base64(data, param="audio")
-        if len(pcm) % 2:
+        if self._g711 is None and len(pcm) % 2:
             raise ParameterError("audio", "it has half a sample; send 16-bit PCM", reason="INVALID_MEDIA")
-        if len(self._pcm) + len(pcm) > _MAX_BYTES:
+        if len(self._pcm) + self.expansion * len(pcm) > _MAX_BYTES:
             raise OverloadedError(
                 f"the input buffer would exceed {_MAX_BYTES:,} bytes; commit or clear it", reason="SESSION_TOO_LARGE"
             )
+        if self._g711 is not None:
+            pcm = self._g711.decode(pcm)
         self._pcm += pcm
         return AudioSamples(np.frombuffer(pcm, "<i2").astype(np.float32) * _SCALE, PCM_RATE_HZ)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, cast
 from uuid import uuid4
 
-from pydantic import Field, PrivateAttr
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from stagemesh.client import AudioFile, Message, Part, ToolCall
 from stagemesh.common.errors import OverloadedError
@@ -29,7 +29,18 @@ Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 ItemId: TypeAlias = Annotated[str, Field(min_length=1, max_length=64)]
 
 
-class InputText(Body):
+class RealtimeBody(Body):
+    """A part of an event. null is the same as omitting a field."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _omit_nulls(cls, given: object) -> object:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in cast("dict[str, object]", given).items() if value is not None}
+
+
+class InputText(RealtimeBody):
     """Text of the user or of the system."""
 
     type: Literal["input_text"]
@@ -40,15 +51,19 @@ class InputText(Body):
         return self.text
 
 
-class InputAudioContent(Body):
-    """Audio of the user, as 16-bit PCM in base64."""
+class InputAudioContent(RealtimeBody):
+    """The user's audio, as 16-bit PCM in base64, or its transcript if a client sends an item back without the audio."""
 
     type: Literal["input_audio"]
-    audio: str
+    audio: str | None = None
     transcript: str | None = None
 
     def to_part(self) -> Part:
-        """Returns the audio as a WAV file. Raises ParameterError if it is not 16-bit PCM in base64."""
+        """Returns the audio as a WAV file, or its transcript. Raises ParameterError if it is not PCM in base64."""
+        if self.audio is None:
+            if self.transcript is None:
+                raise ParameterError("item.content.audio", "it is missing; send the audio or its transcript")
+            return self.transcript
         pcm = decode_base64(self.audio, param="item.content.audio")
         if len(pcm) % 2:
             raise ParameterError("item.content.audio", "it has half a sample; send 16-bit PCM", reason="INVALID_MEDIA")
@@ -59,38 +74,38 @@ class InputAudioContent(Body):
         return AudioFile(file.getvalue(), "audio/wav")
 
 
-class InputImage(Body):
+class InputImage(RealtimeBody):
     """An image of the user, as a data URL."""
 
     type: Literal["input_image"]
     image_url: str
-    detail: Literal["auto"] | None = None
+    detail: Literal["auto", "low", "high"] | None = None
 
     def to_part(self) -> Part:
         """Returns the image. Raises ParameterError if the URL is not a data URL of an image."""
         return file_at(Url(url=self.image_url), "item.content.image_url", kind="image")
 
 
-class OutputText(Body):
+class OutputText(RealtimeBody):
     """Text of the model."""
 
-    type: Literal["output_text"] = "output_text"
+    type: Annotated[Literal["output_text", "text"], AfterValidator(lambda _: "output_text")] = "output_text"
     text: str = ""
 
 
-class OutputAudioContent(Body):
+class OutputAudioContent(RealtimeBody):
     """A spoken text of the model. Its audio is not kept."""
 
-    type: Literal["output_audio"] = "output_audio"
+    type: Annotated[Literal["output_audio", "audio"], AfterValidator(lambda _: "output_audio")] = "output_audio"
     transcript: str = ""
-    audio: None = None
+    audio: Annotated[str | None, AfterValidator(lambda _: None)] = None
 
 
 InputContent: TypeAlias = Annotated[InputText | InputAudioContent | InputImage, Field(discriminator="type")]
 OutputContent: TypeAlias = Annotated[OutputText | OutputAudioContent, Field(discriminator="type")]
 
 
-class _Item(Body):
+class _Item(RealtimeBody):
     id: ItemId | None = None
     object: Literal["realtime.item"] = "realtime.item"
     status: Status | None = None
@@ -182,7 +197,7 @@ class FunctionCallOutput(_Item):
     output: str
 
 
-class ItemReference(Body):
+class ItemReference(RealtimeBody):
     """An item of the conversation, by its id."""
 
     type: Literal["item_reference"]

@@ -14,6 +14,7 @@ from stagemesh.gateway.answers import token_counts, usage_of
 from stagemesh.gateway.audio import AnswerEncoder
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import error_body
+from stagemesh.gateway.realtime.g711 import G711
 from stagemesh.gateway.realtime.items import (
     AssistantMessage,
     Conversation,
@@ -28,6 +29,8 @@ from stagemesh.gateway.websockets import JsonSocket
 
 CancelReason: TypeAlias = Literal["turn_detected", "client_cancelled"]
 Status: TypeAlias = Literal["completed", "cancelled", "incomplete", "failed"]
+_UNKNOWN: Mapping[str, int] = dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), 0)
+_NO_DETAILS: Mapping[str, Any] = {"input_token_details": {}, "output_token_details": {}}
 
 
 class Response:
@@ -61,8 +64,11 @@ class Response:
         may_call = bool(settings.callable_tools)
         self._splitter = ToolCallSplitter("required" if settings.forced_tools else "auto" if may_call else "none")
         self._encoder = AnswerEncoder("pcm16") if settings.speaks else None
+        audio_format = settings.audio.output.format.type
+        self._g711 = None if audio_format == "audio/pcm" else G711(audio_format, "encode")
         self._length_reached = False
-        self._usage: dict[str, Any] | None = None
+        self._usage: Mapping[str, Any] | None = None
+        """The number of tokens. None if the response has not ended."""
         self._task: asyncio.Task[None] | None = None
         self._is_ending = False
 
@@ -71,9 +77,9 @@ class Response:
         """Whether the response has not ended."""
         return self._task is not None and not self._task.done()
 
-    async def start(self) -> None:
-        """Reports the response, and starts its request."""
-        await self._send("response.created", response=self._to_json("in_progress"))
+    async def start(self, **fields: Any) -> None:
+        """Reports the response, with further fields of the event, and starts its request."""
+        await self._send("response.created", response=self._to_json("in_progress"), **fields)
         self._task = asyncio.create_task(self._run())
 
     async def cancel(self, reason: CancelReason) -> None:
@@ -136,9 +142,14 @@ class Response:
     async def _add_pieces(self, pieces: Iterator[str | FoundCall]) -> None:
         for piece in pieces:
             if isinstance(piece, FoundCall):
-                await self._add_call(piece)
+                if self._settings.parallel_tool_calls is not False or not self._has_called:
+                    await self._add_call(piece)
             elif piece and (self._message is not None or not piece.isspace()):
                 await self._add_text(piece)
+
+    @property
+    def _has_called(self) -> bool:
+        return any(isinstance(item, FunctionCallItem) for item in self._output)
 
     async def _add_text(self, text: str) -> None:
         message = self._message or await self._begin_message()
@@ -158,7 +169,7 @@ class Response:
             self._early_audio.append(pcm)
         elif pcm:
             self._message.add_audio(pcm)
-            data = base64.b64encode(pcm).decode()
+            data = base64.b64encode(pcm if self._g711 is None else self._g711.encode(pcm)).decode()
             await self._send_part("response.output_audio.delta", self._message, delta=data)
 
     async def _add_call(self, call: FoundCall) -> None:
@@ -195,6 +206,8 @@ class Response:
 
     async def _end(self, status: Status, details: Mapping[str, Any]) -> None:
         self._is_ending = True
+        # Clients read the usage of every response that has ended. It is not known if the response was cancelled.
+        self._usage = self._usage or {**_UNKNOWN, **_NO_DETAILS}
         if (message := self._message) is not None:
             content = message.content[0]
             if isinstance(content, OutputText):
