@@ -355,7 +355,7 @@ async def test_invalid_image_fails_its_request_alone(
 
 
 async def test_image_of_a_rejected_request_is_accepted_later(image_engine: VllmEngine) -> None:
-    with pytest.raises(InvalidRequestError, match="512 in all"):
+    with pytest.raises(InvalidRequestError, match="context length is 512 tokens"):
         await sampled_tokens(image_engine, asked("x" * 500, image(seed=9)))
     assert len(await sampled_tokens(image_engine, asked("x", image(seed=9)))) == TOKENS
 

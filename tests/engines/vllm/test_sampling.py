@@ -287,8 +287,7 @@ WRONG: Sequence[tuple[Mapping[str, Any], str]] = [
 BEYOND: Sequence[tuple[Mapping[str, Any], str, str]] = [
     ({"stop_token_ids": (5, 10**6)}, "UNKNOWN_TOKEN", "stop_token_ids: token id 1000000 is outside the model's"),
     ({"bad_words": ("<|beyond|>",)}, "UNKNOWN_TOKEN", "bad_words: token id 260 is outside"),
-    ({"max_tokens": MAX_MODEL_LEN}, "PROMPT_TOO_LONG", "accepts 256 in all; shorten the prompt or lower max_tokens"),
-    ({"max_tokens": None, "min_tokens": MAX_MODEL_LEN}, "PROMPT_TOO_LONG", "the output 256"),
+    ({"min_tokens": MAX_MODEL_LEN, "max_tokens": None}, "PROMPT_TOO_LONG", "maximum context length is 256 tokens"),
 ]
 
 
@@ -333,5 +332,6 @@ async def test_usage_says_why_the_output_ends(engine: VllmEngine) -> None:
         (task(structure=choice, stop=("zz", "cd")), Finish("stop", stop_text="cd")),
         (task(structure=choice), Finish("end")),
         (task(LONG, ignore_eos=True, max_tokens=None), Finish("limit")),
+        (task(LONG, ignore_eos=True, max_tokens=MAX_MODEL_LEN), Finish("limit")),
     ):
         assert usage_of(await collect(engine.submit(asked))).finish == finish

@@ -20,7 +20,7 @@ from stagemesh.services.engines.vllm.control import Control
 from stagemesh.services.engines.vllm.engine_core import LoadFailure, forked_core, prepare_environment, shut_down
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, RequestPrompt
 from stagemesh.services.engines.vllm.options import KV_CACHE_KIND, StageOptions, engine_options, own_options
-from stagemesh.services.engines.vllm.telemetry import LoadMeter, vllm_metrics
+from stagemesh.services.engines.vllm.telemetry import USUAL_TOKENS, LoadMeter, vllm_metrics
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -304,7 +304,8 @@ class VllmEngine:
         adapter = await held.enter_async_context(self.control.adapters.lease(task.adapter))
         # There must be no await until vLLM has the request, because a feature may abort the request from here on.
         hooks = [hook for feature in self._features if (hook := feature.open(request, held)) is not None]
-        self._meter.begin(request.name, request.params.max_tokens or 0)
+        limit = USUAL_TOKENS if request.task.sampling.max_tokens is None else request.task.sampling.max_tokens
+        self._meter.begin(request.name, min(limit, request.params.max_tokens or 0))
         held.callback(self._meter.end, request.name)
         if any(feature.completes(request) for feature in self._features):
             return request, hooks, None

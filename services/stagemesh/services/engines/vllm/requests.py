@@ -27,7 +27,6 @@ from stagemesh.services.engines.vllm.control import lora_request
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
 from stagemesh.services.engines.vllm.outputs import TEXT, TOKEN_IDS, is_wanted, media_tokens
 
-DEFAULT_MAX_TOKENS = 256
 # Arguments of a chat template that a request cannot set by name.
 _OWN_ARGUMENTS = frozenset(
     {
@@ -228,23 +227,24 @@ def sampling_params(
 def _max_tokens(
     sampling: SamplingOptions, prompt: RequestPrompt, *, max_model_len: int, usual: Mapping[str, Any]
 ) -> int:
-    """Returns the maximum length of a request's output in tokens. `usual` contains the model's own defaults.
+    """Returns the maximum length of a request's output in tokens: at most the rest of the model's context.
 
-    Raises InvalidRequestError if the prompt and the output together are too long for the model.
+    `usual` contains the model's own defaults. Without a default, the output may fill the context. Raises
+    InvalidRequestError if the prompt leaves no space for a token, or for the minimum of the output.
     """
-    wanted = sampling.max_tokens or max(1, sampling.min_tokens)
+    wanted = max(1, sampling.min_tokens)
     space = max_model_len - len(prompt.token_ids)
     if space < wanted:
         media = media_tokens(prompt)
-        of_media, remedy = (f" ({media} of media)", "send smaller or fewer media, ") if media else ("", "")
+        of_media, remedy = (f" ({media} of media)", "send smaller or fewer media, or ") if media else ("", "")
         raise InvalidRequestError(
-            f"the prompt has {len(prompt.token_ids)} tokens{of_media} and the output {wanted}, but the model accepts "
-            f"{max_model_len} in all; {remedy}shorten the prompt or lower max_tokens",
+            f"this model's maximum context length is {max_model_len} tokens, but the prompt has "
+            f"{len(prompt.token_ids)}{of_media} and the output at least {wanted}; {remedy}shorten the prompt",
             reason="PROMPT_TOO_LONG",
         )
     if sampling.max_tokens is not None:
-        return sampling.max_tokens
-    return min(space, max(sampling.min_tokens, int(usual.get("max_tokens", DEFAULT_MAX_TOKENS))))
+        return min(space, sampling.max_tokens)
+    return min(space, max(sampling.min_tokens, int(usual.get("max_tokens", space))))
 
 
 def _given(sampling: SamplingOptions) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from stagemesh.services.engines.base import EngineLoad
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook
 
 _LOAD_SMOOTHING = 0.1
+USUAL_TOKENS = 256
+"""The estimated length of an output in tokens if the request does not limit it."""
 
 
 def vllm_metrics() -> Iterator[Metric]:
@@ -29,9 +31,9 @@ class LoadMeter:
         self._token_s = 0.0
         self._last_token_s = time.monotonic()
 
-    def begin(self, name: str, max_tokens: int) -> None:
-        """Adds the request `name`, which may sample at most `max_tokens` tokens."""
-        self._tokens_left[name] = max_tokens
+    def begin(self, name: str, tokens: int) -> None:
+        """Adds the request `name`, which is expected to sample `tokens` tokens."""
+        self._tokens_left[name] = tokens
 
     def count(self, name: str, new_tokens: int) -> None:
         """Records that the request `name` has sampled `new_tokens` more tokens.

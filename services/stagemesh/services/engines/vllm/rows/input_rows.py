@@ -168,8 +168,8 @@ class InputFlow(features.RequestHook):
         positions = self._memory.ticket.positions
         if prompt_tokens >= positions:
             raise InvalidRequestError(
-                f"the prompt has at least {prompt_tokens} embeddings, but the model accepts {positions} tokens in all; "
-                "shorten the prompt, or raise the stage's option max_model_len",
+                f"this model's maximum context length is {positions} tokens, but the prompt has at least "
+                f"{prompt_tokens} embeddings; shorten the prompt, or raise the stage's option max_model_len",
                 reason="PROMPT_TOO_LONG",
             )
 
