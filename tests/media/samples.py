@@ -59,7 +59,9 @@ def animated(file_format: Literal["GIF", "PNG", "WEBP"]) -> bytes:
     return encoded_image(first, file_format, save_all=True, append_images=others, duration=100)
 
 
-def channels_file(samples: Floats, *, codec: str, container: str, layout: str, rate_hz: int = 16_000) -> bytes:
+def channels_file(
+    samples: "npt.NDArray[np.floating[Any]]", *, codec: str, container: str, layout: str, rate_hz: int = 16_000
+) -> bytes:
     """Returns an audio file of samples, [samples, channels]."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:

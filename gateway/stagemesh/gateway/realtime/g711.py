@@ -40,5 +40,5 @@ class G711:
             return b""
         frame = AudioFrame.from_ndarray(np.frombuffer(pcm, "<i2")[None], format=_SAMPLES, layout=_LAYOUT)
         frame.sample_rate = PCM_RATE_HZ
-        parts: list[Packet] = [part for each in self._resampler.resample(frame) for part in self._codec.encode(each)]
-        return b"".join(map(bytes, parts))
+        frames = self._resampler.resample(frame)
+        return b"".join(bytes(part) for each in frames for part in self._codec.encode(each))
