@@ -237,7 +237,7 @@ async def run_case(case: Case, trial: "Trial", *, limit_s: float) -> Result:
     started_s = time.monotonic()
 
     def result(verdict: Verdict, expected: str = "", came: str = "") -> Result:
-        logs = trial.logs() if verdict is Verdict.FAILED else {}
+        logs: Mapping[str, Sequence[str]] = trial.logs() if verdict is Verdict.FAILED else {}
         return Result(case, verdict, time.monotonic() - started_s, expected, came, logs)
 
     try:
