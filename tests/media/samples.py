@@ -11,7 +11,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from stagemesh.common.media.decoding import MediaKind
-from tests.engines.vllm.media_files import Floats, gray_video, pixels, tone, video_file
+from tests.engines.vllm.media_files import gray_video, pixels, tone, video_file
 from tests.gateway.sounds import audio_file, encode, wav
 from tests.pictures import encoded_image
 

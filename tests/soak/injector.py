@@ -96,7 +96,7 @@ class Injector:
                     self._ill.add(victim)
                     blow[victim] = kind
                     kind = next(kinds, None)
-                # All requests are noted before the first fault, so that the faults begin at the same time.
+                # All requests are noted before the first fault. The faults therefore begin at the same time.
                 for victim, fault in blow.items():
                     await self._note_hits(fault, victim)
                 if blow:

@@ -82,7 +82,8 @@ class Report:
 
     def _slow(self) -> list[str]:
         killed_s, usual_s = self.pause_s.get("kill", ()), self.pause_s.get(UNTOUCHED, ())
-        if not killed_s or not usual_s:
+        # If all replicas of a stage are killed at the same time, the pause has the time of their restart.
+        if not killed_s or not usual_s or max(self.blows, default=1) > 1:
             return []
         killed, usual = median(killed_s), median(usual_s)
         if killed - usual < MEDIAN_RESUME_S:

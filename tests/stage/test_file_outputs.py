@@ -89,7 +89,7 @@ async def stage(engine: EmittingEngine, store: Path | str, **media: Any) -> Asyn
             engine.may_release.set()
 
 
-def wanted(tensor: str, media_type: str = "", *, store: Path | str | None = None, frame_rate: float = 0.0) -> StepSpec:
+def wanted(tensor: str, media_type: str = "", *, store: Path | str | None = None, frame_rate: float | None = None) -> StepSpec:
     root = f"file://{store}" if isinstance(store, Path) else store
     uri = f"{root}/outputs/r/file" if root else ""
     return step_spec(streamed=(StreamedOutput(tensor, media_type, frame_rate, uri),))
@@ -276,7 +276,7 @@ async def _within(runtime: StageRuntime, spec: StepSpec, *, time_left_s: float) 
     [
         (StreamedOutput("frames", "audio/wav"), "cannot be encoded as 'audio/wav'; use one of video/mp4, video/webm,"),
         (StreamedOutput("image", "image/png"), "use no media_type"),
-        (StreamedOutput("frames", "video/mp4"), "has frame_rate 0; use a number above 0"),
+        (StreamedOutput("frames", "video/mp4"), "has frame_rate None; use a number above 0"),
         (StreamedOutput("sound", "audio/ogg", 24), "0 for any other output"),
         (StreamedOutput("sound", "", 0.0, "file:///x/y"), "without a media_type; use one of audio/wav,"),
         (StreamedOutput("sound", RAW, 0.0, "file:///etc/passwd"), "outside the allowed roots"),

@@ -300,7 +300,7 @@ class Settings(RealtimeBody, StageBody):
 
 
 class ResponseBody(RealtimeBody):
-    """The parameters of a response in addition to its settings, which replace those of the conversation."""
+    """The parameters of a response in addition to its settings, which replace the settings of the conversation."""
 
     conversation: Literal["auto", "none"] = "auto"
     input: Items[ItemBody | ItemReference] | None = None

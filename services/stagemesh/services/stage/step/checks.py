@@ -197,11 +197,11 @@ def _check_file(output: StreamedOutput, emitted: Emitted) -> None:
         raise InvalidRequestError(
             f"output {output.tensor} is to be stored without a media_type; use {_one_of(encodings)}"
         )
-    is_video = output.media_type in VIDEO_ENCODINGS
-    if is_video != (output.frame_rate != 0) or not 0 <= output.frame_rate <= MAX_FRAME_RATE:
+    rate, is_video = output.frame_rate, output.media_type in VIDEO_ENCODINGS
+    if is_video != (rate is not None) or not 0 < (1 if rate is None else rate) <= MAX_FRAME_RATE:
         raise InvalidRequestError(
-            f"output {output.tensor} has frame_rate {output.frame_rate:g}; use a number above 0, at most "
-            f"{MAX_FRAME_RATE:g}, for video, and 0 for any other output"
+            f"output {output.tensor} has frame_rate {rate}; use a number above 0, at most {MAX_FRAME_RATE:g}, for "
+            "video, and omit it for any other output"
         )
 
 

@@ -273,7 +273,7 @@ class FileOutputs:
                 continue
             # The encoders' library is loaded at the first use, which would block the event loop.
             encoder = await asyncio.to_thread(
-                make_encoder, each.media_type, sample_rate_hz=emitted.sample_rate_hz, frame_rate=each.frame_rate
+                make_encoder, each.media_type, sample_rate_hz=emitted.sample_rate_hz, frame_rate=each.frame_rate or 0.0
             )
             if store is None:
                 self._sent.append(_SentFile(each, encoder))

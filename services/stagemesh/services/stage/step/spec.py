@@ -132,7 +132,8 @@ class StreamedOutput:
     tensor: str
     media_type: str = ""
     """The media type in which the stage encodes the tensor. Empty if it is not encoded."""
-    frame_rate: float = 0.0
+    frame_rate: float | None = None
+    """Frames per second of a video. None for any other output."""
     uri: str = ""
     """The object in which the stage stores the output. Empty if the output is sent."""
 
@@ -264,7 +265,10 @@ def spec_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepSpec:
         inputs=tuple(map(_input_binding, request.inputs)),
         outputs=tuple(_output_binding(each) for each in request.outputs),
         streamed=tuple(
-            StreamedOutput(each.tensor, each.media_type, each.frame_rate, each.uri) for each in request.streamed
+            StreamedOutput(
+                each.tensor, each.media_type, each.frame_rate if each.HasField("frame_rate") else None, each.uri
+            )
+            for each in request.streamed
         ),
         fingerprint=_fingerprint(request),
         trace=StepTrace.of(request.traceparent),
