@@ -277,7 +277,7 @@ async def _within(runtime: StageRuntime, spec: StepSpec, *, time_left_s: float) 
         (StreamedOutput("frames", "audio/wav"), "cannot be encoded as 'audio/wav'; use one of video/mp4, video/webm,"),
         (StreamedOutput("image", "image/png"), "use no media_type"),
         (StreamedOutput("frames", "video/mp4"), "has frame_rate None; use a number above 0"),
-        (StreamedOutput("sound", "audio/ogg", 24), "0 for any other output"),
+        (StreamedOutput("sound", "audio/ogg", 24), "omit it for any other output"),
         (StreamedOutput("sound", "", 0.0, "file:///x/y"), "without a media_type; use one of audio/wav,"),
         (StreamedOutput("sound", RAW, 0.0, "file:///etc/passwd"), "outside the allowed roots"),
     ],
