@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum, auto
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
@@ -37,7 +37,17 @@ from stagemesh.v1.orchestrator_pb2 import (
     RequestQueued,
 )
 from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceServicer, add_OrchestratorServiceServicer_to_server
-from stagemesh.v1.request_pb2 import FINISH_REASON_END, Audio, Finish, FinishReason, Output, Timings, Usage
+from stagemesh.v1.request_pb2 import (
+    FINISH_REASON_END,
+    Audio,
+    Finish,
+    FinishReason,
+    MessageDelta,
+    Output,
+    Timings,
+    ToolCallDelta,
+    Usage,
+)
 from stagemesh.v1.stage_pb2 import StepFinished, StepProgress
 
 
@@ -185,6 +195,16 @@ def progress(stage: str, *, steps: int, index: int = 0) -> GenerateResponse:
 def text(delta: str, *, output: str = "text", index: int = 0) -> GenerateResponse:
     """Returns a part of a text output."""
     return GenerateResponse(output=Output(name=output, text=delta, index=index))
+
+
+def message(**delta: Any) -> GenerateResponse:
+    """Returns a part of a message."""
+    return GenerateResponse(output=Output(name="text", message=MessageDelta(**delta)))
+
+
+def called(name: str, arguments: str, *, call: int = 0) -> GenerateResponse:
+    """Returns a part of a tool call with the index `call`."""
+    return message(tool_call=ToolCallDelta(index=call, id=f"call_{call}", name=name, arguments=arguments))
 
 
 def ended(output: str = "text", *, index: int = 0) -> GenerateResponse:

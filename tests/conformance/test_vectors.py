@@ -18,7 +18,7 @@ from stagemesh.common.wire.tensors import Tensors, TensorSpec
 from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.connectors.flow.received_rows import PacketQueue
 from stagemesh.connectors.packets import CONTEXT, TOKEN_START, MetadataValue, Packet, RowCounter, rows_of
-from stagemesh.services.engines.base import END
+from stagemesh.services.engines.base import END, Emission
 from stagemesh.services.stage.step.outputs import StreamedOutputs
 from stagemesh.stage_conformance.cases import CASES
 from stagemesh.stage_conformance.suites import register_cases
@@ -68,7 +68,7 @@ def test_text_is_divided_between_characters(vector: Vector) -> None:
     outputs = StreamedOutputs(["text"], {"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")})
     found: list[Vector | None] = []
     for emitted in vector["emitted"]:
-        parts = outputs.push(Packet({"text": np.frombuffer(bytes.fromhex(emitted), np.uint8)}))
+        parts = outputs.push(Emission(Packet({"text": np.frombuffer(bytes.fromhex(emitted), np.uint8)})))
         found += [{"position": each.output.position, "text": each.output.text} for each in parts] or [None]
     assert found == vector["parts"]
     (last,) = outputs.finish(END)

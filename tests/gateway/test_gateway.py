@@ -179,7 +179,6 @@ def test_images_are_edited(ai: openai.OpenAI, url: str) -> None:
 
 
 TOOL = {"type": "function", "function": {"name": "find"}}
-STRICT_TOOL = {"type": "function", "function": {"name": "find", "strict": True}}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,6 @@ STRICT_TOOL = {"type": "function", "function": {"name": "find", "strict": True}}
         ({"tool_choice": "required"}, "tools", "needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
         ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "co"),
-        ({"tools": [STRICT_TOOL]}, "tools", "find is strict"),
         ({"max_tokens": 5}, None, "without sampling parameters"),
     ],
 )

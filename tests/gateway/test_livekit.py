@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from stagemesh.v1.request_pb2 import ROLE_ASSISTANT, ROLE_SYSTEM, ROLE_TOOL, ROLE_USER
-from tests.client.scripted import served
+from tests.client.scripted import admitted, ended, finished, served
 from tests.gateway.test_realtime import CALL, conversing, written
 from tests.repository.commands import ROOT
 
@@ -15,7 +15,7 @@ AGENT = Path(__file__).with_name("livekit_agent.py")
 
 
 async def test_an_agent_calls_its_tool_and_answers() -> None:
-    scripts = written(CALL), written("It is noon."), written("You are welcome.")
+    scripts = [admitted(), *CALL, ended("text"), finished()], written("It is noon."), written("You are welcome.")
     async with served() as orchestrator, conversing(orchestrator, *scripts) as url:
         command = [str(PYTHON), str(AGENT), f"http://{url}"]
         process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)

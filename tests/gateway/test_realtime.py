@@ -21,6 +21,7 @@ from openai.resources.realtime.realtime import AsyncRealtimeConnection
 from stagemesh.client import clients
 from stagemesh.common.errors import InternalError
 from stagemesh.v1 import request_pb2
+from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from stagemesh.v1.signature_pb2 import Signature
 from tests.client import scripted_sessions
 from tests.client.scripted import (
@@ -30,6 +31,7 @@ from tests.client.scripted import (
     Talk,
     admitted,
     audio,
+    called,
     ended,
     finished,
     served,
@@ -40,7 +42,7 @@ from tests.gateway.making import describe, rejection, serving
 
 RATE_HZ = 24_000
 TOOL = {"type": "function", "name": "read_clock", "parameters": {"type": "object"}}
-CALL = '<tool_call>{"name": "read_clock", "arguments": {"zone": "Asia/Tokyo"}}</tool_call>'
+CALL = called("read_clock", '{"zone": '), called("", '"Asia/Tokyo"}')
 
 
 class Talker:
@@ -126,8 +128,8 @@ async def conversing(
         yield url
 
 
-def spoken(*words: str) -> Script:
-    """Returns a script that says each word, with a tenth of a second of audio for each."""
+def spoken(*words: str | GenerateResponse) -> Script:
+    """Returns a script that says each word, or sends each part, with a tenth of a second of audio for each."""
     return [admitted(), *said(*words), ended("text"), ended("audio"), finished()]
 
 
@@ -136,10 +138,10 @@ def written(words: str) -> Script:
     return [admitted(), text(words), ended("text"), finished()]
 
 
-def said(*words: str) -> Iterator[Any]:
+def said(*words: str | GenerateResponse) -> Iterator[Any]:
     """Yields a part of the text and of the audio for each word."""
     for word in words:
-        yield text(word)
+        yield text(word) if isinstance(word, str) else word
         yield audio([0.25] * (RATE_HZ // 10))
 
 
@@ -208,7 +210,7 @@ async def test_a_response_in_text_follows_the_conversation() -> None:
 
 
 async def test_a_tool_is_called() -> None:
-    async with talking(spoken(CALL[:30], CALL[30:]), spoken("Noon.")) as (orchestrator, talker):
+    async with talking(spoken(*CALL), spoken("Noon.")) as (orchestrator, talker):
         await talker.update(tools=[TOOL])
         await talker.say("What time is it?")
         response = await talker.respond()
@@ -230,15 +232,14 @@ async def test_a_tool_is_called() -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "read_clock"}], ids=["any", "named"])
 async def test_a_forced_call_is_the_whole_response(choice: object) -> None:
-    call = CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")
-    async with talking(spoken(call[:30], call[30:])) as (orchestrator, talker):
+    async with talking(spoken(*CALL)) as (orchestrator, talker):
         await talker.update(tools=[TOOL])
         await talker.say("What time is it?")
         (made,) = (await talker.respond(tool_choice=choice))["output"]
         assert (made["type"], made["name"]) == ("function_call", "read_clock")
         assert json.loads(made["arguments"]) == {"zone": "Asia/Tokyo"}
-        schema = json.loads(orchestrator.requests[0].parameters.sampling.json_schema)
-        assert schema["properties"]["name"] == {"enum": ["read_clock"]}
+        sent = orchestrator.requests[0].input.conversation.tool_choice
+        assert (sent.required, sent.name) == (True, "" if choice == "required" else "read_clock")
 
 
 async def test_a_forced_call_needs_its_tool() -> None:

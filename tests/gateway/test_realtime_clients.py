@@ -185,7 +185,7 @@ async def test_the_settings_of_a_stock_client_are_in_force_without_the_ignored_o
 
 async def test_every_event_has_the_types_of_openai() -> None:
     script: Script = [admitted(), text("so"), Pause.FOREVER]
-    async with raw(spoken(CALL), spoken("Yes."), script) as (_, talker):
+    async with raw(spoken(*CALL), spoken("Yes."), script) as (_, talker):
         await talker.send("session.update", session=UPDATES["pipecat"][0])
         await talker.say("Hello")
         await talker.respond()
@@ -202,7 +202,7 @@ async def test_every_event_has_the_types_of_openai() -> None:
 
 
 async def test_settings_and_items_are_accepted_as_they_were_sent() -> None:
-    async with raw(spoken("Good.", CALL), spoken("Bye.")) as (orchestrator, talker):
+    async with raw(spoken("Good.", *CALL), spoken("Bye.")) as (orchestrator, talker):
         await talker.send("session.update", session=UPDATES["openai-agents"][0])
         first = await talker.until("session.updated")
         await talker.send("session.update", session={**first["session"], "expires_at": 0})
@@ -324,10 +324,11 @@ async def test_a_client_of_the_beta_has_its_names(options: Any) -> None:
 
 
 async def test_one_call_is_made_without_parallel_calls() -> None:
-    async with raw(spoken(CALL + CALL)) as (_, talker):
+    async with raw(spoken(*CALL)) as (orchestrator, talker):
         await talker.send("session.update", session={**COMMON, "parallel_tool_calls": False})
         await talker.say("What time is it?")
         assert len((await talker.respond())["output"]) == 1
+        assert orchestrator.requests[0].input.conversation.tool_choice.single
 
 
 def _base64(data: bytes) -> str:

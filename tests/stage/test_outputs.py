@@ -11,10 +11,10 @@ import pytest
 from stagemesh.common.errors import UnsupportedError
 from stagemesh.common.media.encodings import AUDIO_ENCODINGS, VIDEO_ENCODINGS, make_encoder
 from stagemesh.common.plugins.descriptors import Emitted, OutputKind
-from stagemesh.common.requests.output_position import length_of
+from stagemesh.common.requests.output_position import Position, length_of
 from stagemesh.common.wire.tensors import Array, TensorSpec, read_inline
 from stagemesh.connectors.packets import Packet
-from stagemesh.services.engines.base import END, Progress, TokenLogprob, TokenLogprobs
+from stagemesh.services.engines.base import END, Emission, MessageDelta, Progress, TokenLogprob, TokenLogprobs
 from stagemesh.services.stage.step.outputs import (
     PROGRESS_INTERVAL_S,
     STEPS_INTERVAL_S,
@@ -96,8 +96,8 @@ def test_a_tensor_larger_than_a_message_is_rejected() -> None:
 def test_each_name_has_its_own_position() -> None:
     emits = {name: Emitted(TensorSpec("uint8", ("bytes",)), kind="text") for name in "ab"}
     outputs = StreamedOutputs(["a", "b"], emits)
-    packet = Packet({"a": _bytes(b"x"), "b": _bytes(b"y"), "c": _bytes(b"z")})
-    numbered = [(piece.output.name, piece.output.position) for _ in range(2) for piece in outputs.push(packet)]
+    emission = Emission(Packet({"a": _bytes(b"x"), "b": _bytes(b"y"), "c": _bytes(b"z")}))
+    numbered = [(piece.output.name, piece.output.position) for _ in range(2) for piece in outputs.push(emission)]
     assert numbered == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
 
 
@@ -108,10 +108,32 @@ def test_text_and_tokens_have_their_own_logprobs() -> None:
         "codes": Emitted(TensorSpec("int32", ("n",)), kind="tokens"),
     }
     packet = Packet({"text": _bytes("é".encode()), "codes": np.array([5, 5], np.int32)})
-    text, codes = [event.output for event in StreamedOutputs(["text", "codes"], emits).push(packet, scored, scored[:1])]
+    emission = Emission(packet, tuple(scored), tuple(scored[:1]))
+    text, codes = [event.output for event in StreamedOutputs(["text", "codes"], emits).push(emission)]
     assert [(each.position, each.sampled.text) for each in text.logprobs] == [(3, "é")]
     assert [each.position for each in codes.logprobs] == [3, 4]
     assert codes.logprobs[0].top[0] == request_pb2.TokenLogprob(id=6, text="e", logprob=-1.0)
+
+
+def test_a_message_replaces_the_text_of_parsed_outputs() -> None:
+    emits = {name: Emitted(TensorSpec("uint8", ("bytes",)), kind="text") for name in "ab"}
+    call = MessageDelta("tool_call", '{"x": 1}', call=1, id="c", name="é")
+    message = [MessageDelta("reasoning", "hm"), call, MessageDelta("text", "!")]
+    outputs = StreamedOutputs(["a", "b"], emits, parsed=["a"])
+    parts = outputs.push(Emission(Packet({"a": _bytes(b"raw"), "b": _bytes(b"raw")}), message=message))
+    assert [part.output.position for part in parts] == [0, 2, 12, 0]
+    assert [part.output.WhichOneof("content") for part in parts] == ["message"] * 3 + ["text"]
+    sent = parts[1].output.message.tool_call
+    assert (sent.index, sent.id, sent.name, sent.arguments) == (1, "c", "é", '{"x": 1}')
+    # A receiver may have any number of whole characters of it.
+    rests = [Position({("a", 0): received}).remainder(parts[1].output) for received in (2, 4, 7, 11)]
+    assert [(each.message.tool_call.name, each.message.tool_call.arguments) for each in rests if each] == [
+        ("é", '{"x": 1}'),
+        ("", '{"x": 1}'),
+        ("", '": 1}'),
+        ("", "}"),
+    ]
+    assert Position({("a", 0): 12}).remainder(parts[1].output) is None
 
 
 def _bytes(data: bytes) -> Array:
@@ -122,7 +144,7 @@ def _outputs(kind: OutputKind, tensors: list[Array]) -> list[request_pb2.Output]
     """Returns all fragments of an output, in order."""
     emitted = Emitted(TensorSpec("uint8", ("n",)), kind=kind, sample_rate_hz=24_000, media_type="audio/ogg")
     outputs = StreamedOutputs(["x"], {"x": emitted})
-    events = [event for tensor in tensors for event in outputs.push(Packet({"x": tensor}))]
+    events = [event for tensor in tensors for event in outputs.push(Emission(Packet({"x": tensor})))]
     events += outputs.finish(END)
     parts = [event.output for event in events]
     assert [part.position for part in parts] == list(accumulate(map(length_of, parts[:-1]), initial=0))

@@ -1,4 +1,4 @@
-import { FinishReason, type Output } from "./gen/stagemesh/v1/request.js";
+import { FinishReason, type MessageDelta, type Output } from "./gen/stagemesh/v1/request.js";
 import { type GenerateResponse, OutputPosition } from "./gen/stagemesh/v1/orchestrator.js";
 import { unknownKind, unknownKindError } from "./protocol.js";
 
@@ -89,7 +89,15 @@ function lengthOf({ content }: Output): number {
       return 1;
     case "tensor":
       return Number(content.value.shape[0] ?? 1n);
+    case "message":
+      return messageLengthOf(content.value);
   }
+}
+
+function messageLengthOf({ delta }: MessageDelta): number {
+  if (delta === undefined) return 0;
+  const text = delta.$case === "toolCall" ? delta.value.name + delta.value.arguments : delta.value;
+  return Buffer.byteLength(text);
 }
 
 /** Returns the event of a response, or undefined if it can be ignored. Throws UNKNOWN_KIND if it needs a newer client. */

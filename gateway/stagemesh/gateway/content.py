@@ -113,6 +113,8 @@ class MessageBody(Body):
     annotations: Items[None] | None = None
     tool_calls: Items[ToolCallBody] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     def to_message(self, index: int) -> Message:
         """Returns the client's message. `index` is that of the message in the conversation."""
@@ -127,6 +129,7 @@ class MessageBody(Body):
                 ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()
             ],
             tool_call_id=self.tool_call_id or "",
+            reasoning=self.reasoning_content or self.reasoning or "",
         )
 
 

@@ -253,7 +253,7 @@ def _request_of(claim: Claim, *, keeps_caller: bool) -> orchestrator_pb2.Generat
     request.CopyFrom(claim.submitted.request)
     request.request_id = claim.request_id
     request.earlier_calls = min((claim.attempts - 1) * _CALLS_PER_ATTEMPT, 1_000_000)
-    for field in ("next_positions", "linger_s", "generation"):
+    for field in ("next_positions", "linger_s", "generation", "parsed"):
         request.ClearField(field)
     if not keeps_caller:
         request.ClearField("caller")

@@ -92,6 +92,7 @@ class GenerateRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     PREFERRED_REPLICAS_FIELD_NUMBER: _builtins.int
     ADMITTED_CALL_FIELD_NUMBER: _builtins.int
+    PARSED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id that identifies the request in every service: 1 to 128 characters of letters, digits, '.', '_', ':' and '-'.
     If empty, the orchestrator generates one and reports it.
@@ -128,6 +129,12 @@ class GenerateRequest(_message.Message):
     the request again from its start. The value is earlier_calls of the latest call in which RequestAdmitted arrived.
     preferred_replicas are then the replicas in that event, of a request with one choice. If some of the steps cannot be
     continued, the request runs again. Must be lower than earlier_calls (INVALID_ARGUMENT, INVALID_EARLIER_CALLS).
+    """
+    parsed: _builtins.bool
+    """Whether outputs of text arrive as Output.message, with reasoning and tool calls separated from the answer. A stage
+    that has nothing to separate sends Output.text: if the model's form of reasoning and calls is not known, if the
+    request has no tools and the model does not reason, and if the stage is not a language model. Edges carry the whole
+    text in any case. Ignored in jobs.
     """
     @_builtins.property
     def input(self) -> _request_pb2.Input:
@@ -170,10 +177,11 @@ class GenerateRequest(_message.Message):
         generation: _builtins.str = ...,
         preferred_replicas: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         admitted_call: _builtins.int | None = ...,
+        parsed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_admitted_call", b"_admitted_call", "admitted_call", b"admitted_call", "input", b"input", "parameters", b"parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admitted_call", b"_admitted_call", "admitted_call", b"admitted_call", "caller", b"caller", "earlier_calls", b"earlier_calls", "generation", b"generation", "input", b"input", "linger_s", b"linger_s", "next_positions", b"next_positions", "outputs", b"outputs", "parameters", b"parameters", "pipeline", b"pipeline", "preferred_replicas", b"preferred_replicas", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admitted_call", b"_admitted_call", "admitted_call", b"admitted_call", "caller", b"caller", "earlier_calls", b"earlier_calls", "generation", b"generation", "input", b"input", "linger_s", b"linger_s", "next_positions", b"next_positions", "outputs", b"outputs", "parameters", b"parameters", "parsed", b"parsed", "pipeline", b"pipeline", "preferred_replicas", b"preferred_replicas", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__admitted_call: _TypeAlias = _typing.Literal["admitted_call"]  # noqa: Y015
     _WhichOneofArgType__admitted_call: _TypeAlias = _typing.Literal["_admitted_call", b"_admitted_call"]  # noqa: Y015

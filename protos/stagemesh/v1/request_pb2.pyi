@@ -176,6 +176,7 @@ class Conversation(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     template_arguments: _builtins.str
     """Arguments of the model's chat template, as a JSON object, for example {"enable_thinking": false}. An argument that
     the template does not use has no effect. Empty for none. Rejected (INVALID_PROMPT) if it is not a JSON object, or
@@ -189,20 +190,60 @@ class Conversation(_message.Message):
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
         """The tools. Their names are unique. A stage rejects them if the model's chat template accepts none (UNSUPPORTED)."""
 
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """How the model uses the tools. It may call any number of them if unset."""
+
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___Message] | None = ...,
         tools: _abc.Iterable[Global___Tool] | None = ...,
         template_arguments: _builtins.str = ...,
+        tool_choice: Global___ToolChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_arguments", b"template_arguments", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Conversation: _TypeAlias = Conversation  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """ToolChoice says which tools the model must call, and how many it may call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUIRED_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SINGLE_FIELD_NUMBER: _builtins.int
+    required: _builtins.bool
+    """Whether the answer must be one call of a tool. The text of the stage is then the JSON object {"name": …,
+    "arguments": …}, and the arguments conform to the tool's schema. Rejected (INVALID_PROMPT) without tools, and
+    (INVALID_SAMPLING) together with Sampling.structure.
+    """
+    name: _builtins.str
+    """The name of the tool that the model must call, if `required` is set. Empty for any of them. A name of no tool is
+    rejected (INVALID_PROMPT).
+    """
+    single: _builtins.bool
+    """Whether the answer has at most one call. The stage drops further ones."""
+    def __init__(
+        self,
+        *,
+        required: _builtins.bool = ...,
+        name: _builtins.str = ...,
+        single: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "required", b"required", "single", b"single"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class Tool(_message.Message):
@@ -213,6 +254,7 @@ class Tool(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The function's name. Must not be empty."""
     description: _builtins.str
@@ -221,16 +263,21 @@ class Tool(_message.Message):
     """The JSON schema of the function's arguments, which is itself a JSON object. Empty if it has no arguments. Rejected
     (INVALID_PROMPT) if it is not a JSON object.
     """
+    strict: _builtins.bool
+    """Whether the arguments must conform to the schema whenever the model calls the function. A stage whose engine cannot
+    enforce this for the model's form of calls ignores it, unless ToolChoice.required is set.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         description: _builtins.str = ...,
         parameters: _builtins.str = ...,
+        strict: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -247,6 +294,7 @@ class Message(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """The author. Rejected (INVALID_PROMPT) if unspecified or unknown."""
     content: _builtins.str
@@ -254,6 +302,10 @@ class Message(_message.Message):
     tool_call_id: _builtins.str
     """The id of the tool call of which this message is the result. An earlier message must contain the call. Required
     for ROLE_TOOL, and rejected (INVALID_PROMPT) for other roles.
+    """
+    reasoning: _builtins.str
+    """The reasoning that preceded the model's message, for chat templates that read it. Others ignore it. Rejected
+    (INVALID_PROMPT) if the role is not ROLE_ASSISTANT.
     """
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
@@ -271,10 +323,11 @@ class Message(_message.Message):
         parts: _abc.Iterable[Global___Part] | None = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         tool_call_id: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "parts", b"parts", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "parts", b"parts", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -856,6 +909,7 @@ class Output(_message.Message):
     MEDIA_FIELD_NUMBER: _builtins.int
     FILE_FIELD_NUMBER: _builtins.int
     TENSOR_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -867,7 +921,8 @@ class Output(_message.Message):
     position: _builtins.int
     """How much of the output precedes this part: bytes of text in UTF-8, tokens, audio samples of one channel, whole images
     including previews, bytes of an encoded file, stored files, or rows of a tensor along its first axis. A tensor without
-    axes is one row. Parts follow each other without a gap. All parts of an image have the same position.
+    axes is one row. A message counts the bytes of its reasoning, its text, and the names and arguments of its tool calls,
+    as they are sent. Parts follow each other without a gap. All parts of an image have the same position.
     """
     text: _builtins.str
     """Text to append. Ends between two characters."""
@@ -898,10 +953,15 @@ class Output(_message.Message):
         """A tensor of any other kind, inline."""
 
     @_builtins.property
+    def message(self) -> Global___MessageDelta:
+        """A part of the model's message, instead of text. Only if GenerateRequest.parsed is set."""
+
+    @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """The log-probabilities of sampled tokens, if the request asked for them (Sampling.logprobs). With token_ids, one
         element for each token. With text, one element for each token whose TokenLogprobs.position is within this text, so
-        that tokens after the last character of the output, such as an end-of-sequence token, have none. Otherwise empty.
+        that tokens after the last character of the output, such as an end-of-sequence token, have none. With message, the
+        position of a token is the length of the message before it. Otherwise empty.
         """
 
     @_builtins.property
@@ -921,18 +981,89 @@ class Output(_message.Message):
         media: Global___Media | None = ...,
         file: Global___MediaFile | None = ...,
         tensor: _tensor_pb2.Tensor | None = ...,
+        message: Global___MessageDelta | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         finish: Global___Finish | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "file", b"file", "finish", b"finish", "image", b"image", "media", b"media", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "file", b"file", "finish", b"finish", "image", b"image", "media", b"media", "message", b"message", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "file", b"file", "finish", b"finish", "image", b"image", "index", b"index", "logprobs", b"logprobs", "media", b"media", "name", b"name", "position", b"position", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "content", b"content", "file", b"file", "finish", b"finish", "image", b"image", "index", b"index", "logprobs", b"logprobs", "media", b"media", "message", b"message", "name", b"name", "position", b"position", "tensor", b"tensor", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids", "audio", "image", "media", "file", "tensor"]  # noqa: Y015
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids", "audio", "image", "media", "file", "tensor", "message"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
 Global___Output: _TypeAlias = Output  # noqa: Y015
+
+@_typing.final
+class MessageDelta(_message.Message):
+    """MessageDelta is a part of a language model's message, which the stage has separated from the model's markup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASONING_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_FIELD_NUMBER: _builtins.int
+    reasoning: _builtins.str
+    """Text to append to the model's reasoning, which precedes its answer."""
+    text: _builtins.str
+    """Text to append to the answer. Text that the stage could not read as a tool call is a part of the answer."""
+    @_builtins.property
+    def tool_call(self) -> Global___ToolCallDelta:
+        """A part of a tool call."""
+
+    def __init__(
+        self,
+        *,
+        reasoning: _builtins.str = ...,
+        text: _builtins.str = ...,
+        tool_call: Global___ToolCallDelta | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "reasoning", b"reasoning", "text", b"text", "tool_call", b"tool_call"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "reasoning", b"reasoning", "text", b"text", "tool_call", b"tool_call"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_delta: _TypeAlias = _typing.Literal["reasoning", "text", "tool_call"]  # noqa: Y015
+    _WhichOneofArgType_delta: _TypeAlias = _typing.Literal["delta", b"delta"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_delta) -> _WhichOneofReturnType_delta | None: ...
+
+Global___MessageDelta: _TypeAlias = MessageDelta  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """ToolCallDelta is a part of a tool call. The parts of a call follow each other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """The index of the call within the message, from 0."""
+    id: _builtins.str
+    """The id of the call. It is the same if the stage restarts. Set in each part."""
+    name: _builtins.str
+    """Text to append to the name of the tool. The first part has the whole name."""
+    arguments: _builtins.str
+    """Text to append to the arguments. The arguments are a JSON object, unless the reason of the output's end is LENGTH
+    or LIMIT, and ToolChoice.required is set: then the last call may be cut off.
+    """
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):

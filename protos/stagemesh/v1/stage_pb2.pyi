@@ -253,6 +253,7 @@ class StreamedOutput(_message.Message):
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     FRAME_RATE_FIELD_NUMBER: _builtins.int
     URI_FIELD_NUMBER: _builtins.int
+    PARSED_FIELD_NUMBER: _builtins.int
     tensor: _builtins.str
     """The name of the tensor. Must not occur twice (INVALID_ARGUMENT)."""
     media_type: _builtins.str
@@ -269,6 +270,10 @@ class StreamedOutput(_message.Message):
     fails or is cancelled leaves no object. If the output consists of several images, each is an object, and the stage
     appends "-2", "-3" and so on to the URIs of those after the first. Previews are not stored. Empty to send the output.
     """
+    parsed: _builtins.bool
+    """Whether the stage may send text as Output.message (GenerateRequest.parsed). A stage may send Output.text instead, but
+    not both for the same output. A step that runs again must send the same parts, apart from where they are cut.
+    """
     def __init__(
         self,
         *,
@@ -276,10 +281,11 @@ class StreamedOutput(_message.Message):
         media_type: _builtins.str = ...,
         frame_rate: _builtins.float | None = ...,
         uri: _builtins.str = ...,
+        parsed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frame_rate", b"_frame_rate", "frame_rate", b"frame_rate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frame_rate", b"_frame_rate", "frame_rate", b"frame_rate", "media_type", b"media_type", "tensor", b"tensor", "uri", b"uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frame_rate", b"_frame_rate", "frame_rate", b"frame_rate", "media_type", b"media_type", "parsed", b"parsed", "tensor", b"tensor", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frame_rate: _TypeAlias = _typing.Literal["frame_rate"]  # noqa: Y015
     _WhichOneofArgType__frame_rate: _TypeAlias = _typing.Literal["_frame_rate", b"_frame_rate"]  # noqa: Y015

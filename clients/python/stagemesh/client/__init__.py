@@ -22,6 +22,7 @@ from stagemesh.client.content import Message as Message
 from stagemesh.client.content import Part as Part
 from stagemesh.client.content import Tool as Tool
 from stagemesh.client.content import ToolCall as ToolCall
+from stagemesh.client.content import ToolChoice as ToolChoice
 from stagemesh.client.content import VideoFile as VideoFile
 from stagemesh.client.content import read_media as read_media
 from stagemesh.client.jobs import AsyncJobs as AsyncJobs
@@ -46,6 +47,7 @@ from stagemesh.client.responses import MediaChunk as MediaChunk
 from stagemesh.client.responses import OutputFinished as OutputFinished
 from stagemesh.client.responses import Progress as Progress
 from stagemesh.client.responses import Queued as Queued
+from stagemesh.client.responses import Reasoning as Reasoning
 from stagemesh.client.responses import Result as Result
 from stagemesh.client.responses import StageReport as StageReport
 from stagemesh.client.responses import StageWarning as StageWarning
@@ -56,6 +58,7 @@ from stagemesh.client.responses import Timings as Timings
 from stagemesh.client.responses import TokenLogprob as TokenLogprob
 from stagemesh.client.responses import TokenLogprobs as TokenLogprobs
 from stagemesh.client.responses import Tokens as Tokens
+from stagemesh.client.responses import ToolCallPart as ToolCallPart
 from stagemesh.client.responses import Usage as Usage
 from stagemesh.client.retries import RetryPolicy as RetryPolicy
 from stagemesh.client.session_turns import SessionEvent as SessionEvent

@@ -88,6 +88,20 @@ class Tool:
     name: str
     description: str = ""
     parameters: JsonObject = ""
+    strict: bool = False
+    """Whether the arguments must conform to the schema, if the model's stage can enforce it."""
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """The tools that the model must call. Without it, the model may call any number of them, or none."""
+
+    required: bool = False
+    """Whether the answer must be one call of a tool."""
+    name: str = ""
+    """The name of the tool that the model must call, if `required` is set. Empty for any of them."""
+    single: bool = False
+    """Whether the answer has at most one call."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +123,8 @@ class Message:
     """The tool calls of an assistant's message."""
     tool_call_id: str = ""
     """The id of the tool call of which a tool's message is the result."""
+    reasoning: str = ""
+    """The reasoning that preceded an assistant's message, for chat templates that read it."""
 
 
 Conversation: TypeAlias = Sequence[Message | tuple[str, Content]]
@@ -170,6 +186,7 @@ def to_message(message: Message) -> request_pb2.Message:
             for call in message.tool_calls
         ],
         tool_call_id=message.tool_call_id,
+        reasoning=message.reasoning,
     )
 
 

@@ -20,6 +20,7 @@ from stagemesh.client.responses import (
     OutputFinished,
     Progress,
     Queued,
+    Reasoning,
     StageReport,
     StageWarning,
     StoredFile,
@@ -29,6 +30,7 @@ from stagemesh.client.responses import (
     TokenLogprob,
     TokenLogprobs,
     Tokens,
+    ToolCallPart,
     Usage,
 )
 from stagemesh.client.retries import RetryPolicy
@@ -93,6 +95,8 @@ class EventDecoder:
         match message.WhichOneof("content"):
             case "text":
                 yield Text(message.name, message.text, _read_logprobs(message), index=message.index)
+            case "message":
+                yield from _message(message, ignorable=ignorable)
             case "token_ids":
                 yield Tokens(message.name, tuple(message.token_ids.ids), _read_logprobs(message), index=message.index)
             case "audio":
@@ -138,6 +142,22 @@ def finish_reason(finish: request_pb2.Finish) -> str:
     """Returns the name of the reason why an output or a stage ended, or "unspecified" if it is not known."""
     known = request_pb2.FinishReason.DESCRIPTOR.values_by_number.get(finish.reason)
     return known.name.removeprefix("FINISH_REASON_").lower() if known is not None else "unspecified"
+
+
+def _message(message: request_pb2.Output, *, ignorable: bool) -> Iterator[Text | Reasoning | ToolCallPart]:
+    delta, logprobs, index = message.message, _read_logprobs(message), message.index
+    match delta.WhichOneof("delta"):
+        case "text":
+            yield Text(message.name, delta.text, logprobs, index=index)
+        case "reasoning":
+            yield Reasoning(message.name, delta.reasoning, logprobs, index=index)
+        case "tool_call":
+            call = delta.tool_call
+            yield ToolCallPart(message.name, call.index, call.id, call.name, call.arguments, logprobs, index=index)
+        case _ if not ignorable:
+            refuse_unknown(delta, of="the orchestrator")
+        case _:
+            pass
 
 
 def _audio(message: request_pb2.Output) -> AudioChunk:

@@ -5,6 +5,7 @@ All arguments are checked before anything is sent.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal, TypeAlias, TypedDict
 from uuid import uuid4
 
@@ -17,6 +18,7 @@ from stagemesh.client.content import (
     Medium,
     Message,
     Tool,
+    ToolChoice,
     to_json,
     to_message,
     to_part,
@@ -92,6 +94,8 @@ class RequestArguments(SamplingArguments, total=False):
     """A conversation: to send instead of a prompt, or before the first turn of a session."""
     tools: Sequence[Tool]
     """The tools that the model may call. A request with tools requires a prompt of text and media, or messages."""
+    tool_choice: ToolChoice
+    """The tools that the model must call, and how many it may call."""
     template_arguments: JsonObject
     """Arguments of the model's chat template. A request with them requires a prompt of text and media, or messages."""
     outputs: Sequence[str]
@@ -140,6 +144,11 @@ class GenerateArguments(RequestArguments, total=False):
     """The id that identifies the request in every service and log.
 
     None stands for an id that is generated at random.
+    """
+    parsed: bool
+    """Whether the events `Reasoning` and `ToolCallPart` separate reasoning and tool calls from the text of an answer.
+
+    `Text` then contains the rest. Otherwise it contains the model's own text, with all markup.
     """
     preferred_replicas: Mapping[str, str]
     """The replicas that the request prefers, by stage, such as `Admitted.replicas` of an earlier request.
@@ -198,6 +207,7 @@ def build_request(prompt: Content | None, arguments: GenerateArguments) -> orche
             parameters=_parameters(arguments, choices=arguments.get("choices")),
             **_shared(arguments),
             preferred_replicas=arguments.get("preferred_replicas"),
+            parsed=arguments.get("parsed", False),
         )
     except (ValueError, TypeError) as exc:
         raise InvalidRequestError(f"an argument of generate cannot be sent: {exc}") from exc
@@ -295,10 +305,13 @@ def _conversation(
     return request_pb2.Conversation(
         messages=[to_message(each if isinstance(each, Message) else Message(*each)) for each in messages],
         tools=[
-            request_pb2.Tool(name=tool.name, description=tool.description, parameters=to_json(tool.parameters))
+            request_pb2.Tool(
+                name=tool.name, description=tool.description, parameters=to_json(tool.parameters), strict=tool.strict
+            )
             for tool in tools
         ],
         template_arguments=to_json(template_arguments),
+        tool_choice=request_pb2.ToolChoice(**asdict(arguments["tool_choice"])) if "tool_choice" in arguments else None,
     )
 
 

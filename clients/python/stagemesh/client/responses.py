@@ -6,7 +6,7 @@ session whose turn the request answers, from 1. It is 0 for a request of `genera
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.client.content import AudioSamples, EncodedMedia, MediaFile
+from stagemesh.client.content import AudioSamples, EncodedMedia, MediaFile, ToolCall
 from stagemesh.client.wav import WavWriter
 from stagemesh.common.errors import InternalError, NotFoundError
 from stagemesh.common.wire.tensors import Array
@@ -109,6 +109,32 @@ class Text(OutputEvent):
     """
 
     delta: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reasoning(OutputEvent):
+    """An event with text to append to the reasoning that precedes the text of an answer, if `parsed` was requested."""
+
+    delta: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class ToolCallPart(OutputEvent):
+    """An event with a part of a tool call, if `parsed` was requested. The first part of a call has its whole name.
+
+    The arguments of a call are a JSON object. A required call may be cut off if the output ends with "length" or
+    "limit".
+    """
+
+    call: int
+    """The index of the call within the message, from 0."""
+    id: str
+    name: str
+    """Text to append to the name."""
+    arguments: str
+    """Text to append to the arguments."""
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
@@ -286,6 +312,8 @@ Event: TypeAlias = (
     | Admitted
     | Progress
     | Text
+    | Reasoning
+    | ToolCallPart
     | Tokens
     | AudioChunk
     | Image
@@ -325,6 +353,10 @@ class Choice:
     tensors: Mapping[str, tuple[TensorOutput, ...]]
     finishes: Mapping[str, OutputFinished]
     """Why each output ended."""
+    reasonings: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The reasoning that preceded each text output, if `parsed` was requested."""
+    tool_calls: Mapping[str, tuple[ToolCall, ...]] = field(default_factory=dict[str, tuple[ToolCall, ...]])
+    """The tool calls of each text output, if `parsed` was requested. Their arguments are JSON texts."""
 
     @property
     def text(self) -> str:
@@ -407,19 +439,20 @@ class ResultBuilder:
 
     def _choice(self, index: int, *, seed: int) -> Choice:
         by_output = partial(self._by_output, index=index)
-        texts, tokens = by_output(Text), by_output(Tokens)
-        scored: Mapping[str, Sequence[Text | Tokens]] = {**texts, **tokens}
+        tokens = by_output(Tokens)
         return Choice(
             seed=seed,
-            texts={output: "".join(each.delta for each in made) for output, made in texts.items()},
+            texts={output: "".join(each.delta for each in made) for output, made in by_output(Text).items()},
             tokens={output: tuple(chain.from_iterable(each.ids for each in made)) for output, made in tokens.items()},
-            logprobs={output: logprobs for output, made in scored.items() if (logprobs := _logprobs(made))},
+            logprobs={output: found for output, made in by_output(OutputEvent).items() if (found := _logprobs(made))},
             audios={output: _join(chunks) for output, chunks in by_output(AudioChunk).items()},
             images={output: tuple(images) for output, images in by_output(Image).items()},
             media={output: _join_media(chunks) for output, chunks in by_output(MediaChunk).items()},
             files={output: tuple(each.file for each in made) for output, made in by_output(StoredFile).items()},
             tensors={output: tuple(tensors) for output, tensors in by_output(TensorOutput).items()},
             finishes={output: ends[-1] for output, ends in by_output(OutputFinished).items()},
+            reasonings={output: "".join(part.delta for part in made) for output, made in by_output(Reasoning).items()},
+            tool_calls={output: join_calls(parts) for output, parts in by_output(ToolCallPart).items()},
         )
 
     def _last(self, kind: type[StartOrEnd]) -> StartOrEnd | None:
@@ -437,8 +470,20 @@ class ResultBuilder:
         return time.monotonic() - self._begun_s
 
 
-def _logprobs(made: Sequence[Text | Tokens]) -> tuple[TokenLogprobs, ...]:
-    return tuple(chain.from_iterable(each.logprobs for each in made))
+def join_calls(parts: Iterable[ToolCallPart]) -> tuple[ToolCall, ...]:
+    """Returns the tool calls that the parts of one message form, in order. Their arguments are JSON texts."""
+    calls = defaultdict[int, list[ToolCallPart]](list)
+    for part in parts:
+        calls[part.call].append(part)
+    return tuple(
+        ToolCall(made[0].id, "".join(part.name for part in made), "".join(part.arguments for part in made))
+        for made in calls.values()
+    )
+
+
+def _logprobs(made: Sequence[OutputEvent]) -> tuple[TokenLogprobs, ...]:
+    scored = (each for each in made if isinstance(each, Text | Reasoning | ToolCallPart | Tokens))
+    return tuple(chain.from_iterable(each.logprobs for each in scored))
 
 
 def _join(chunks: Sequence[AudioChunk]) -> Audio:

@@ -1,12 +1,12 @@
 """The position of a receiver: how much of each output of a request the receiver has received, for each choice.
 
 Outputs are replayed if a connection breaks, a stage restarts or a client calls another orchestrator. The parts of the
-replay may have other boundaries. A position therefore counts units: bytes of text in UTF-8, tokens, audio samples,
-images, bytes of an encoded file, stored files, or rows of a tensor along its first axis. A text is only divided between
-two characters.
+replay may have other boundaries. A position therefore counts units: bytes of text or of a message in UTF-8, tokens,
+audio samples, images, bytes of an encoded file, stored files, or rows of a tensor along its first axis. A text is only
+divided between two characters.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -76,6 +76,14 @@ def _rows(tensor: tensor_pb2.Tensor) -> int:
     return max(0, tensor.shape[0]) if tensor.shape else 1
 
 
+def _message_texts(delta: request_pb2.MessageDelta) -> Sequence[tuple[str, str]]:
+    """Returns the texts in a part of a message that count, in order, each with the name of its field."""
+    kind = delta.WhichOneof("delta")
+    if kind == "tool_call":
+        return [("name", delta.tool_call.name), ("arguments", delta.tool_call.arguments)]
+    return [(kind, getattr(delta, kind))] if kind is not None else []
+
+
 _LENGTHS: Mapping[str, Callable[[request_pb2.Output], int]] = {
     "text": lambda output: len(output.text.encode()),
     "token_ids": lambda output: len(output.token_ids.ids),
@@ -84,6 +92,7 @@ _LENGTHS: Mapping[str, Callable[[request_pb2.Output], int]] = {
     "media": lambda output: len(output.media.data),
     "file": lambda _: 1,
     "tensor": lambda output: _rows(output.tensor),
+    "message": lambda output: sum(len(text.encode()) for _, text in _message_texts(output.message)),
 }
 """The length of a part of an output in units, by the kind of its content."""
 
@@ -91,8 +100,8 @@ _LENGTHS: Mapping[str, Callable[[request_pb2.Output], int]] = {
 def length_of(output: request_pb2.Output) -> int:
     """Returns the number of units in a part of an output.
 
-    A unit is a byte of text in UTF-8, a token, an audio sample, a whole image, a byte of an encoded file, a stored
-    file, or a row of a tensor. A part of an image has no length unless it ends the image.
+    A unit is a byte of text or of a message in UTF-8, a token, an audio sample, a whole image, a byte of an encoded
+    file, a stored file, or a row of a tensor. A part of an image has no length unless it ends the image.
     """
     kind = output.WhichOneof("content")
     return 0 if kind is None else _LENGTHS[kind](output)
@@ -114,7 +123,7 @@ def text_until(text: str, length: int, *, begin: int = 0) -> str:
 def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
     """Returns an output without its first `count` units, or None if neither a unit nor `finish` remains.
 
-    A text keeps the log-probabilities of the tokens that begin in the remaining text.
+    A text or a message keeps the log-probabilities of the tokens that begin in the remaining text.
 
     `length_of` says what a unit is. Raises InvalidRequestError (INVALID_POSITION) if the remaining text would begin
     within a character, and InvalidChunkError if a tensor's or the audio's number of bytes does not match its shape.
@@ -131,6 +140,9 @@ def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
         case "text":
             rest.text = output.text[len(text_until(output.text, count, begin=output.position)) :]
             rest.logprobs.extend(each for each in output.logprobs if each.position >= rest.position)
+        case "message":
+            rest.message.CopyFrom(_message_after(output.message, count, begin=output.position))
+            rest.logprobs.extend(each for each in output.logprobs if each.position >= rest.position)
         case "token_ids":
             rest.token_ids.ids.extend(output.token_ids.ids[count:])
             rest.logprobs.extend(output.logprobs[count:])
@@ -142,6 +154,17 @@ def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
             rest.media.data, rest.media.offset = output.media.data[count:], rest.position
         case _:
             rest.tensor.CopyFrom(_rows_after(output.tensor, count))
+    return rest
+
+
+def _message_after(delta: request_pb2.MessageDelta, count: int, *, begin: int) -> request_pb2.MessageDelta:
+    rest = request_pb2.MessageDelta()
+    rest.CopyFrom(delta)
+    part = rest.tool_call if rest.HasField("tool_call") else rest
+    for field, text in _message_texts(delta):
+        taken = min(count, len(text.encode()))
+        setattr(part, field, text[len(text_until(text, taken, begin=begin)) :])
+        count, begin = count - taken, begin + taken
     return rest
 
 

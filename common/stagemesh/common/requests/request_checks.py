@@ -85,7 +85,7 @@ def check_input(given: request_pb2.Input) -> None:
     if given.WhichOneof("prompt") is None:
         refuse_unknown(given, of=_CALLER)
     _check_json_size(given.conversation)
-    _check_tools(given.conversation.tools)
+    _check_tools(given.conversation)
     read_json_object(given.conversation.template_arguments, "template_arguments")
     known = set[str]()
     for message in given.conversation.messages:
@@ -293,6 +293,8 @@ def _check_message(message: request_pb2.Message) -> None:
         raise _prompt_error("a message has both content and parts; move the content into a part")
     if message.tool_calls and message.role != request_pb2.ROLE_ASSISTANT:
         raise _prompt_error("a message with tool_calls has another role than ROLE_ASSISTANT; change its role")
+    if message.reasoning and message.role != request_pb2.ROLE_ASSISTANT:
+        raise _prompt_error("a message with reasoning has another role than ROLE_ASSISTANT; change its role")
     if bool(message.tool_call_id) != (message.role == request_pb2.ROLE_TOOL):
         raise _prompt_error("a message must have a tool_call_id if its role is ROLE_TOOL, and none otherwise")
 
@@ -325,12 +327,18 @@ def _check_json_size(conversation: request_pb2.Conversation) -> None:
         raise _prompt_error(f"tools, tool calls and template_arguments have over {_MAX_JSON_VALUES} values; send fewer")
 
 
-def _check_tools(tools: Iterable[request_pb2.Tool]) -> None:
+def _check_tools(conversation: request_pb2.Conversation) -> None:
+    tools, choice = conversation.tools, conversation.tool_choice
     names = [tool.name for tool in tools]
     if "" in names or len(set(names)) < len(names):
         raise _prompt_error("a tool has no name, or the name of another tool; give each tool its own name")
     for tool in tools:
         read_json_object(tool.parameters, f"the parameters of tool {tool.name[:100]!r}")
+    if choice.required and (choice.name or not names) and choice.name not in names:
+        missing = (
+            f"names {choice.name[:100]!r}, which is no tool" if choice.name else "requires a call, but has no tools"
+        )
+        raise _prompt_error(f"tool_choice {missing}; send the tool")
 
 
 def _check_part(part: request_pb2.Part) -> None:

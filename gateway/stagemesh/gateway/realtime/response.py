@@ -2,12 +2,23 @@
 
 import asyncio
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
-from stagemesh.client import Admitted, AsyncResponseStream, AudioChunk, Event, Finished, OutputFinished, Text
+from stagemesh.client import (
+    Admitted,
+    AsyncResponseStream,
+    AudioChunk,
+    Event,
+    Finished,
+    OutputFinished,
+    Text,
+    ToolCall,
+    ToolCallPart,
+)
+from stagemesh.client.responses import join_calls
 from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.answers import token_counts, usage_of
@@ -24,7 +35,6 @@ from stagemesh.gateway.realtime.items import (
     OutputText,
 )
 from stagemesh.gateway.realtime.settings import Settings
-from stagemesh.gateway.tool_calls import FoundCall, ToolCallSplitter
 from stagemesh.gateway.websockets import JsonSocket
 
 CancelReason: TypeAlias = Literal["turn_detected", "client_cancelled"]
@@ -61,8 +71,7 @@ class Response:
         self._message: AssistantMessage | None = None
         self._early_audio: list[bytes] = []
         """The audio that arrived before the first text. It is dropped if the model only calls tools."""
-        may_call = bool(settings.callable_tools)
-        self._splitter = ToolCallSplitter("required" if settings.forced_tools else "auto" if may_call else "none")
+        self._call_parts: list[ToolCallPart] = []
         self._encoder = AnswerEncoder("pcm16") if settings.speaks else None
         audio_format = settings.audio.output.format.type
         self._g711 = None if audio_format == "audio/pcm" else G711(audio_format, "encode")
@@ -121,12 +130,16 @@ class Response:
             case Admitted():
                 self.replicas = event.replicas
             case Text():
-                await self._add_pieces(self._splitter.push(event.delta))
+                if self._message is not None or not event.delta.isspace():
+                    await self._add_text(event.delta)
+            case ToolCallPart():
+                self._call_parts.append(event)
             case AudioChunk() if self._encoder is not None:
                 await self._add_audio(self._encoder.push(event))
             case OutputFinished() if event.output == self._model.require_output("text"):
                 self._length_reached = event.reason in {"length", "limit"}
-                await self._add_pieces(self._splitter.finish())
+                for call in join_calls(self._call_parts):
+                    await self._add_call(call)
             case OutputFinished() if self._encoder is not None:
                 await self._add_audio(self._encoder.finish())
             case Finished():
@@ -138,18 +151,6 @@ class Response:
                 }
             case _:
                 pass
-
-    async def _add_pieces(self, pieces: Iterator[str | FoundCall]) -> None:
-        for piece in pieces:
-            if isinstance(piece, FoundCall):
-                if self._settings.parallel_tool_calls is not False or not self._has_called:
-                    await self._add_call(piece)
-            elif piece and (self._message is not None or not piece.isspace()):
-                await self._add_text(piece)
-
-    @property
-    def _has_called(self) -> bool:
-        return any(isinstance(item, FunctionCallItem) for item in self._output)
 
     async def _add_text(self, text: str) -> None:
         message = self._message or await self._begin_message()
@@ -172,8 +173,8 @@ class Response:
             data = base64.b64encode(pcm if self._g711 is None else self._g711.encode(pcm)).decode()
             await self._send_part("response.output_audio.delta", self._message, delta=data)
 
-    async def _add_call(self, call: FoundCall) -> None:
-        item = FunctionCallItem(name=call.name, arguments=call.arguments, call_id=f"call_{uuid4().hex}")
+    async def _add_call(self, call: ToolCall) -> None:
+        item = FunctionCallItem(name=call.name, arguments=str(call.arguments), call_id=call.id)
         await self._add_item(item)
         position: Any = {"call_id": item.call_id, **self._position(item)}
         await self._send("response.function_call_arguments.delta", delta=call.arguments, **position)

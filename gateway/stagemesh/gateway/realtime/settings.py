@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from stagemesh.client import GenerateArguments, TurnDetection
+from stagemesh.client import GenerateArguments, TurnDetection, content
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.gateway.audio import PCM_RATE_HZ
 from stagemesh.gateway.body import Function, Items, Object, StageBody, option_values
@@ -15,7 +15,6 @@ from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import ParameterError, validation_error
 from stagemesh.gateway.realtime.g711 import G711_RATE_HZ, AudioFormatName
 from stagemesh.gateway.realtime.items import ItemBody, ItemReference, RealtimeBody
-from stagemesh.gateway.tool_calls import call_schema
 
 OPENAI_VOICES = (
     *("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx"),
@@ -290,8 +289,11 @@ class Settings(RealtimeBody, StageBody):
             arguments["options"] = {**self.options, **own}
         if self.callable_tools:
             arguments["tools"] = [each.to_tool() for each in self.callable_tools]
-        if forced := self.forced_tools:
-            arguments["json_schema"] = call_schema({each.name: each.parameters for each in forced})
+        forced = self.forced_tools
+        name = forced[0].name if forced and self.tool_choice != "required" else ""
+        single = self.parallel_tool_calls is False
+        arguments["tool_choice"] = content.ToolChoice(required=bool(forced), name=name, single=single)
+        arguments["parsed"] = True
         if isinstance(self.max_output_tokens, int):
             arguments["max_tokens"] = self.max_output_tokens
         if self.temperature is not None and model.chooses_tokens:

@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, cast
 from uuid import uuid4
@@ -17,17 +18,22 @@ from stagemesh.client import (
     Finished,
     GenerateArguments,
     OutputFinished,
+    Reasoning,
     Text,
     TokenLogprob,
     TokenLogprobs,
+    Tool,
+    ToolCallPart,
+    ToolChoice,
 )
+from stagemesh.client.content import JsonObject
+from stagemesh.client.responses import join_calls
 from stagemesh.gateway.answers import DONE, LEAST_LOGPROB, now_s, respond, sse, usage_of
 from stagemesh.gateway.audio import AnswerEncoder, AudioFormat
 from stagemesh.gateway.body import Body, Function, Items, Object, SamplingBody, aside, option_values, read_json
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import MessageBody
 from stagemesh.gateway.errors import ParameterError
-from stagemesh.gateway.tool_calls import FoundCall, ToolCallSplitter, call_schema
 
 router = APIRouter()
 
@@ -39,6 +45,9 @@ class FunctionBody(Function):
     """A function that the model may call."""
 
     strict: bool | None = None
+
+    def to_tool(self) -> Tool:
+        return replace(super().to_tool(), strict=bool(self.strict))
 
 
 class ToolBody(Body):
@@ -103,6 +112,7 @@ class ChatBody(SamplingBody):
     top_logprobs: Annotated[int | None, Field(ge=0)] = None
     tools: Items[ToolBody] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     modalities: Items[Literal["text", "audio"]] | None = None
@@ -118,9 +128,12 @@ class ChatBody(SamplingBody):
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         arguments = self.sampling_arguments(model, max_tokens=most)
         arguments["messages"] = [message.to_message(index) for index, message in enumerate(self.messages)]
-        arguments["outputs"] = self._outputs(model)
+        arguments["outputs"], arguments["parsed"] = self._outputs(model), True
         if self.tools and self.tool_choice != "none":
             arguments["tools"] = [tool.function.to_tool() for tool in self.tools]
+            arguments["tool_choice"] = self._calls()
+        elif self._requires_call:
+            raise ParameterError("tools", 'tool_choice "required" needs tools')
         if self.logprobs:
             arguments["logprobs"] = self.top_logprobs or 0
         if self.chat_template_kwargs:
@@ -130,8 +143,7 @@ class ChatBody(SamplingBody):
         return arguments | self._structure()
 
     @property
-    def forces_call(self) -> bool:
-        """Whether the answer is a tool call."""
+    def _requires_call(self) -> bool:
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
@@ -149,28 +161,17 @@ class ChatBody(SamplingBody):
             names.append(model.require_output("audio", param="modalities"))
         return names
 
-    def _forced_call(self) -> GenerateArguments:
-        """Returns the structure of a tool call that the model must make, or nothing if it may answer in text."""
-        functions = {tool.function.name: tool.function for tool in self.tools or ()}
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            if name not in functions:
-                raise ParameterError("tool_choice", f"no tool has the name {name!r}; use one of `tools`")
-            functions = {name: functions[name]}
-        elif self.forces_call and not functions:
-            raise ParameterError("tools", 'tool_choice "required" needs tools')
-        elif not self.forces_call:
-            if strict := [name for name, function in functions.items() if function.strict]:
-                raise ParameterError("tools", f"{strict[0]} is strict, which needs tool_choice: required, or its name")
-            return {}
-        return {"json_schema": call_schema({name: function.parameters for name, function in functions.items()})}
+    def _calls(self) -> ToolChoice:
+        """Returns how the model uses the tools. Raises ParameterError if it must call one that is none of them."""
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else ""
+        if name and name not in {tool.function.name for tool in self.tools or ()}:
+            raise ParameterError("tool_choice", f"no tool has the name {name!r}; use one of `tools`")
+        return ToolChoice(required=self._requires_call, name=name, single=self.parallel_tool_calls is False)
 
     def _structure(self) -> GenerateArguments:
         wanted, given = self.response_format, self.structured_outputs
-        if call := self._forced_call():
-            if given is not None or (wanted is not None and wanted.type != "text"):
-                raise ParameterError("tool_choice", "a forced call contradicts response_format and structured_outputs")
-            return call
+        if self._requires_call and (given is not None or (wanted is not None and wanted.type != "text")):
+            raise ParameterError("tool_choice", "a required call contradicts response_format and structured_outputs")
         if wanted is not None and wanted.type != "text":
             if given is not None:
                 raise ParameterError("structured_outputs", "it contradicts response_format; send one of them")
@@ -195,21 +196,20 @@ async def create_chat_completion(request: Request) -> Response:
     return await respond(request, events, streams=body.stream, chunks=answer.chunks, whole=answer.whole)
 
 
-Piece: TypeAlias = str | FoundCall | bytes
-"""A part that an event adds to a message: text, a tool call, or audio in the requested format."""
+Piece: TypeAlias = Text | Reasoning | ToolCallPart | bytes
+"""A part that an event adds to a message: the event itself, or audio in the requested format."""
+_Event: TypeAlias = Text | Reasoning | ToolCallPart | AudioChunk | OutputFinished
 
 
 class _Choice:
     """One of the choices of an answer: converts its events to pieces of a message."""
 
     def __init__(self, body: ChatBody, model: Model) -> None:
-        may_call = body.tools and body.tool_choice != "none"
-        self._splitter = ToolCallSplitter("required" if body.forces_call else "auto" if may_call else "none")
         self._encoder = AnswerEncoder(body.audio.format) if body.audio is not None else None
         self._text = model.require_output("text")
         self._running = 2 if body.speaks else 1
         self.audio_id = f"audio_{uuid4().hex}" if body.speaks else ""
-        self.calls = 0
+        self._has_calls = False
         self._logprobs: list[TokenLogprobs] = []
         """The log-probabilities of tokens that have not been reported."""
         self._reason = ""
@@ -219,14 +219,14 @@ class _Choice:
         """OpenAI's reason why the choice ended, or None if one of its outputs has not ended."""
         if self._running:
             return None
-        return "tool_calls" if self.calls and self._reason == "stop" else self._reason
+        return "tool_calls" if self._has_calls and self._reason == "stop" else self._reason
 
     def take_logprobs(self) -> dict[str, Any] | None:
         """Returns the log-probabilities that have not been reported, or None if there are none."""
         taken, self._logprobs = self._logprobs, []
         return {"content": [_logprob(each) for each in taken]} if taken else None
 
-    def changes(self, event: Text | AudioChunk | OutputFinished) -> Iterator[dict[str, Any]]:
+    def changes(self, event: _Event) -> Iterator[dict[str, Any]]:
         """Yields the choices of OpenAI's chunks for the event."""
         for piece in self.pieces(event):
             if piece:
@@ -234,12 +234,9 @@ class _Choice:
         if isinstance(event, OutputFinished) and self.finish_reason is not None:
             yield {"delta": {}, "finish_reason": self.finish_reason}
 
-    def pieces(self, event: Text | AudioChunk | OutputFinished) -> Iterator[Piece]:
+    def pieces(self, event: _Event) -> Iterator[Piece]:
         """Yields what the event adds to the message."""
         match event:
-            case Text():
-                self._logprobs += event.logprobs
-                yield from self._counted(self._splitter.push(event.delta))
             case AudioChunk():
                 assert self._encoder is not None, "audio was requested"
                 yield self._encoder.push(event)
@@ -247,14 +244,12 @@ class _Choice:
                 self._running -= 1
                 if event.output == self._text:
                     self._reason = FINISH_REASONS.get(event.reason, "stop")
-                    yield from self._counted(self._splitter.finish())
                 elif self._encoder is not None:
                     yield self._encoder.finish()
-
-    def _counted(self, pieces: Iterator[str | FoundCall]) -> Iterator[Piece]:
-        for piece in pieces:
-            yield piece
-            self.calls += isinstance(piece, FoundCall)
+            case _:
+                self._logprobs += event.logprobs
+                self._has_calls |= isinstance(event, ToolCallPart)
+                yield event
 
 
 class _Answer:
@@ -277,7 +272,7 @@ class _Answer:
 
         silent = set(range(len(self._choices)))
         async for event in events:
-            if isinstance(event, Text | AudioChunk | OutputFinished):
+            if isinstance(event, _Event):
                 changes = list(self._choices[event.index].changes(event))
                 if event.index in silent:
                     silent.remove(event.index)
@@ -293,7 +288,7 @@ class _Answer:
         pieces: list[list[Piece]] = [[] for _ in self._choices]
         usage: Mapping[str, Any] = {}
         async for event in events:
-            if isinstance(event, Text | AudioChunk | OutputFinished):
+            if isinstance(event, _Event):
                 pieces[event.index] += self._choices[event.index].pieces(event)
             elif isinstance(event, Finished):
                 usage = usage_of(event, self._model)
@@ -303,8 +298,12 @@ class _Answer:
 
 def _whole_choice(choice: _Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
     """Returns a choice with its message, which consists of these pieces, in OpenAI's form."""
-    text = "".join(piece for piece in pieces if isinstance(piece, str))
-    calls = [_tool_call(piece) for piece in pieces if isinstance(piece, FoundCall)]
+    text = "".join(piece.delta for piece in pieces if isinstance(piece, Text))
+    reasoning = "".join(piece.delta for piece in pieces if isinstance(piece, Reasoning))
+    calls = [
+        _tool_call(call.id, call.name, call.arguments)
+        for call in join_calls(piece for piece in pieces if isinstance(piece, ToolCallPart))
+    ]
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if choice.audio_id:
         audio = b"".join(piece for piece in pieces if isinstance(piece, bytes))
@@ -316,6 +315,8 @@ def _whole_choice(choice: _Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
             # The audio is not kept: a later request cannot refer to it.
             "expires_at": now_s(),
         }
+    if reasoning:
+        message |= _reasoning(reasoning)
     if calls:
         message |= {"tool_calls": calls, "content": text or None}
     return {"message": message, "logprobs": choice.take_logprobs(), "finish_reason": choice.finish_reason}
@@ -323,19 +324,27 @@ def _whole_choice(choice: _Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
 
 def _delta(piece: Piece, choice: _Choice) -> dict[str, Any]:
     match piece:
-        case str() if choice.audio_id:
-            return {"audio": {"id": choice.audio_id, "transcript": piece}}
-        case str():
-            return {"content": piece}
+        case Text() if choice.audio_id:
+            return {"audio": {"id": choice.audio_id, "transcript": piece.delta}}
+        case Text():
+            return {"content": piece.delta}
+        case Reasoning():
+            return _reasoning(piece.delta)
         case bytes():
             return {"audio": {"id": choice.audio_id, "data": base64.b64encode(piece).decode()}}
-        case FoundCall():
-            return {"tool_calls": [{"index": choice.calls, **_tool_call(piece)}]}
+        case ToolCallPart(name=""):
+            return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.arguments}}]}
+        case ToolCallPart():
+            return {"tool_calls": [{"index": piece.call, **_tool_call(piece.id, piece.name, piece.arguments)}]}
 
 
-def _tool_call(call: FoundCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid4().hex}", "type": "function", "function": function}
+def _reasoning(text: str) -> dict[str, str]:
+    """Returns the fields of reasoning, which vLLM has renamed."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _tool_call(call_id: str, name: str, arguments: JsonObject) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _logprob(token: TokenLogprobs) -> dict[str, Any]:

@@ -247,6 +247,7 @@ class StepCalls:
                     media_type=output.media_type or "",
                     frame_rate=output.frame_rate or None,
                     uri=self._object_uri(output, state.attempt),
+                    parsed=self._request.parsed and output.kind == "text" and not output.file_type,
                 )
 
     def _object_uri(self, output: PipelineOutput, attempt: int) -> str:
@@ -346,7 +347,8 @@ def _check_content(output: request_pb2.Output, declared: PipelineOutput, *, stag
     """
     content, problem = output.WhichOneof("content"), ""
     expected = "file" if declared.stored else "media" if declared.file_type else _CONTENTS[declared.kind]
-    if content not in (None, expected) and (content, declared.kind) != ("image", "image"):
+    also = {("image", "image"), ("message", "text")}
+    if content not in (None, expected) and (content, declared.kind) not in also:
         problem = f"it is {content}, and must be {expected}"
     elif content in ("audio", "tensor"):
         tensor = output.audio.samples if content == "audio" else output.tensor

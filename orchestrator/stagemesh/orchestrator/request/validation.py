@@ -54,6 +54,8 @@ class ValidRequest:
     """The input that the client streams while the request runs. None if the input is complete from the start."""
     preferred: Mapping[str, str] = field(default_factory=dict[str, str])
     """The names of the replicas that stages use if they are not busier than others, by stage name."""
+    parsed: bool = False
+    """Whether stages may send text as messages (`Output.message`)."""
     running_attempt: int | None = None
     """The attempt of the steps that another orchestrator has started on the preferred replicas.
 
@@ -144,6 +146,7 @@ def validate(
         generation=request.generation,
         stream=stream,
         preferred=request.preferred_replicas,
+        parsed=request.parsed,
     )
     running_attempt = _running_attempt(request)
     return replace(

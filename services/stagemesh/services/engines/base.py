@@ -1,7 +1,7 @@
 """The API between a stage's runtime and the stage's engine. The engine receives tasks and yields events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -119,6 +119,8 @@ class Task:
     """
     tokens: TokenSelection = "all"
     """The rows that an edge or the caller requests of each tensor that has one row for each token."""
+    parsed: bool = False
+    """Whether the engine may emit messages with the text (`Emission.message`)."""
     adapter: str | None = None
     """The name of the LoRA adapter to apply. None means the model without an adapter."""
     negative_prompt: str = ""
@@ -162,6 +164,30 @@ class TokenLogprobs(NamedTuple):
     """The position of the sampled token's text in the task's whole text, in bytes of UTF-8."""
 
 
+class MessageDelta(NamedTuple):
+    """A part of a language model's message: a piece of reasoning, of text or of a tool call."""
+
+    kind: Literal["reasoning", "text", "tool_call"]
+    text: str
+    """Text to append. In a tool call, the text belongs to the arguments."""
+    call: int = 0
+    """The index of the tool call within the message."""
+    id: str = ""
+    """The id of the tool call, the same in each of its parts."""
+    name: str = ""
+    """Text to append to the name of the tool call."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """The log-probabilities of the tokens that were sampled since the last part. Empty unless the task requests them.
+
+    The position of a token is the length of the message before it, in bytes of UTF-8.
+    """
+
+    @property
+    def length(self) -> int:
+        """The number of bytes of UTF-8 that the part adds to the message."""
+        return len(self.name.encode()) + len(self.text.encode())
+
+
 @dataclass(slots=True, eq=False)
 class Emission:
     """The tensors that one engine step has produced. They are sent over the outgoing edges and to the client."""
@@ -175,6 +201,11 @@ class Emission:
     """The log-probabilities of the tokens that begin in the packet's text, for the client only.
 
     The packet's text then ends with a whole character. Empty unless the task requests them.
+    """
+    message: Sequence[MessageDelta] | None = None
+    """The parts of the message that the caller receives instead of the text. None if the caller receives the text.
+
+    Either all emissions of a task have messages, or none has. Allowed only if `Task.parsed` is True.
     """
     non_finite: tuple[str, ...] = ()
     """The names of the tensors that the engine has converted from NaN or infinite values, such as an image's pixels."""

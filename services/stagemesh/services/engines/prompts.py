@@ -76,6 +76,8 @@ class Tool:
     name: str
     description: str
     parameters: Mapping[str, JsonValue]
+    strict: bool = False
+    """Whether the arguments must conform to the schema, if the engine can enforce it."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class ChatMessage:
     """The tool calls of an assistant's message."""
     result_of: ToolCall | None = None
     """The tool call of which a tool's message is the result."""
+    reasoning: str = ""
+    """The reasoning that preceded an assistant's message."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class Conversation:
     tools: Sequence[Tool] = ()
     template_arguments: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     """Further arguments of the chat template."""
+    tool_choice: request_pb2.ToolChoice = field(default_factory=request_pb2.ToolChoice)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+    from stagemesh.services.engines.vllm.messages.feature import Messages
+
 
 _HEALTH_POLL_S = 0.2
 _ARENA_DIVISOR = 4
@@ -55,6 +57,7 @@ class VllmEngine:
         self._control: Control | None = None
         self._arena: Arena | None = None
         self._features: list[RequestFeature] = []
+        self._messages: Messages | None = None
         self._sampling_defaults: Mapping[str, Any] = {}
         self._meter = LoadMeter()
         self._numbers = itertools.count()
@@ -137,7 +140,7 @@ class VllmEngine:
                 assert isinstance(output, RequestOutput)
                 finished, completion, before = output.finished, output.outputs[0], len(sampled)
                 if completion.finish_reason == "error":
-                    raise outputs.end_error(task, stage=self._config.stage)
+                    raise outputs.end_error(request, stage=self._config.stage)
                 if not usage.engine_steps:
                     yield usage
                 sampled += completion.token_ids
@@ -259,6 +262,7 @@ class VllmEngine:
         from stagemesh.services.engines.vllm.codec.feature import CodecFrames, CodecRows
         from stagemesh.services.engines.vllm.kv_handover.feature import handover_feature
         from stagemesh.services.engines.vllm.media import Media
+        from stagemesh.services.engines.vllm.messages.feature import Messages
         from stagemesh.services.engines.vllm.resume import Resume
         from stagemesh.services.engines.vllm.rows.embeddings import Embeddings
         from stagemesh.services.engines.vllm.rows.hidden_states import HiddenStates
@@ -266,8 +270,10 @@ class VllmEngine:
         from stagemesh.services.engines.vllm.telemetry import StepSpans
 
         options, stage = self._options, self._config.stage
+        self._messages = Messages(options, stage=stage, tokenizer_thread=self._thread)
         features: list[RequestFeature] = [
             Resume(checkpoint_tokens=options.checkpoint_tokens, checkpoint_s=options.checkpoint_s),
+            self._messages,
             Media(stage=stage, media_bytes=options.media_bytes, tokenizer_thread=self._thread),
             StepSpans(lambda: self.load().running),
         ]
@@ -334,12 +340,17 @@ class VllmEngine:
         from stagemesh.services.engines.vllm.requests import prompt_tokens, sampling_params
 
         llm = self.control.llm
+        assert self._messages is not None, "the engine has started"
         if prompt is None:
             if task.inlets and self._options.kv_handover is None:
                 raise InvalidRequestError(f"stage {self._config.stage} accepts no embeddings", reason="INVALID_EDGE")
             prompt = RequestPrompt(prompt_tokens(task.prompt, llm))
         params = sampling_params(
-            task, prompt=prompt, defaults=self._sampling_defaults, config=llm.vllm_config, tokenizer=llm.get_tokenizer()
+            task,
+            prompt=prompt,
+            defaults=self._sampling_defaults,
+            config=llm.vllm_config,
+            parsers=self._messages.parsers,
         )
         logprobs = None
         if params.logprobs is not None:

@@ -252,6 +252,7 @@ _PRELOADED_MODULES = (
     "stagemesh.services.engines.vllm.engine",
     "stagemesh.services.engines.vllm.arguments",
     "stagemesh.services.engines.vllm.requests",
+    "stagemesh.services.engines.vllm.messages.feature",
     "stagemesh.services.engines.vllm.worker",
 )
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from stagemesh.services.engines.vllm.messages.feature import MessageReader
     from stagemesh.services.engines.vllm.outputs import LogprobsReader
     from stagemesh.services.engines.vllm.requests import CheckedParams
 
@@ -70,6 +71,8 @@ class EngineRequest:
     """The sampling parameters. A feature may change them in `open`."""
     logprobs: "LogprobsReader | None" = None
     """The reader of the request's log-probabilities. None if the task does not request them."""
+    message: "MessageReader | None" = None
+    """The reader of the request's message. None if the caller receives the text."""
     sampled: list[int] = field(default_factory=list[int])
     """The tokens sampled so far. If the task was resumed, they start with the tokens of the checkpoint."""
     saved_state: "Callable[[int], tuple[int, Tensors]] | None" = None

@@ -150,6 +150,13 @@ class StageOptions:
     """The absolute path of the folder for profiles, or None if profiles are disabled."""
     media_bytes: Annotated[int, Field(ge=0)] = 256 << 20
     """The maximum decoded size of the images, audio and video of one request, in bytes."""
+    tool_parser: str = "auto"
+    """The name of vLLM's parser of tool calls, "none", or "auto" to select it by the model's chat template."""
+    reasoning_parser: str = "auto"
+    """The name of vLLM's parser of reasoning, "none", or "auto" to select it by the model's chat template.
+
+    With a name, the structure of an output begins after the reasoning.
+    """
 
     def __post_init__(self) -> None:
         if self.profile_dir is not None and not Path(self.profile_dir).is_absolute():

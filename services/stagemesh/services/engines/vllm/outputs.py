@@ -30,20 +30,23 @@ def is_wanted(task: Task, tensor: str) -> bool:
 
 
 def emission_of(output: CompletionOutput, request: EngineRequest, *, with_tokens: bool) -> Emission | None:
-    """Returns an emission with the new text of an output, or None if the output has none.
+    """Returns an emission with the new text of an output, and its message if the request is parsed.
+
+    Returns None if the output has none of them.
 
     If `with_tokens` is True, the emission also has the new tokens. A packet with tokens also contains the text, even if
     the text is empty. A consumer of text and tokens therefore needs only one packet.
     """
     logprobs, text_logprobs = request.logprobs.read(output) if request.logprobs is not None else ((), ())
+    message = request.message.read(output, logprobs) if request.message is not None else None
     text, has_tokens = output.text, with_tokens and bool(output.token_ids)
-    if not text and not has_tokens:
+    if not text and not has_tokens and not message:
         return None
-    tensors: dict[str, Array] = {TEXT: np.frombuffer(text.encode(), np.uint8)}
+    tensors: dict[str, Array] = {TEXT: np.frombuffer(text.encode(), np.uint8)} if text or has_tokens else {}
     if not has_tokens:
-        return Emission(Packet(tensors), text_logprobs=text_logprobs)
+        return Emission(Packet(tensors), text_logprobs=text_logprobs, message=message)
     tensors[TOKEN_IDS] = np.array(output.token_ids, np.int32)
-    return Emission(Packet(tensors), logprobs, text_logprobs)
+    return Emission(Packet(tensors), logprobs, text_logprobs, message)
 
 
 def emission_of_prompt(request: EngineRequest) -> Emission | None:
@@ -58,15 +61,16 @@ def emission_of_prompt(request: EngineRequest) -> Emission | None:
     return Emission(Packet({PROMPT_IDS: np.array(request.prompt.token_ids, np.int32)}))
 
 
-def end_error(task: Task, *, stage: str) -> InvalidRequestError | UnavailableError:
+def end_error(request: EngineRequest, *, stage: str) -> InvalidRequestError | UnavailableError:
     """Returns the error for a request that vLLM ended because of an error.
 
     It is an InvalidRequestError if the request requires a structure, and an UnavailableError otherwise.
     """
-    if task.sampling.structure is not None:
+    if request.params.structured_outputs is not None:
+        structure = request.task.sampling.structure
+        kind = structure.kind if structure is not None else "the schema of the tools"
         return InvalidRequestError(
-            f"stage {stage}: no token fulfils {task.sampling.structure.kind}, or it is too large; simplify it, or omit "
-            "bad_words",
+            f"stage {stage}: no token fulfils {kind}, or it is too large; simplify it, or omit bad_words",
             reason="INVALID_SAMPLING",
         )
     return UnavailableError(
@@ -95,6 +99,29 @@ def media_tokens(prompt: RequestPrompt) -> int:
     return len(set[int]().union(*ranges))
 
 
+def new_detokenizer(
+    name: str, prompt: Sequence[int], *, params: SamplingParams, tokenizer: TokenizerLike
+) -> BaseIncrementalDetokenizer:
+    """Returns a detokenizer of the output of the request `name`, in addition to vLLM's own.
+
+    `prompt` contains the token ids of the prompt.
+    """
+    request = EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=list(prompt),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    assert isinstance(detokenizer, BaseIncrementalDetokenizer), "the engine always has a tokenizer"
+    return detokenizer
+
+
 _STATE = "logprobs"
 
 
@@ -113,20 +140,7 @@ class LogprobsReader:
         """
         params = copy.copy(params)
         params.stop = []
-        request = EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=list(prompt),
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
-        detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
-        assert isinstance(detokenizer, BaseIncrementalDetokenizer), "the engine always has a tokenizer"
-        self._detokenizer = detokenizer
+        self._detokenizer = new_detokenizer(name, prompt, params=params, tokenizer=tokenizer)
         self._alternatives = alternatives
         self._text_length = 0
         """The length of the text that vLLM has returned so far, in bytes of UTF-8."""

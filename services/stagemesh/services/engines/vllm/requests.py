@@ -1,5 +1,6 @@
 """Converts tasks to vLLM's requests, and runs the requests in vLLM."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from itertools import chain
@@ -25,7 +26,10 @@ from stagemesh.services.engines.adapters import Entry
 from stagemesh.services.engines.base import SamplingOptions, Structure, StructureKind, Task
 from stagemesh.services.engines.vllm.control import lora_request
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestPrompt
+from stagemesh.services.engines.vllm.messages.parsers import Parsers, required_call, strict_calls
 from stagemesh.services.engines.vllm.outputs import TEXT, TOKEN_IDS, is_wanted, media_tokens
+
+_log = logging.getLogger(__name__)
 
 # Arguments of a chat template that a request cannot set by name.
 _OWN_ARGUMENTS = frozenset(
@@ -84,7 +88,7 @@ def check_tokens(ids: Iterable[int], *, vocabulary: int, field: str = "") -> Non
         )
 
 
-def _chat_template(renderer: BaseRenderer) -> object | None:
+def chat_template(renderer: BaseRenderer) -> object | None:
     """Returns the chat template of the model's processor or tokenizer, or None if it has none.
 
     A template is usually text. The template of a processor, which supports media, takes precedence.
@@ -103,7 +107,7 @@ def _encode(prompt: prompts.Prompt | None, renderer: BaseRenderer) -> list[int]:
         case prompts.RawPrompt(content=ids):
             return [token for token in ids if isinstance(token, int)]
         case str():
-            if _chat_template(renderer) is None:
+            if chat_template(renderer) is None:
                 return renderer.get_tokenizer().encode(prompt)
             return _conversation_tokens(prompts.Conversation([prompts.ChatMessage("user", prompt)]), renderer)
         case prompts.Conversation():
@@ -111,7 +115,7 @@ def _encode(prompt: prompts.Prompt | None, renderer: BaseRenderer) -> list[int]:
 
 
 def _conversation_tokens(conversation: prompts.Conversation, renderer: BaseRenderer) -> list[int]:
-    template = _chat_template(renderer)
+    template = chat_template(renderer)
     if template is None:
         raise InvalidRequestError(
             "this model has no chat template; send the prompt as text or token ids", reason="NO_CHAT_TEMPLATE"
@@ -155,6 +159,8 @@ def _message(message: prompts.ChatMessage) -> Mapping[str, object]:
             for call in message.tool_calls
         ]
         given |= {"content": content or None, "tool_calls": calls}
+    if message.reasoning:
+        given |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
     if message.result_of is not None:
         given |= {"tool_call_id": message.result_of.id, "name": message.result_of.name}
     return given
@@ -183,24 +189,26 @@ class CheckedParams(SamplingParams):
 
 
 def sampling_params(
-    task: Task, *, prompt: RequestPrompt, defaults: Mapping[str, Any], config: VllmConfig, tokenizer: TokenizerLike
+    task: Task, *, prompt: RequestPrompt, defaults: Mapping[str, Any], config: VllmConfig, parsers: Parsers
 ) -> CheckedParams:
     """Returns vLLM's sampling parameters for a task, verified and completed with the tokenizer's values.
 
-    `defaults` are the model's own defaults, by vLLM's parameter
-    names. The verification of a large JSON schema takes long, but other threads can run during it.
+    `defaults` are the model's own defaults, by vLLM's parameter names. `parsers` are the model's parsers. The
+    verification of a large JSON schema takes long, but other threads can run during it.
 
     Raises InvalidRequestError for a value that vLLM would reject later or that would terminate vLLM's engine, or if the
     prompt leaves too little space for the output. Raises UnsupportedError if a task with a structure resumes from a
     checkpoint.
     """
     sampling, model = task.sampling, config.model_config
-    if sampling.structure is not None and task.resume_from is not None:
+    values: dict[str, Any] = {**defaults, **_given(sampling)}
+    calls = _calls(task, parsers, backend=config.structured_outputs_config.backend)
+    structure = values.setdefault("structured_outputs", calls)
+    if structure is not None and task.resume_from is not None:
         raise UnsupportedError(
-            f"a request with {sampling.structure.kind} cannot resume from a checkpoint: vLLM would restart the "
+            "a request with a structure or strict tools cannot resume from a checkpoint: vLLM would restart the "
             "structure; omit resume_from to start over"
         )
-    values: dict[str, Any] = {**defaults, **_given(sampling)}
     values["max_tokens"] = _max_tokens(sampling, prompt, max_model_len=model.max_model_len, usual=defaults)
     # vLLM has no such default of a model.
     least = int(model.override_generation_config.get("min_new_tokens", 0))
@@ -214,14 +222,49 @@ def sampling_params(
             **values,
         )
         check_tokens(params.stop_token_ids or (), vocabulary=model.get_vocab_size(), field="stop_token_ids")
-        SamplingParams.verify(params, model, config.speculative_config, config.structured_outputs_config, tokenizer)
-        SamplingParams.update_from_tokenizer(params, tokenizer)
+        _verify(params, config, parsers.tokenizer, is_wish=calls is not None and calls.json is None)
+        SamplingParams.update_from_tokenizer(params, parsers.tokenizer)
     except (ValueError, VLLMValidationError) as exc:
         raise InvalidRequestError(f"sampling: {exc}", reason="INVALID_SAMPLING") from exc
     # vLLM does not check that the model has these tokens.
     bad_words = chain.from_iterable(params.bad_words_token_ids or ())
     check_tokens(bad_words, vocabulary=model.get_vocab_size(), field="bad_words")
     return params
+
+
+def _calls(task: Task, parsers: Parsers, *, backend: str) -> StructuredOutputsParams | None:
+    """Returns the structure that the tools of a task impose. None if the output is free, or has another structure.
+
+    Raises InvalidRequestError if a call is required together with sampling options that exclude it.
+    """
+    sampling, prompt = task.sampling, task.prompt
+    if not isinstance(prompt, prompts.Conversation) or not prompt.tools:
+        return None
+    excludes = sampling.structure is not None or sampling.min_tokens > 0 or sampling.ignore_eos
+    if not prompt.tool_choice.required:
+        return None if excludes else strict_calls(prompt, parsers, backend=backend)
+    if excludes:
+        raise InvalidRequestError(
+            "sampling: a required tool call contradicts another structure, min_tokens and ignore_eos; omit them",
+            reason="INVALID_SAMPLING",
+        )
+    return required_call(prompt)
+
+
+def _verify(params: SamplingParams, config: VllmConfig, tokenizer: TokenizerLike, *, is_wish: bool) -> None:
+    """Lets vLLM verify the parameters. If `is_wish` is True, drops a structure that vLLM does not support.
+
+    Raises ValueError or VLLMValidationError if vLLM rejects the parameters.
+    """
+    others = config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer
+    try:
+        SamplingParams.verify(params, *others)
+    except (ValueError, VLLMValidationError) as exc:
+        if not is_wish:
+            raise
+        _log.warning("the schemas of the strict tools are not enforced: %s", exc)
+        params.structured_outputs = None
+        SamplingParams.verify(params, *others)
 
 
 def _max_tokens(

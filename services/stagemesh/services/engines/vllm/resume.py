@@ -75,7 +75,9 @@ class Resume(features.RequestFeature):
         if request.logprobs is not None and request.task.resume_from is not None:
             request.logprobs.resume(request.sampled, request.task.resume_from.tensors)
         request.params = remaining_params(request.params, resumed=len(request.sampled))
-        return _Checkpoints(request, interval=self._interval, interval_s=self._interval_s)
+        # A resumed request would restart its structure.
+        interval = 0 if request.params.structured_outputs is not None else self._interval
+        return _Checkpoints(request, interval=interval, interval_s=self._interval_s)
 
 
 class _Checkpoints(features.RequestHook):
@@ -92,6 +94,9 @@ class _Checkpoints(features.RequestHook):
         before, count = self._seen_tokens, len(self._request.sampled)
         self._seen_tokens = count
         if not self._interval or finished or count == before:
+            return
+        if self._request.message is not None and self._request.message.waiting:
+            # The log-probabilities would be lost.
             return
         now_s = time.monotonic()
         if before // self._interval != count // self._interval or now_s - self._last_s >= self._interval_s:

@@ -4,7 +4,7 @@ import asyncio
 import codecs
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from stagemesh.common.errors import UnsupportedError
 from stagemesh.common.media.encodings import RAW, Buffer, Encoder, make_encoder
@@ -15,7 +15,7 @@ from stagemesh.common.plugins.descriptors import Emitted
 from stagemesh.common.wire.tensors import Array, as_bytes, inline_tensor
 from stagemesh.connectors.packets import Packet
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
-from stagemesh.services.engines.base import Finish, Progress, TokenLogprobs
+from stagemesh.services.engines.base import Emission, Finish, MessageDelta, Progress, TokenLogprobs
 from stagemesh.services.stage.step.spec import StreamedOutput
 from stagemesh.v1 import request_pb2, stage_pb2
 
@@ -37,15 +37,21 @@ class StreamedOutputs:
     """
 
     def __init__(
-        self, names: Sequence[str], emits: Mapping[str, Emitted], *, made: Mapping[str, int] | None = None
+        self,
+        names: Sequence[str],
+        emits: Mapping[str, Emitted],
+        *,
+        made: Mapping[str, int] | None = None,
+        parsed: Collection[str] = (),
     ) -> None:
         """`names` are the outputs that the caller requested, and `emits` describes the outputs that the stage can emit,
-        by name.
+        by name. `parsed` are the names of the outputs for which a message may replace the text.
 
         `made` contains the length of each output that earlier runs of the request have emitted, by output name. The
         positions continue from there. None means that there was no earlier run.
         """
         self._emitted = {name: emits[name] for name in names}
+        self._parsed = tuple(parsed)
         self._lengths = {name: (made or {}).get(name, 0) for name in names}
         # An emission may end in the middle of a UTF-8 character.
         self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in names}
@@ -60,27 +66,24 @@ class StreamedOutputs:
         """Whether a text was emitted up to the middle of a character. The decoders retain the beginning of it."""
         return any(decoder.getstate()[0] for decoder in self._decoders.values())
 
-    def push(
-        self, packet: Packet, logprobs: Sequence[TokenLogprobs] = (), text_logprobs: Sequence[TokenLogprobs] = ()
-    ) -> list[stage_pb2.ExecuteStepResponse]:
-        """Returns the parts that a packet's tensors form.
-
-        `logprobs` are the log-probabilities of the packet's tokens. `text_logprobs` are the log-probabilities of the
-        tokens whose text begins in the packet's text.
+    def push(self, emission: Emission) -> list[stage_pb2.ExecuteStepResponse]:
+        """Returns the parts that the tensors of an emission form. The message replaces the text in parsed outputs.
 
         Raises UnsupportedError if a tensor does not fit in one message.
         """
-        parts: list[stage_pb2.ExecuteStepResponse] = []
+        packet, message = emission.packet, emission.message
+        parsed = self._parsed if message is not None else ()
+        parts = [self._message(name, delta) for name in parsed for delta in message or ()]
         for name, emitted in self._emitted.items():
             tensor = packet.tensors.get(name)
-            if tensor is None or not tensor.size:
+            if tensor is None or not tensor.size or name in parsed:
                 continue
             match emitted.kind:
                 case "text":
                     if text := self._decoders[name].decode(tensor.tobytes()):
-                        parts.append(self._text(name, text, text_logprobs))
+                        parts.append(self._text(name, text, emission.text_logprobs))
                 case "tokens":
-                    parts.append(self._tokens(name, tensor, logprobs))
+                    parts.append(self._tokens(name, tensor, emission.logprobs))
                 case "audio":
                     parts += self._audio(name, tensor, emitted.sample_rate_hz)
                 case "image":
@@ -116,6 +119,16 @@ class StreamedOutputs:
         part.output.text = text
         if logprobs:
             _add_logprobs(part.output, logprobs)
+        return part
+
+    def _message(self, name: str, delta: MessageDelta) -> stage_pb2.ExecuteStepResponse:
+        part = self._next(name, delta.length)
+        if delta.kind == "tool_call":
+            call = request_pb2.ToolCallDelta(index=delta.call, id=delta.id, name=delta.name, arguments=delta.text)
+            part.output.message.tool_call.CopyFrom(call)
+        else:
+            setattr(part.output.message, delta.kind, delta.text)
+        _add_logprobs(part.output, delta.logprobs)
         return part
 
     def _tokens(self, name: str, ids: Array, logprobs: Sequence[TokenLogprobs]) -> stage_pb2.ExecuteStepResponse:

@@ -91,7 +91,8 @@ class StepRun:
         self._where = {**context.where, "request_id": spec.request_id}
         resume_from = spec.task.resume_from or Checkpoint(0)
         sent = [each.tensor for each in spec.streamed if not each.is_file]
-        self._outputs = StreamedOutputs(sent, signature.emits, made=resume_from.outputs)
+        parsed = [each.tensor for each in spec.streamed if each.parsed]
+        self._outputs = StreamedOutputs(sent, signature.emits, made=resume_from.outputs, parsed=parsed)
         self._files = FileOutputs([each for each in spec.streamed if each.is_file], signature.emits, store=store)
         self._rows = dict(resume_from.rows)
         self._row_timer = RowTimer()
@@ -381,7 +382,7 @@ class StepRun:
         if self._finite.checks or emission.non_finite:
             self._finite.check(packet, non_finite=emission.non_finite)
         self._stopwatch.first_output()
-        for output in self._outputs.push(packet, emission.logprobs, emission.text_logprobs):
+        for output in self._outputs.push(emission):
             self.journal.append(output.SerializeToString())
         for name, sample_rate_hz in self._sample_rates_hz.items():
             if name in packet.tensors:

@@ -136,6 +136,8 @@ class StreamedOutput:
     """Frames per second of a video. None for any other output."""
     uri: str = ""
     """The object in which the stage stores the output. Empty if the output is sent."""
+    parsed: bool = False
+    """Whether a text may be sent as a message."""
 
     @property
     def is_file(self) -> bool:
@@ -266,7 +268,11 @@ def spec_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepSpec:
         outputs=tuple(_output_binding(each) for each in request.outputs),
         streamed=tuple(
             StreamedOutput(
-                each.tensor, each.media_type, each.frame_rate if each.HasField("frame_rate") else None, each.uri
+                each.tensor,
+                each.media_type,
+                each.frame_rate if each.HasField("frame_rate") else None,
+                each.uri,
+                each.parsed,
             )
             for each in request.streamed
         ),
@@ -306,6 +312,7 @@ def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
         absent=frozenset(request.absent),
         attempt=request.attempt,
         adapter=parameters.adapter or None,
+        parsed=any(each.parsed for each in request.streamed),
         max_steps=request.max_engine_steps if request.HasField("max_engine_steps") else None,
         resume_from=_checkpoint(request.resume_from) if request.HasField("resume_from") else None,
     )
@@ -333,14 +340,18 @@ def _conversation(message: request_pb2.Conversation) -> Conversation:
     for each in message.messages:
         made = [ToolCall(call.id, call.name, read_json_object(call.arguments, "arguments")) for call in each.tool_calls]
         parts, result_of = tuple(map(_part, each.parts)), calls.get(each.tool_call_id)
-        messages.append(ChatMessage(_ROLES[each.role], each.content, parts, tuple(made), result_of))
+        messages.append(
+            ChatMessage(_ROLES[each.role], each.content, parts, tuple(made), result_of, reasoning=each.reasoning)
+        )
         calls |= {call.id: call for call in made}
     return Conversation(
         tuple(messages),
         tools=tuple(
-            Tool(each.name, each.description, read_json_object(each.parameters, "parameters")) for each in message.tools
+            Tool(each.name, each.description, read_json_object(each.parameters, "parameters"), each.strict)
+            for each in message.tools
         ),
         template_arguments=read_json_object(message.template_arguments, "template_arguments"),
+        tool_choice=message.tool_choice,
     )
 
 
