@@ -399,7 +399,7 @@ def _structure(message: request_pb2.Sampling) -> Structure | None:
 
 
 def _checkpoint(message: stage_pb2.Checkpoint) -> Checkpoint:
-    if max(message.engine_steps, *message.outputs.values(), *message.rows.values()) > _MAX_COUNT:
+    if max(message.engine_steps, 0, *message.outputs.values(), *message.rows.values()) > _MAX_COUNT:
         raise InvalidRequestError("a count in the checkpoint is above 2^53", reason="INVALID_CHECKPOINT")
     return Checkpoint(
         steps=message.engine_steps,
