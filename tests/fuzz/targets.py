@@ -27,7 +27,6 @@ from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.fragments import decode_fragment, encode_fragment, split_into_fragments
 from stagemesh.connectors.packets import Packet
 from stagemesh.connectors.wire import FlowDigest, key_to_wire
-from stagemesh.gateway.audio import measure
 from stagemesh.orchestrator.request.validation import validate
 from stagemesh.orchestrator.session.settings import read_settings
 from stagemesh.pipeline import Pipeline, load_pipeline
@@ -150,7 +149,10 @@ def _accepts(read: Callable[[], object]) -> bool:
 
 
 def read_media(data: bytes) -> bool:
-    """An image, audio or video file. The first byte selects the kind. The content is read as the gateway does, too."""
+    """An image, audio or video file. The first byte selects the kind. The gateway's reader of audio reads it, too."""
+    # Imports PyAV, which the other targets do without.
+    from stagemesh.gateway.audio import measure
+
     kind, content = _KINDS[data[0] % len(_KINDS) if data else 0], data[1:]
     file, decoded = io.BytesIO(content), DecodedBytes(_LIMIT_BYTES)
     if kind == "image":
@@ -166,7 +168,6 @@ _KINDS: Sequence[MediaKind] = ("image", "audio", "video")
 
 
 def _media_seeds() -> list[bytes]:
-    # Imports PyAV, which the other targets do without.
     from tests.media.samples import seeds_of
 
     return [bytes([number]) + seed for number, kind in enumerate(_KINDS) for seed in seeds_of(kind)]

@@ -212,7 +212,7 @@ def test_what_is_not_supported_is_named(url: str, change: dict[str, object], par
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJjZ"}}, "not base64"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,%89PNG"}}, "data:image/TYPE"),
         *(
-            ({"type": "image_url", "image_url": {"url": f"data:{kind};base64,YQ=="}}, "data:image/TYPE")
+            ({"type": "image_url", "image_url": {"url": f"data:{kind};base64,YQ=="}}, "send image/TYPE")
             for kind in ("text/plain", "audio/wav", "video/mp4")
         ),
         ({"type": "input_audio", "input_audio": {"data": "YQ==", "format": "midi"}}, "'midi' is unknown"),

@@ -125,8 +125,8 @@ def _float_wav(samples: list[float]) -> bytes:
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        (b"no audio" * 1000, "not audio in wav, mp3"),
-        (b"#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1:9/a.ts\n", "not audio in wav, mp3"),
+        (b"no audio" * 1000, "not one of wav, mp3"),
+        (b"#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1:9/a.ts\n", "not one of wav, mp3"),
         (SAMPLE[:20_000], "ends after 20000 of"),
         (b"", "empty"),
         (wav(tone(0.5)), "0.50 s of audio; send 1 to 30 s"),

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from stagemesh.client import AudioFile, ImageFile, MediaFile, Message, Part, ToolCall, VideoFile
 from stagemesh.client.content import media_type_of
+from stagemesh.common.media.decoding import MediaKind
 from stagemesh.gateway.body import Body, Items
 from stagemesh.gateway.errors import ParameterError
 
@@ -25,7 +26,7 @@ _MAX_PARAMETERS = 20
 _ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "="}
 _MOVING = frozenset({"audio", "video"})
 """The kinds of files whose media types clients confuse: many formats contain either."""
-_FILES: Mapping[str, type[ImageFile | AudioFile | VideoFile]] = {
+_FILES: Mapping[MediaKind, type[ImageFile | AudioFile | VideoFile]] = {
     "image": ImageFile,
     "audio": AudioFile,
     "video": VideoFile,
@@ -153,7 +154,14 @@ def _to_part(part: PartBody, where: str) -> Part:
             return AudioFile(data, _AUDIO_TYPES[audio.format.lower()])
 
 
-def file_at(url: Url, param: str, *, kind: Literal["image", "audio", "video"]) -> Part:
+def check_kind(media_type: str, kind: MediaKind, param: str) -> None:
+    """Raises ParameterError if the stated media type of a file is of another kind. A wrong format does not matter."""
+    stated = media_type.lower().partition("/")[0]
+    if stated not in _UNTYPED | ({kind} if kind == "image" else _MOVING):
+        raise ParameterError(param, f"its media type is {media_type[:100]!r}; send {kind}/TYPE")
+
+
+def file_at(url: Url, param: str, *, kind: MediaKind) -> Part:
     """Returns the file of a data URL, or the reference to a stored one."""
     scheme, _, rest = url.url.strip().partition(":")
     if scheme.lower() in {"http", "https"}:
@@ -162,10 +170,9 @@ def file_at(url: Url, param: str, *, kind: Literal["image", "audio", "video"]) -
         return MediaFile(url.url, media_type_of(PurePath(url.url)), use_audio_in_video=url.use_audio)
     description, comma, text = rest.partition(",")
     media_type, *parameters = [each.strip() for each in description.lower().split(";", _MAX_PARAMETERS)]
-    stated = media_type.partition("/")[0]
-    is_other = stated not in _UNTYPED | ({kind} if kind == "image" else _MOVING)
-    if not comma or "base64" not in parameters or is_other:
+    if not comma or "base64" not in parameters:
         raise ParameterError(param, f"it is not a data URL of the form data:{kind}/TYPE;base64,DATA")
+    check_kind(media_type, kind, param)
     for escape, meant in _ESCAPES.items():
         text = text.replace(escape, meant).replace(escape.lower(), meant)
     data = decode_base64(text, param=param)

@@ -17,6 +17,7 @@ from stagemesh.common.errors import InternalError
 from stagemesh.gateway.answers import now_s, respond, sse
 from stagemesh.gateway.body import MAX_ITEMS, Form, StageBody, read_form, read_json, validate
 from stagemesh.gateway.catalog import Model, find_model
+from stagemesh.gateway.content import check_kind
 from stagemesh.gateway.errors import ParameterError
 
 router = APIRouter()
@@ -84,11 +85,13 @@ async def edit_image(request: Request) -> Response:
     """Makes images of images and a prompt. The body is a form with files."""
     form = await read_form(request, file="image", max_files=_MAX_FILES)
     body = validate(ImageBody, form.fields)
-    return await _answer(body, request, [*images_of(form), body.prompt])
+    return await _answer(body, request, [*images_of(form, param="image"), body.prompt])
 
 
-def images_of(form: Form) -> list[ImageFile]:
-    """Returns the files of a form as images. The stage that reads them checks them."""
+def images_of(form: Form, *, param: str) -> list[ImageFile]:
+    """Returns the files of a form as images. Raises ParameterError if the media type of one is of another kind."""
+    for file in form.files:
+        check_kind(file.media_type, "image", param)
     return [ImageFile(file.data, file.media_type) for file in form.files]
 
 

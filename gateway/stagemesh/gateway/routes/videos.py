@@ -172,7 +172,7 @@ async def _read_body(request: Request) -> tuple[VideoBody, Content]:
         return body, body.prompt
     form = await read_form(request, file=_IMAGE, min_files=0)
     body = validate(VideoBody, form.fields)
-    return body, [*images_of(form), body.prompt] if form.files else body.prompt
+    return body, [*images_of(form, param=_IMAGE), body.prompt] if form.files else body.prompt
 
 
 async def _models(request: Request) -> list[Model]:
