@@ -89,7 +89,9 @@ async def stage(engine: EmittingEngine, store: Path | str, **media: Any) -> Asyn
             engine.may_release.set()
 
 
-def wanted(tensor: str, media_type: str = "", *, store: Path | str | None = None, frame_rate: float | None = None) -> StepSpec:
+def wanted(
+    tensor: str, media_type: str = "", *, store: Path | str | None = None, frame_rate: float | None = None
+) -> StepSpec:
     root = f"file://{store}" if isinstance(store, Path) else store
     uri = f"{root}/outputs/r/file" if root else ""
     return step_spec(streamed=(StreamedOutput(tensor, media_type, frame_rate, uri),))
