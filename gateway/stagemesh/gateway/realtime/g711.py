@@ -1,6 +1,6 @@
 """G.711, the audio of telephones: logarithmic samples of 8 bits, 8,000 of them a second."""
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from av import AudioCodecContext, AudioFrame, AudioResampler, CodecContext, Packet
@@ -27,7 +27,8 @@ class G711:
         rate_hz = PCM_RATE_HZ
         if direction == "encode":
             codec.format, rate_hz = _SAMPLES, G711_RATE_HZ
-        self._codec, self._resampler = codec, AudioResampler(format=_SAMPLES, layout=_LAYOUT, rate=rate_hz)
+        self._resampler = AudioResampler(format=_SAMPLES, layout=_LAYOUT, rate=rate_hz)
+        self._codec: Any = codec
 
     def decode(self, data: bytes) -> bytes:
         """Returns the PCM of G.711."""
@@ -40,5 +41,4 @@ class G711:
             return b""
         frame = AudioFrame.from_ndarray(np.frombuffer(pcm, "<i2")[None], format=_SAMPLES, layout=_LAYOUT)
         frame.sample_rate = PCM_RATE_HZ
-        frames = self._resampler.resample(frame)
-        return b"".join(bytes(part) for each in frames for part in self._codec.encode(each))
+        return b"".join(bytes(part) for each in self._resampler.resample(frame) for part in self._codec.encode(each))

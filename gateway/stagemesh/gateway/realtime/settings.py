@@ -190,9 +190,11 @@ class NamedFunction(RealtimeBody):
 
 def _unnested(given: object) -> object:
     """Returns a function of a chat, which is an object with a `function`, as the realtime API has it."""
-    fields: Object = cast("Object", given) if isinstance(given, dict) else {}
-    function: object = fields.get("function")
-    return {"type": fields.get("type"), **cast("Object", function)} if isinstance(function, dict) else given
+    if not isinstance(given, dict):
+        return given
+    fields = cast("dict[str, object]", given)
+    function = fields.get("function")
+    return {"type": fields.get("type"), **cast("Object", function)} if isinstance(function, dict) else fields
 
 
 ToolChoice: TypeAlias = Literal["auto", "none", "required"] | Annotated[NamedFunction, BeforeValidator(_unnested)]
