@@ -32,7 +32,7 @@ class G711:
 
     def decode(self, data: bytes) -> bytes:
         """Returns the PCM of G.711."""
-        frames = self._codec.decode(Packet(data)) if data else []
+        frames: list[AudioFrame] = self._codec.decode(Packet(data)) if data else []
         return b"".join(each.to_ndarray().tobytes() for frame in frames for each in self._resampler.resample(frame))
 
     def encode(self, pcm: bytes) -> bytes:
