@@ -104,7 +104,7 @@ RATCHET = (
     _rule(r"\bof the user\b(?!')", "write a possessive: the user's"),
     _rule(r"(?:^|[.;:!]\s+)Who\b(?![^.]*\?)", "name the person or the process"),
     _rule(r"\bshall\b", 'write "must", "will" or the present tense'),
-    _rule(r"\bmediums?\b", 'write "media item"'),
+    _rule(r"(?<!\")\bmediums?\b", 'write "media item"'),
     _rule(r"\bfigures?\b", 'write "metric", "measurement" or "number"'),
     _rule(
         r"\b(an|the) admin\b(?!['-]| (API|service|port|endpoint|address|RPC|command|role|channel))|\badmins\b",

@@ -104,7 +104,7 @@ async def test_a_caller_whose_large_content_is_rejected_waits_and_others_do_not(
             await REJECTED[name](address)
         small = json_head("/v1/completions", 2, [("X-Forwarded-For", "10.0.0.1")]) + b"{}"
         answer = await exchange(address, small)
-        assert (answer.status, "call_limit" in answer.text) == (429, True)
+        assert (answer.status, "rate_limit_exceeded" in answer.text) == (429, True)
         assert (await exchange(address, small, source=OTHER)).status == 400
 
 

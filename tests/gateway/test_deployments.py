@@ -15,6 +15,7 @@ from stagemesh.cli.launcher.ports import PortPicker
 from stagemesh.client import AsyncClient
 from stagemesh.common.errors import UnavailableError
 from stagemesh.gateway.catalog import Catalog
+from stagemesh.gateway.config import Aliases
 from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse
 from tests.client.scripted import admitted, ended, finished, text
 from tests.deployment import Deployment, deployed_for_module, eventually
@@ -106,7 +107,7 @@ async def test_requests_share_the_wait_for_an_orchestrator_that_does_not_answer(
             raise UnavailableError("cannot be reached")
 
     hanging, other = Client(""), Client("p")
-    servers = Catalog(cast("list[AsyncClient]", [hanging, other]), None)
+    servers = Catalog(cast("list[AsyncClient]", [hanging, other]), None, Aliases())
     waiting = [asyncio.create_task(servers.find("lost")) for _ in range(9)]
     other.answering.set()
     async with asyncio.timeout(5):

@@ -454,7 +454,7 @@ async def test_four_responses_of_a_connection_run_at_a_time() -> None:
             created = await talker.until("response.created")
         await talker.send("response.create", response={"conversation": "none"}, event_id="fifth")
         error = await talker.error()
-        assert (error["code"], error["event_id"]) == ("call_limit", "fifth")
+        assert (error["code"], error["event_id"]) == ("rate_limit_exceeded", "fifth")
         await talker.send("response.cancel", response_id=created["response"]["id"])
         await talker.until("response.done")
         await talker.send("response.create", response={"conversation": "none"})

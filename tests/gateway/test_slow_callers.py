@@ -228,7 +228,7 @@ async def test_bodies_of_one_caller_leave_space_for_others() -> None:
             while answer.status == 200:
                 answer = await exchange(address, whole)
             assert answer.status == 429
-            assert "call_limit" in answer.text
+            assert "rate_limit_exceeded" in answer.text
             assert (await exchange(address, whole, source="127.0.0.2")).status == 200
         while (await exchange(address, whole)).status == 429:
             await asyncio.sleep(0.02)

@@ -53,6 +53,7 @@ async def test_a_language_model_receives_the_audio_and_an_instruction() -> None:
         transcription = await transcribe(ai)
         assert transcription.text == "The sea is calm."
         assert (transcription.usage.type, transcription.usage.total_tokens) == ("tokens", 7)
+        assert transcription.usage.input_token_details.text_tokens == 5
         request = orchestrator.requests[0]
         (message,) = request.input.conversation.messages
         assert message.role == ROLE_USER
@@ -123,7 +124,6 @@ async def test_a_function_receives_the_audio_alone() -> None:
         ({"response_format": "diarized_json"}, "response_format"),
         ({"response_format": "text", "stream": True}, "response_format"),
         ({"include": ["logprobs"]}, "include"),
-        ({"chunking_strategy": "auto"}, "chunking_strategy"),
         ({"known_speaker_names": ["Ada"]}, "known_speaker_names"),
         ({"language": "en. Say no"}, "language"),
         ({"temperature": "hot"}, "temperature"),

@@ -1,6 +1,7 @@
 """The processes accept the arguments, configs, pipeline files and triggers that the chart renders for them."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,9 @@ def test_orchestrators_accept_their_tokens(tmp_path: Path) -> None:
             "page": False,
             "voicesClaim": "voices",
         },
+        {"strict": True, "unknownParameters": "warn", "aliases": {"models": {"gpt": "p"}, "voices": {"ash": "bass"}}},
     ],
-    ids=["http", "https"],
+    ids=["http", "https", "parameters"],
 )
 def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) -> None:
     release = Release(at("gateway", {"enabled": True, **settings}))
@@ -86,6 +88,11 @@ def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) 
     assert config.keep_alive_s == settings.get("keepAliveSeconds", 120)
     assert list(config.cors_origins) == settings.get("corsOrigins", [])
     assert config.page == settings.get("page", True)
+    assert (config.strict, config.unknown_parameters) == (
+        settings.get("strict", False),
+        settings.get("unknownParameters", "reject"),
+    )
+    assert asdict(config.aliases) == {"models": {}, "voices": {}} | settings.get("aliases", {})
     assert (config.voices is not None) == ("voicesClaim" in settings)
     assert (config.https is not None) == ("httpsSecret" in settings)
 

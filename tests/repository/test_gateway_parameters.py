@@ -1,10 +1,15 @@
-"""docs/gateway-parameters.md lists the parameters that the gateway accepts, and no others."""
+"""docs/gateway-parameters.md lists the parameters that the gateway applies, ignores and refuses, and no others."""
 
+import json
 import re
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 
 import pytest
 
 from stagemesh.gateway.body import Body, SamplingBody, StageBody
+from stagemesh.gateway.parameters import RULES
 from stagemesh.gateway.routes.chat import ChatBody
 from stagemesh.gateway.routes.completions import CompletionBody
 from stagemesh.gateway.routes.images import ImageBody
@@ -38,3 +43,20 @@ def listed(section: str) -> set[str]:
 )
 def test_a_section_lists_its_parameters(section: str, body: type[Body], others: type[Body], files: set[str]) -> None:
     assert listed(section) == body.model_fields.keys() - others.model_fields.keys() | files
+
+
+def rows() -> Iterator[str]:
+    """Yields the lines of the table of rules."""
+    for section, rules in RULES.items():
+        for rule, group in groupby(sorted(rules.items(), key=lambda item: repr(item[1])), key=itemgetter(1)):
+            names = ", ".join(f"`{name}`" for name, _ in group)
+            neutral = ", ".join(f"`{json.dumps(value)}`" for value in rule.neutral)
+            remedy = "" if rule.remedy == "omit it" else f"; {rule.remedy}"
+            yield f"| {section} | {names} | {rule.effect}{remedy} | {neutral} |"
+
+
+def test_the_table_of_rules_is_that_of_the_code() -> None:
+    page = (ROOT / "docs/gateway-parameters.md").read_text()
+    table = page.partition("| where | parameter | effect | values without effect |\n|---|---|---|---|\n")[2]
+    # Replace the lines of the page by these.
+    assert table.partition("\n\n")[0].splitlines() == list(rows())

@@ -18,6 +18,7 @@ from stagemesh.common.errors import CancelledRequestError, StagemeshError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import error_body
+from stagemesh.gateway.parameters import warnings_field
 
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT_S = 12.0
@@ -44,7 +45,8 @@ async def respond(
     """Returns the answer of a model: a stream of `chunks` if the caller asks for a stream, or else the `whole`."""
     if streams:
         return await stream(request, aiter(events), chunks)
-    return JSONResponse(await until_disconnected(request, whole(events)))
+    answer = await until_disconnected(request, whole(events))
+    return JSONResponse({**answer, **warnings_field()})
 
 
 async def stream(

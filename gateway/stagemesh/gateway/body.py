@@ -4,21 +4,24 @@ import asyncio
 import re
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from contextvars import copy_context
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import msgspec
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from python_multipart.multipart import parse_options_header
 
 from stagemesh.client import GenerateArguments, OptionValue, StageArguments, Tool
 from stagemesh.client.content import EncodedMedia
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.gateway import parameters
 from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.errors import ParameterError, validation_error
 from stagemesh.gateway.limits import CALLER
+from stagemesh.gateway.unions import FLAG, LIST, NUMBER, TEXT, by_type
 
 T = TypeVar("T")
 
@@ -46,21 +49,50 @@ Object: TypeAlias = Mapping[str, Any]
 Items: TypeAlias = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
 TokenIds: TypeAlias = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
+_Option: TypeAlias = Annotated[
+    Annotated[str, TEXT] | Annotated[bool, FLAG] | Annotated[int | float, NUMBER], by_type("a text, a number or a flag")
+]
+Stops: TypeAlias = Annotated[Annotated[str, TEXT] | Annotated[Items[str], LIST], by_type("a text or a list of texts")]
+
+
+def _id_of(voice: object) -> object:
+    """Returns the id of a voice that is an object with an id, as OpenAI's API has created voices."""
+    fields: Object = cast("Object", voice) if isinstance(voice, dict) else {"id": voice}
+    return fields["id"] if list(fields) == ["id"] else fields
+
+
+VoiceId: TypeAlias = Annotated[str | None, BeforeValidator(_id_of)]
+
 
 class Body(BaseModel):
-    """The body of a request. A parameter that it does not name is an error, because it would have no effect.
+    """The body of a request, or an object in it. The policy of `parameters` decides about parameters without a field.
 
     Its lists are `Items` or `TokenIds`: each wrong entry of another list would be an error with a copy of its input.
     """
 
     model_config = ConfigDict(extra="forbid")
 
+    rules: ClassVar[parameters.Rules] = {}
+    """The rules for known parameters without a field, in addition to the rules of the base classes."""
+    decisions: ClassVar[parameters.Rules]
+    """The rules of the class and of its base classes."""
+    _declared: ClassVar[frozenset[str]]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        cls._declared = frozenset(field.alias or name for name, field in cls.model_fields.items())
+        bases = [base for base in reversed(cls.__mro__) if issubclass(base, Body)]
+        cls.decisions = {name: rule for base in bases for name, rule in base.rules.items()}
+
     @model_validator(mode="before")
     @classmethod
-    def _check_size(cls, given: object) -> object:
-        """Rejects objects with too many keys, each of which could be an error."""
+    def _apply_policy(cls, given: object) -> object:
+        """Rejects objects with too many keys, each of which could be an error, and applies the policy to the others."""
         check_keys(given)
-        return given
+        if not isinstance(given, dict):
+            return given
+        return parameters.apply_policy(cast("Object", given), cls._declared, cls.decisions)
 
 
 def check_keys(given: object) -> None:
@@ -77,8 +109,9 @@ def _entries(value: object) -> Collection[object]:
 class StreamOptions(Body):
     """The options of a stream."""
 
+    rules = parameters.RULES["stream_options"]
+
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
 
 
 class Function(Body):
@@ -96,10 +129,12 @@ class Function(Body):
 class StageBody(Body):
     """The parameters of every endpoint that generates: those of OpenAI's API, and those of Stagemesh."""
 
+    rules = parameters.RULES["generation"]
+
     model: str
     user: str | None = None
     seed: Annotated[int | None, Field(ge=0, le=MAX_SEED)] = None
-    options: dict[str, OptionValue] = {}
+    options: dict[str, _Option] = {}
     """The values of options that the stages declare, by name."""
     stages: dict[str, dict[str, Any]] = {}
     """The parameters of single stages, by name."""
@@ -122,6 +157,8 @@ class StageBody(Body):
 class SamplingBody(StageBody):
     """The parameters by which language models choose tokens: OpenAI's, and those that vLLM has in addition."""
 
+    rules = parameters.RULES["sampling"]
+
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -129,7 +166,7 @@ class SamplingBody(StageBody):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop: str | Items[str] | None = None
+    stop: Stops | None = None
     stop_token_ids: TokenIds = []
     min_tokens: int | None = None
     ignore_eos: bool = False
@@ -168,10 +205,19 @@ def option_values(model: Model, given: BaseModel, *names: str, within: str = "")
     - `given` has the parameters. Those that are None are omitted.
     - `names` are the names of the parameters, which errors name after the prefix `within`.
 
-    Raises ParameterError if no stage has the option of a parameter.
+    Omits parameters without an option if the policy permits it (`options` in parameters.toml), and OpenAI's voices that
+    the model lacks. Raises ParameterError if no stage has the option of another parameter.
     """
-    values = {name: value for name in names if (value := getattr(given, name)) is not None}
-    return {model.find_option(name, param=f"{within}{name}"): value for name, value in values.items()}
+    values: dict[str, OptionValue] = {}
+    for name in names:
+        value, param, rule = getattr(given, name), f"{within}{name}", parameters.RULES["options"].get(name)
+        if name == "voice" and value is not None:
+            value = model.find_voice(value)
+        if value is not None and rule is not None and model.option(name) is None:
+            parameters.apply_rule(rule, name, value, param=param)
+        elif value is not None:
+            values[model.find_option(name, param=param)] = value
+    return values
 
 
 B = TypeVar("B", bound=BaseModel)
@@ -237,7 +283,7 @@ async def aside(work: Callable[[], T], *, size_bytes: int) -> T:
     if size_bytes <= _INLINE_BYTES:
         return work()
     async with _TURNS.setdefault(CALLER.get(), asyncio.Lock()):
-        return await asyncio.get_running_loop().run_in_executor(_LARGE, work)
+        return await asyncio.get_running_loop().run_in_executor(_LARGE, copy_context().run, work)
 
 
 async def read_json(request: Request, body: type[B]) -> B:
@@ -318,7 +364,7 @@ def _parse_form(body: bytes, boundary: bytes, *, file: str, most_parts: int) -> 
                 raise ParameterError(name, f"it has {len(content)} bytes; a field has at most {_MAX_FIELD_BYTES}")
             form.fields[name] = content.decode(errors="replace")
         elif name != file:
-            raise ParameterError(name, "this parameter is not supported")
+            raise ParameterError(name, f"it is not a file of this form; send {file!r} alone")
         else:
             form.files.append(EncodedMedia(content, headers.get(b"content-type", b"").decode(errors="replace")))
     return form

@@ -4,10 +4,10 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal, TypeAlias
 
@@ -24,8 +24,10 @@ from stagemesh.common.errors import (
 from stagemesh.common.plugins.descriptors import INPUT, TEXT, kind_to_wire
 from stagemesh.common.tasks import end_tasks
 from stagemesh.common.wire.versions import own_protocol
+from stagemesh.gateway.config import Aliases
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.limits import name_of_host
+from stagemesh.gateway.parameters import warn
 from stagemesh.v1 import signature_pb2
 from stagemesh.v1.orchestrator_pb2 import DescribePipelineRequest, DescribePipelineResponse, OutputDescription
 
@@ -38,6 +40,9 @@ _SYNONYMS: Mapping[str, Sequence[str]] = {
     "ref_text": ("reference_text",),
 }
 """Further names of the options to which parameters of OpenAI's API belong."""
+OPENAI_VOICES = frozenset(
+    "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse".split()  # noqa: SIM905 - one line
+)
 _FRESH_S = 10.0
 """The time for which a description is used, in seconds. An upgrade may change it."""
 _FAILED_S = 1.0
@@ -54,6 +59,7 @@ class Model:
     client: AsyncClient
     description: DescribePipelineResponse
     adapter: str | None = None
+    voice_aliases: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def options(self) -> frozenset[str]:
@@ -78,6 +84,18 @@ class Model:
         name = self.option("voice")
         allowed = (option.allowed_texts for option in self._options if option.name == name)
         return list(dict.fromkeys(chain.from_iterable(allowed)))
+
+    def find_voice(self, name: str) -> str | None:
+        """Returns the voice with a name, or None for the default voice of the pipeline.
+
+        A voice of OpenAI that no option lists is the default voice, with a warning.
+        """
+        if name in self.voice_aliases:
+            return self.voice_aliases[name]
+        if name not in OPENAI_VOICES or name in self.voices:
+            return name
+        warn("voice", "is a voice that the model lacks, and was replaced by the model's default voice")
+        return None
 
     @property
     def clones_voices(self) -> bool:
@@ -123,6 +141,16 @@ class Model:
         return next((each for each in (name, *_SYNONYMS.get(name, ())) if each in self.options), None)
 
 
+_DEFAULT_ALIASES: Mapping[str, Callable[[Model], bool]] = {
+    **dict.fromkeys(("tts-1", "tts-1-hd", "gpt-4o-mini-tts"), lambda model: model.output("audio") is not None),
+    **dict.fromkeys(
+        ("whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe"),
+        lambda model: model.reads_media and model.output("text") is not None,
+    ),
+}
+"""The condition for a pipeline to serve an OpenAI model, by the name of the OpenAI model."""
+
+
 @dataclass
 class _Server:
     """The orchestrators of a pipeline."""
@@ -162,23 +190,32 @@ class _Server:
 class Catalog:
     """Finds models by their ids: the name of a pipeline, or the name, a colon and the name of an adapter."""
 
-    def __init__(self, clients: Sequence[AsyncClient], caller: str | None) -> None:
-        self.caller = caller
+    def __init__(self, clients: Sequence[AsyncClient], caller: str | None, aliases: Aliases) -> None:
+        self.caller, self._aliases = caller, aliases
         """The name of the caller. None if the gateway does not know its callers, which then share the catalog."""
         self.requests = 0
         """The number of running requests and open WebSockets of the caller."""
         self._servers = [_Server(client) for client in clients]
 
     async def find(self, model_id: str) -> Model:
-        """Returns a model. Raises NotFoundError if no pipeline has the name, and the errors of unreachable servers."""
-        name, colon, adapter = model_id.partition(":")
-        if (found := await self.first(name)) is not None:
+        """Returns the model of a pipeline, or of an alias.
+
+        An OpenAI model that speaks or transcribes is by default an alias of the first pipeline that can. Raises
+        NotFoundError if no pipeline has the name, and the errors of unreachable servers.
+        """
+        name, colon, adapter = self._aliases.models.get(model_id, model_id).partition(":")
+        found, models = await self.first(name), list[Model]()
+        if found is None:
+            models = await self.models()
+            can = _DEFAULT_ALIASES.get(model_id)
+            found = None if can is None else next(filter(can, models), None)
+        if found is not None:
             return replace(found, id=model_id, adapter=adapter if colon else None)
-        names = ", ".join(model.id for model in await self.models())
+        names = ", ".join(model.id for model in models)
         raise NotFoundError(
-            f"the model {model_id!r} does not exist; use one of {names}",
+            f"the model {model_id[:140]!r} does not exist; use one of {names}",
             reason="UNKNOWN_PIPELINE",
-            metadata={"pipeline": name},
+            metadata={"pipeline": name[:140]},
         )
 
     @contextmanager
@@ -219,7 +256,7 @@ class Catalog:
         """Returns the models of the servers that have answered."""
         pairs = zip(self._servers, asked, strict=True)
         return [
-            Model(found.pipeline, server.client, found)
+            Model(found.pipeline, server.client, found, voice_aliases=self._aliases.voices)
             for server, task in pairs
             if task.done() and isinstance(found := task.result(), DescribePipelineResponse)
         ]
@@ -269,10 +306,12 @@ class Callers:
     Tokens that are not known are checked over connections that they share. Guessed tokens therefore open none.
     """
 
-    def __init__(self, servers: Sequence[Sequence[str]], tls: str | None, *, forwards_tokens: bool) -> None:
+    def __init__(
+        self, servers: Sequence[Sequence[str]], tls: str | None, *, forwards_tokens: bool, aliases: Aliases
+    ) -> None:
         self.forwards_tokens = forwards_tokens
         """Whether each request has the token of its caller, which the orchestrators check."""
-        self._servers = servers
+        self._servers, self._aliases = servers, aliases
         self._options: ClientOptions = {"retry_policy": _RETRIES}
         if tls is not None:
             self._options["tls"] = tls
@@ -322,7 +361,7 @@ class Callers:
 
     def _connect(self, token: str, caller: str | None) -> Catalog:
         options: ClientOptions = self._options if caller is None else {**self._options, "token": token}
-        return Catalog([AsyncClient(*addresses, **options) for addresses in self._servers], caller)
+        return Catalog([AsyncClient(*addresses, **options) for addresses in self._servers], caller, self._aliases)
 
     async def _drop_idle(self) -> None:
         """Closes the connections of callers without a request until there is space for one more, the oldest first."""

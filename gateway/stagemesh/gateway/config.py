@@ -1,10 +1,10 @@
 """The config of a gateway."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from stagemesh.common.process.config import ProcessConfig
 
@@ -33,6 +33,16 @@ class Host(NamedTuple):
         except ValueError:
             name = found[1].removesuffix(".")
             return cls(name, found[2], is_address=False) if _NAME.fullmatch(name) else None
+
+
+@dataclass(frozen=True)
+class Aliases:
+    """Further names of models and voices."""
+
+    models: Mapping[str, str] = field(default_factory=dict)
+    """The model, such as a pipeline or PIPELINE:ADAPTER, by its further name."""
+    voices: Mapping[str, str] = field(default_factory=dict)
+    """The voice by its further name."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,15 @@ class GatewayConfig(ProcessConfig):
 
     Each may hold 48 MiB of the audio of its caller.
     """
+    aliases: Aliases = Aliases()
+    """Further names of models and voices: {"models": {NAME: PIPELINE}, "voices": {NAME: VOICE}}.
+
+    OpenAI's names of models that speak or transcribe, and of voices, have defaults.
+    """
+    unknown_parameters: Literal["reject", "warn"] = "reject"
+    """Whether a parameter that neither OpenAI's API nor vLLM knows is an error or a warning."""
+    strict: bool = False
+    """Whether each parameter that would have no effect is an error, instead of a warning."""
     page: bool = True
     """Whether the process serves the page on which people try a pipeline, at `/`."""
     voices: str | None = None

@@ -11,8 +11,10 @@ from pydantic import Field
 from stagemesh.client import AudioFile, ImageFile, MediaFile, Message, Part, ToolCall, VideoFile
 from stagemesh.client.content import media_type_of
 from stagemesh.common.media.decoding import MediaKind
+from stagemesh.gateway import parameters
 from stagemesh.gateway.body import Body, Items
 from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.unions import LIST, TEXT, by_type
 
 _AUDIO_TYPES: Mapping[str, str] = {
     **dict.fromkeys(("wav", "wave", "x-wav"), "audio/wav"),
@@ -22,7 +24,7 @@ _AUDIO_TYPES: Mapping[str, str] = {
     **{name: f"audio/{name}" for name in ("flac", "aac", "webm")},
 }
 _UNTYPED = frozenset({"", "application", "binary"})
-_MAX_PARAMETERS = 20
+_MAX_SETTINGS = 20
 _ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "="}
 _MOVING = frozenset({"audio", "video"})
 """The kinds of files whose media types clients confuse: many formats contain either."""
@@ -33,7 +35,13 @@ _FILES: Mapping[MediaKind, type[ImageFile | AudioFile | VideoFile]] = {
 }
 
 
-class TextPart(Body):
+class PartOfMessage(Body):
+    """A part of a message."""
+
+    rules = parameters.RULES["part"]
+
+
+class TextPart(PartOfMessage):
     """Text."""
 
     type: Literal["text"]
@@ -43,13 +51,14 @@ class TextPart(Body):
 class Url(Body):
     """A file: a data URL, or the URI of an object in the pipeline's store."""
 
+    rules = parameters.RULES["media_url"]
+
     url: str
-    detail: Literal["auto"] | None = None
     use_audio: bool = False
     """Whether the audio track of a video belongs to the input."""
 
 
-class ImagePart(Body):
+class ImagePart(PartOfMessage):
     """An image."""
 
     type: Literal["image_url"]
@@ -63,21 +72,21 @@ class InputAudio(Body):
     format: str
 
 
-class InputAudioPart(Body):
+class InputAudioPart(PartOfMessage):
     """Audio."""
 
     type: Literal["input_audio"]
     input_audio: InputAudio
 
 
-class AudioUrlPart(Body):
+class AudioUrlPart(PartOfMessage):
     """Audio by its URL, as vLLM has it."""
 
     type: Literal["audio_url"]
     audio_url: Url
 
 
-class VideoPart(Body):
+class VideoPart(PartOfMessage):
     """A video, as vLLM has it."""
 
     type: Literal["video_url"]
@@ -87,10 +96,15 @@ class VideoPart(Body):
 PartBody: TypeAlias = Annotated[
     TextPart | ImagePart | InputAudioPart | AudioUrlPart | VideoPart, Field(discriminator="type")
 ]
+_Content: TypeAlias = Annotated[
+    Annotated[str, TEXT] | Annotated[Items[PartBody], LIST], by_type("a text or a list of parts")
+]
 
 
 class FunctionCall(Body):
     """The function that a tool call names, with its arguments as JSON text."""
+
+    rules = parameters.RULES["function_call"]
 
     name: str
     arguments: str
@@ -99,19 +113,31 @@ class FunctionCall(Body):
 class ToolCallBody(Body):
     """A tool call of an earlier answer."""
 
+    rules = parameters.RULES["tool_call"]
+
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionCall
+
+
+class SpokenAnswer(Body):
+    """The audio of an earlier answer, which the gateway does not keep."""
+
+    rules = parameters.RULES["message_audio"]
+
+    id: str
+    transcript: str | None = None
 
 
 class MessageBody(Body):
     """A message of a conversation."""
 
+    rules = parameters.RULES["message"]
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[PartBody] | None = None
-    name: None = None
-    refusal: None = None
-    annotations: Items[None] | None = None
+    content: _Content | None = None
+    refusal: str | None = None
+    audio: SpokenAnswer | None = None
     tool_calls: Items[ToolCallBody] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -120,7 +146,9 @@ class MessageBody(Body):
     def to_message(self, index: int) -> Message:
         """Returns the client's message. `index` is that of the message in the conversation."""
         where = f"messages.{index}.content"
-        content = self.content or ""
+        content = self.content or self.refusal or (self.audio and self.audio.transcript) or ""
+        if self.audio is not None and not content:
+            parameters.warn("audio", "is not kept and was ignored; send its transcript as the content of the message")
         return Message(
             role=self.role,
             content=content
@@ -148,7 +176,8 @@ def _to_part(part: PartBody, where: str) -> Part:
             audio = part.input_audio
             if audio.format.lower() not in _AUDIO_TYPES:
                 raise ParameterError(
-                    f"{where}.input_audio.format", f"{audio.format!r} is unknown; use one of {', '.join(_AUDIO_TYPES)}"
+                    f"{where}.input_audio.format",
+                    f"{audio.format[:40]!r} is unknown; use one of {', '.join(_AUDIO_TYPES)}",
                 )
             data = decode_base64(audio.data, param=f"{where}.input_audio.data")
             return AudioFile(data, _AUDIO_TYPES[audio.format.lower()])
@@ -169,8 +198,8 @@ def file_at(url: Url, param: str, *, kind: MediaKind) -> Part:
     if scheme.lower() != "data":
         return MediaFile(url.url, media_type_of(PurePath(url.url)), use_audio_in_video=url.use_audio)
     description, comma, text = rest.partition(",")
-    media_type, *parameters = [each.strip() for each in description.lower().split(";", _MAX_PARAMETERS)]
-    if not comma or "base64" not in parameters:
+    media_type, *settings = [each.strip() for each in description.lower().split(";", _MAX_SETTINGS)]
+    if not comma or "base64" not in settings:
         raise ParameterError(param, f"it is not a data URL of the form data:{kind}/TYPE;base64,DATA")
     check_kind(media_type, kind, param)
     for escape, meant in _ESCAPES.items():

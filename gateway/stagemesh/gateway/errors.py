@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
+from itertools import groupby
 from typing import Any
 
 from fastapi import Request
@@ -39,8 +40,14 @@ _REASON_STATUSES: Mapping[str, tuple[int, str]] = {
     "STORE_UNREACHABLE": (503, _SERVER),
 }
 """The HTTP status and OpenAI's type of errors with these reasons, whatever their code."""
-_MODEL_REASONS = frozenset({"UNKNOWN_PIPELINE", "UNKNOWN_ADAPTER"})
-"""The reasons with OpenAI's code model_not_found. Other reasons are codes themselves, in lower case."""
+_MODEL_NOT_FOUND = "model_not_found"
+_LOAD_REASONS = ("ADMISSION_LIMIT", "CALLER_LIMIT", "CALL_LIMIT", "OVERLOADED", "SESSION_LIMIT")
+_CODES: Mapping[str, str] = {
+    **dict.fromkeys(("UNKNOWN_PIPELINE", "UNKNOWN_ADAPTER"), _MODEL_NOT_FOUND),
+    **dict.fromkeys(_LOAD_REASONS, "rate_limit_exceeded"),
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+}
+"""OpenAI's codes by the reason of an error. Other reasons are codes themselves, in lower case."""
 
 
 class ParameterError(InvalidRequestError):
@@ -62,12 +69,14 @@ class RealtimeError(InvalidRequestError):
 def error_body(error: StagemeshError) -> dict[str, Any]:
     """Returns an error as a JSON object: the body of a response, or the last event of a stream."""
     _, kind = _status_and_type(error)
-    param, code = error.param if isinstance(error, ParameterError) else None, error.reason.lower()
+    param = error.param if isinstance(error, ParameterError | RealtimeError) else None
+    code = _CODES.get(error.reason, error.reason.lower())
     if isinstance(error, RealtimeError):
-        param, code = error.param, error.known_code
-    elif error.reason in _MODEL_REASONS:
-        param, code = "model", "model_not_found"
-    return {"error": {"message": error.message[:_MAX_TEXT], "type": kind, "param": param, "code": code}}
+        code = error.known_code
+    elif code == _MODEL_NOT_FOUND:
+        param = "model"
+    fields = {"message": error.message[:_MAX_TEXT], "type": kind, "param": param, "code": code}
+    return {"error": {**fields, "reason": error.reason}}
 
 
 def error_response(error: StagemeshError) -> JSONResponse:
@@ -115,8 +124,11 @@ def _hint(request: Request) -> str:
     return ""
 
 
-_MAX_PROBLEMS = 20
+MAX_PROBLEMS = 20
+"""The number of wrong parameters that an error names."""
 _MAX_NAME, _MAX_PROBLEM, _MAX_TEXT = 100, 300, 4096
+TAG = "<"
+"""The start of the name of a type in a union. It is not a part of the input."""
 
 
 def validation_error(
@@ -128,7 +140,7 @@ def validation_error(
     """
     if isinstance(rejection, ValidationError):
         rejection = RequestValidationError(rejection.errors(include_url=False, include_input=False))
-    problems = (_problem(error, under, skip) for error in rejection.errors()[:_MAX_PROBLEMS])
+    problems = (_problem(error, under, skip) for error in rejection.errors()[:MAX_PROBLEMS])
     (param, first), *others = problems
     text = "; ".join((first, *(f"{name}: {text}" for name, text in others)))[:_MAX_TEXT]
     return ParameterError(param, text) if param else InvalidRequestError(text)
@@ -140,8 +152,8 @@ def _status_and_type(error: StagemeshError) -> tuple[int, str]:
 
 def _problem(error: Mapping[str, Any], under: str, skip: int) -> tuple[str, str]:
     """Returns the name of a parameter, such as messages.0.content, and what is wrong with it."""
-    path = ".".join(str(part)[:_MAX_NAME] for part in ((under,) if under else ()) + tuple(error["loc"])[skip:])
+    given = (str(part)[:_MAX_NAME] for part in error["loc"][skip:])
+    # The type of a part of a message is both the tag of its class and the name of its field.
+    path = ".".join(part for part, _ in groupby((under, *given)) if part and not part.startswith(TAG))
     text = error["msg"]
-    if error["type"] == "extra_forbidden":
-        text = "this parameter is not supported"
     return path[:_MAX_PROBLEM], text[:1].lower() + text[1:_MAX_PROBLEM]

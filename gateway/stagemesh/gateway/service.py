@@ -29,6 +29,7 @@ from stagemesh.gateway.config import GatewayConfig
 from stagemesh.gateway.connections import HttpConnection, WebSocketConnection
 from stagemesh.gateway.errors import on_error
 from stagemesh.gateway.limits import BODY_S, Limits
+from stagemesh.gateway.parameters import Policy
 from stagemesh.gateway.realtime import connection
 from stagemesh.gateway.routes import chat, completions, images, models, speech, transcriptions, videos, voices
 from stagemesh.gateway.voices import VoiceStore
@@ -72,7 +73,9 @@ def create_app(config: GatewayConfig) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[dict[str, Any]]:
-        app.state.callers = callers = Callers(config.servers, config.tls, forwards_tokens=forwards)
+        app.state.callers = callers = Callers(
+            config.servers, config.tls, forwards_tokens=forwards, aliases=config.aliases
+        )
         yield {"limits": limits, "tls": app.state.tls, "waiting": {}}
         await callers.close()
 
@@ -95,6 +98,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
             route.methods.add("HEAD")
     for kind in (StagemeshError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
+    app.add_middleware(Policy, config=config, registry=registry)
     app.add_middleware(Access, config=config, limits=limits)
     if config.cors_origins:
         every = ["*"]

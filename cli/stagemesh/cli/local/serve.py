@@ -236,6 +236,10 @@ _GATEWAY: Parameters = {
         show_default="none",
     ),
     "metrics_listen": _METRICS_LISTEN,
+    "strict": flag(
+        "Reject parameters that have no effect, instead of ignoring them with a warning (docs/gateway-parameters.md).",
+        "--strict",
+    ),
     "no_page": flag("Serve only the API, without the page at / on which people try a pipeline.", "--no-page"),
 }
 
@@ -262,6 +266,7 @@ def gateway(config: str | None, **values: Any) -> None:
             hosts=values["host"] or None,
             cors_origins=values["cors_origin"] or (),
             metrics_listen=values["metrics_listen"],
+            strict=values["strict"],
             page=not values["no_page"],
             voices=values["voices"],
         )

@@ -28,12 +28,14 @@ from stagemesh.client import (
 )
 from stagemesh.client.content import JsonObject
 from stagemesh.client.responses import join_calls
+from stagemesh.gateway import parameters
 from stagemesh.gateway.answers import DONE, LEAST_LOGPROB, now_s, respond, sse, usage_of
 from stagemesh.gateway.audio import AnswerEncoder, AudioFormat
-from stagemesh.gateway.body import Body, Function, Items, Object, SamplingBody, aside, option_values, read_json
+from stagemesh.gateway.body import Body, Function, Items, Object, SamplingBody, VoiceId, aside, option_values, read_json
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import MessageBody
 from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.unions import OBJECT, TEXT, by_type
 
 router = APIRouter()
 
@@ -53,6 +55,8 @@ class FunctionBody(Function):
 class ToolBody(Body):
     """A tool: always a function."""
 
+    rules = parameters.RULES["tool"]
+
     type: Literal["function"]
     function: FunctionBody
 
@@ -70,11 +74,17 @@ class NamedTool(Body):
     function: FunctionName
 
 
+_ToolChoice: TypeAlias = Annotated[
+    Annotated[Literal["auto", "none", "required"], TEXT] | Annotated[NamedTool, OBJECT],
+    by_type("auto, none, required, or an object with a function"),
+]
+
+
 class AudioBody(Body):
     """How the model speaks."""
 
     format: AudioFormat
-    voice: str | None = None
+    voice: VoiceId = None
 
 
 class SchemaBody(Body):
@@ -105,14 +115,17 @@ class StructuredOutputs(Body):
 class ChatBody(SamplingBody):
     """The body of a request for a chat completion."""
 
+    rules = parameters.RULES["chat"]
+
     messages: Annotated[Items[MessageBody], Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0)] = None
     tools: Items[ToolBody] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    """False if the answer has at most one tool call."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     modalities: Items[Literal["text", "audio"]] | None = None
@@ -121,9 +134,9 @@ class ChatBody(SamplingBody):
 
     def arguments(self, model: Model) -> GenerateArguments:
         """Returns the arguments of the client for this request. Raises InvalidRequestError if some contradict."""
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ParameterError("max_tokens", "it contradicts max_completion_tokens; send one of them")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ParameterError("top_logprobs", "it needs logprobs: true")
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         arguments = self.sampling_arguments(model, max_tokens=most)
@@ -165,7 +178,7 @@ class ChatBody(SamplingBody):
         """Returns how the model uses the tools. Raises ParameterError if it must call one that is none of them."""
         name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else ""
         if name and name not in {tool.function.name for tool in self.tools or ()}:
-            raise ParameterError("tool_choice", f"no tool has the name {name!r}; use one of `tools`")
+            raise ParameterError("tool_choice", f"no tool has the name {name[:100]!r}; use one of `tools`")
         return ToolChoice(required=self._requires_call, name=name, single=self.parallel_tool_calls is False)
 
     def _structure(self) -> GenerateArguments:

@@ -3,11 +3,12 @@
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias, cast
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from stagemesh.client import (
     AsyncResponseStream,
@@ -18,21 +19,39 @@ from stagemesh.client import (
     Text,
     TokenLogprobs,
 )
+from stagemesh.gateway import parameters
 from stagemesh.gateway.answers import DONE, LEAST_LOGPROB, now_s, respond, sse, usage_of
-from stagemesh.gateway.body import Items, SamplingBody, TokenIds, read_json
+from stagemesh.gateway.body import SamplingBody, TokenIds, read_json
 from stagemesh.gateway.catalog import Model, find_model
-from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.routes.chat import FINISH_REASONS
+from stagemesh.gateway.unions import LIST, TEXT, by_type
 
 router = APIRouter()
 
 _MAX_TOKENS = 16
 
 
+def _single(prompt: object) -> object:
+    """Returns the prompt of a list that contains one text or one list of token ids."""
+    prompts = cast("list[object]", prompt) if isinstance(prompt, list) else []
+    if not prompts or not isinstance(prompts[0], str | list):
+        return prompt
+    if len(prompts) > 1:
+        raise PydanticCustomError("prompts", "A request has one prompt; send a request for each")
+    return prompts[0]
+
+
+_Prompt: TypeAlias = Annotated[
+    Annotated[str, TEXT] | Annotated[TokenIds, LIST], by_type("a text or a list of token ids"), BeforeValidator(_single)
+]
+
+
 class CompletionBody(SamplingBody):
     """The body of a request for a completion."""
 
-    prompt: str | Items[str] | TokenIds
+    rules = parameters.RULES["completions"]
+
+    prompt: _Prompt
     max_tokens: int | None = None
     """16 by default, as in OpenAI's API."""
     logprobs: Annotated[int | None, Field(ge=0)] = None
@@ -44,14 +63,9 @@ class CompletionBody(SamplingBody):
         arguments["outputs"] = [model.require_output("text")]
         if self.logprobs is not None:
             arguments["logprobs"] = self.logprobs
-        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        texts = [each for each in given if isinstance(each, str)]
-        token_ids = [each for each in given if not isinstance(each, str)]
-        if len(texts) + bool(token_ids) != 1:
-            raise ParameterError("prompt", "a request has one prompt; send a request for each")
-        if texts:
-            return arguments | {"raw_text": texts[0]}
-        return arguments | {"token_ids": token_ids}
+        if isinstance(self.prompt, str):
+            return arguments | {"raw_text": self.prompt}
+        return arguments | {"token_ids": self.prompt}
 
 
 @router.post("/v1/completions")

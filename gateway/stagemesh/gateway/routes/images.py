@@ -14,6 +14,7 @@ from pydantic import Field
 
 from stagemesh.client import AsyncResponseStream, Content, Event, GenerateArguments, Image, ImageFile
 from stagemesh.common.errors import InternalError
+from stagemesh.gateway import parameters
 from stagemesh.gateway.answers import now_s, respond, sse
 from stagemesh.gateway.body import MAX_ITEMS, Form, StageBody, read_form, read_json, validate
 from stagemesh.gateway.catalog import Model, find_model
@@ -29,15 +30,14 @@ _MAX_FILES = 16
 class ImageBody(StageBody):
     """The body of a request for images. The size and the steps are options of the pipeline's stages."""
 
+    rules = parameters.RULES["images"]
+
     prompt: Annotated[str, Field(min_length=1)]
     negative_prompt: str = ""
     n: Annotated[int | None, Field(ge=1, le=MAX_ITEMS)] = None
     size: str | None = None
     response_format: Literal["b64_json"] | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
-    quality: Literal["auto"] | None = None
-    background: Literal["auto"] | None = None
-    moderation: Literal["auto"] | None = None
     stream: bool | None = None
     partial_images: Annotated[int | None, Field(ge=0, le=3)] = None
 
@@ -68,7 +68,7 @@ def size_options(size: str | None, model: Model) -> Mapping[str, int]:
         return {}
     found = _SIZE.fullmatch(size)
     if found is None:
-        raise ParameterError("size", f"{size!r} is not of the form WIDTHxHEIGHT")
+        raise ParameterError("size", f"{size[:40]!r} is not of the form WIDTHxHEIGHT")
     width, height = (model.find_option(name, param="size") for name in ("width", "height"))
     return {width: int(found[1]), height: int(found[2])}
 

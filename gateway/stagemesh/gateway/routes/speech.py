@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias, cast
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 from starlette.websockets import WebSocket
 
 from stagemesh.client import (
@@ -29,7 +29,7 @@ from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, token_counts
 from stagemesh.gateway.audio import MEDIA_TYPES, PCM_RATE_HZ, AnswerEncoder, AudioFormat
-from stagemesh.gateway.body import Object, StageBody, aside, option_values, read_json, validate
+from stagemesh.gateway.body import StageBody, VoiceId, aside, option_values, read_json, validate
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import Url, file_at
 from stagemesh.gateway.errors import ParameterError
@@ -40,16 +40,10 @@ from stagemesh.gateway.websockets import ClientEvent, JsonSocket, accept
 router = APIRouter()
 
 
-def _id_of(voice: object) -> object:
-    """Returns the id of a voice that is an object with an id, as OpenAI's API has created voices."""
-    fields: Object = cast("Object", voice) if isinstance(voice, dict) else {"id": voice}
-    return fields["id"] if list(fields) == ["id"] else fields
-
-
 class VoiceBody(StageBody):
     """The parameters of a voice, which are options of the pipeline's stages."""
 
-    voice: Annotated[str | None, BeforeValidator(_id_of)] = None
+    voice: VoiceId = None
     instructions: str | None = None
     language: str | None = None
     ref_text: str | None = None

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from stagemesh.client import AudioFile, Event, Finished, GenerateArguments, Message, Text
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.media.decoding import DecodedBytes
+from stagemesh.gateway import parameters
 from stagemesh.gateway.answers import sse, stream, token_counts, until_disconnected
 from stagemesh.gateway.audio import decode, find_media_type, measure
 from stagemesh.gateway.body import SamplingBody, aside, check_keys, decode_json, option_values, read_form, validate
@@ -31,6 +32,8 @@ _INSTRUCTION = "Transcribe the audio into text."
 class TranscriptionBody(SamplingBody):
     """The fields of a form that asks for a transcription: OpenAI's, and those of all requests as far as they apply."""
 
+    rules = parameters.RULES["transcriptions"]
+
     language: Annotated[str | None, Field(pattern=r"^[A-Za-z][A-Za-z -]{0,39}$")] = None
     prompt: str | None = None
     response_format: Literal["json", "text", "verbose_json"] = "json"
@@ -49,9 +52,8 @@ class TranscriptionBody(SamplingBody):
 
     def arguments(self, model: Model, audio: AudioFile) -> GenerateArguments:
         """Returns the arguments of the client for this request, without the prompt of a pipeline without messages."""
-        for name in ("n", "stream_options"):
-            if getattr(self, name) is not None:
-                raise ParameterError(name, "this parameter is not supported")
+        if self.n not in {None, 1}:
+            raise ParameterError("n", "a transcription is one text; omit it")
         arguments = self.sampling_arguments(model, max_tokens=self.max_completion_tokens)
         arguments["outputs"] = [model.require_output("text")]
         if model.converses_about_media:
@@ -98,8 +100,8 @@ async def create_transcription(request: Request) -> Response:
     result = await until_disconnected(request, events.result())
     if body.response_format == "text":
         return PlainTextResponse(f"{result.text}\n")
-    usage = {"type": "tokens", **token_counts(result.finished, model)}
-    return JSONResponse({**details, "text": result.text, "usage": usage})
+    usage = _usage(result.finished, model)
+    return JSONResponse({**details, "text": result.text, "usage": usage, **parameters.warnings_field()})
 
 
 async def _events(events: AsyncIterator[Event], model: Model) -> AsyncGenerator[bytes]:
@@ -110,5 +112,11 @@ async def _events(events: AsyncIterator[Event], model: Model) -> AsyncGenerator[
             text.append(event.delta)
             yield sse({"type": "transcript.text.delta", "delta": event.delta})
         elif isinstance(event, Finished):
-            usage = {"type": "tokens", **token_counts(event, model)}
-            yield sse({"type": "transcript.text.done", "text": "".join(text), "usage": usage})
+            yield sse({"type": "transcript.text.done", "text": "".join(text), "usage": _usage(event, model)})
+
+
+def _usage(finished: Finished, model: Model) -> dict[str, Any]:
+    counts = token_counts(finished, model)
+    audio = min(counts["input_tokens"], sum(each.media_tokens for each in finished.usage.values()))
+    details = {"audio_tokens": audio, "text_tokens": counts["input_tokens"] - audio}
+    return {"type": "tokens", **counts, "input_token_details": details}

@@ -13,6 +13,7 @@ from pydantic import Field
 from stagemesh.client import Content, GenerateArguments, Job, MediaFile
 from stagemesh.client.media_transfer import stream_file
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError
+from stagemesh.gateway import parameters
 from stagemesh.gateway.body import StageBody, is_json, option_values, read_form, read_json, validate
 from stagemesh.gateway.catalog import Model, catalog_of, find_model
 from stagemesh.gateway.errors import ParameterError, error_response
@@ -37,6 +38,8 @@ _STATUSES: Mapping[str, str] = {
 
 class VideoBody(StageBody):
     """The body of a request for a video. The size and the seconds are options of the pipeline's stages."""
+
+    rules = parameters.RULES["videos"]
 
     prompt: Annotated[str, Field(min_length=1)]
     negative_prompt: str = ""
@@ -70,7 +73,8 @@ async def create_video(request: Request) -> dict[str, Any]:
     """Submits a job that makes a video. The body is JSON, or a form with the file `input_reference`."""
     body, prompt = await _read_body(request)
     model = await find_model(request, body.model)
-    return _to_object(await model.client.jobs.submit(prompt, labels=body.labels(), **body.arguments(model)))
+    job = await model.client.jobs.submit(prompt, labels=body.labels(), **body.arguments(model))
+    return {**_to_object(job), **parameters.warnings_field()}
 
 
 @router.get("/v1/videos")

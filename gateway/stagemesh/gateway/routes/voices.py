@@ -16,7 +16,7 @@ from stagemesh.common.media.decoding import DecodedBytes
 from stagemesh.common.media.stored_file import call_store
 from stagemesh.gateway.audio import Measured, decode, measure
 from stagemesh.gateway.body import Body, read_form, validate
-from stagemesh.gateway.catalog import Model, catalog_of
+from stagemesh.gateway.catalog import OPENAI_VOICES, Model, catalog_of
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.voices import StoredVoice, Voice, VoiceStore, is_voice_name
 
@@ -96,15 +96,17 @@ async def delete_voice(voice_id: str, request: Request) -> dict[str, Any]:
 async def find_created_voice(connection: HTTPConnection, name: str, model: Model) -> StoredVoice | None:
     """Returns the voice of this name that the caller created.
 
-    Returns None if the name is for the model's own option: the model lists it, or accepts any name and the caller has
-    created none. Raises ParameterError if neither knows the name, or if the model cannot clone the created voice.
+    Returns None if the name is for the model's own option, and the caller has created none of this name: the model
+    lists the name, accepts any, or has a default for it (`Model.find_voice`). Raises ParameterError if neither knows
+    the name, or if the model cannot clone the created voice.
     """
+    name = model.voice_aliases.get(name, name)
     if name in model.voices:
         return None
     stored = await _call(connection, lambda store, owner: store.read(owner, name), None)
     if stored is None:
         # A stage whose option allows any text checks it itself.
-        if not model.voices and model.option("voice") is not None:
+        if name in OPENAI_VOICES or (not model.voices and model.option("voice") is not None):
             return None
         raise ParameterError(
             "voice",

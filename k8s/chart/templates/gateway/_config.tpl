@@ -9,6 +9,9 @@
   "keep_alive_s" .Values.gateway.keepAliveSeconds
   "max_body_bytes" .Values.gateway.maxBodyBytes
   "max_websockets" .Values.gateway.maxWebsockets
+  "aliases" (.Values.gateway.aliases | default dict)
+  "unknown_parameters" .Values.gateway.unknownParameters
+  "strict" .Values.gateway.strict
   "page" .Values.gateway.page
 -}}
 {{- if .Values.tls.enabled -}}
