@@ -11,7 +11,7 @@ from tests.client.scripted import ScriptedOrchestrator, served
 from tests.gateway.making import describe, serving
 
 Headers = Sequence[tuple[str, str]]
-JSON_PATHS = ("chat/completions", "completions", "audio/speech", "images/generations", "videos")
+JSON_PATHS = ("chat/completions", "completions", "responses", "audio/speech", "images/generations", "videos")
 FORM_PATHS = ("images/edits", "videos", "audio/transcriptions", "audio/voices")
 
 

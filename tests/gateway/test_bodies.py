@@ -19,6 +19,7 @@ from stagemesh.gateway.body import decode_json
 from stagemesh.gateway.limits import CALLER
 from stagemesh.gateway.realtime.events import CLIENT_EVENT
 from stagemesh.gateway.realtime.settings import Settings
+from stagemesh.gateway.responses.body import ResponseBody
 from stagemesh.gateway.routes.chat import ChatBody
 from stagemesh.gateway.routes.completions import CompletionBody
 from stagemesh.gateway.routes.images import ImageBody
@@ -31,7 +32,10 @@ from tests.gateway.attacks import FORM_PATHS, JSON_PATHS, attacked, longest_bloc
 from tests.gateway.making import error_of
 from tests.rpc.call_errors import raises
 
-BODIES = (ChatBody, CompletionBody, ImageBody, SpeechBody, TranscriptionBody, VideoBody, CreateVoiceBody, Settings)
+BODIES = (
+    *(ChatBody, CompletionBody, ImageBody, ResponseBody, SpeechBody, TranscriptionBody, VideoBody, CreateVoiceBody),
+    Settings,
+)
 
 
 USER = {"role": "user", "content": "hi"}
@@ -76,6 +80,9 @@ WRONG_LISTS: Mapping[str, tuple[str, Any]] = {
     ),
     "stages": ("videos", lambda wrong: {"prompt": "x", "stages": {f"k{n}": 1 for n, _ in enumerate(wrong)}}),
     "voice": ("audio/speech", lambda wrong: {"input": "x", "voice": {f"k{n}": 1 for n, _ in enumerate(wrong)}}),
+    "items": ("responses", lambda wrong: {"input": wrong}),
+    "parts of items": ("responses", lambda wrong: {"input": [{"role": "user", "content": wrong}]}),
+    "tools of a response": ("responses", lambda wrong: {"input": "x", "tools": [{"type": "function", "x": wrong}]}),
     "long names": ("videos", lambda wrong: {"prompt": "x", **{"k" * 9_000 + str(n): 1 for n in range(90)}}),
 }
 

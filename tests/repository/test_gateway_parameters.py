@@ -10,6 +10,7 @@ import pytest
 
 from stagemesh.gateway.body import Body, SamplingBody, StageBody
 from stagemesh.gateway.parameters import RULES
+from stagemesh.gateway.responses.body import ResponseBody
 from stagemesh.gateway.routes.chat import ChatBody
 from stagemesh.gateway.routes.completions import CompletionBody
 from stagemesh.gateway.routes.images import ImageBody
@@ -33,6 +34,7 @@ def listed(section: str) -> set[str]:
         ("All endpoints that generate", StageBody, Body, set()),
         ("Sampling", SamplingBody, StageBody, set()),
         ("Chat", ChatBody, SamplingBody, set()),
+        ("Responses", ResponseBody, SamplingBody, {"n"}),
         ("Completions", CompletionBody, SamplingBody, set()),
         ("Speech", SpeechBody, StageBody, set()),
         ("Created voices", CreateVoiceBody, Body, {"audio_sample"}),

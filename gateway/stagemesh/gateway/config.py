@@ -95,6 +95,13 @@ class GatewayConfig(ProcessConfig):
     """Whether a parameter that neither OpenAI's API nor vLLM knows is an error or a warning."""
     strict: bool = False
     """Whether each parameter that would have no effect is an error, instead of a warning."""
+    max_responses_bytes: int = 64 << 20
+    """The limit for the stored responses of `/v1/responses`, in bytes. 0 stores none.
+
+    One caller may have half of what others leave. Its oldest ones are dropped for new ones.
+    """
+    response_ttl_s: float = 3600.0
+    """The time after its last use for which a response is stored, in seconds."""
     page: bool = True
     """Whether the process serves the page on which people try a pipeline, at `/`."""
     voices: str | None = None
@@ -112,6 +119,8 @@ class GatewayConfig(ProcessConfig):
         for origin in self.cors_origins:
             if origin != "*" and (_ORIGIN.fullmatch(origin) is None or Host.parse(origin.partition("://")[2]) is None):
                 raise ValueError(f"cors_origins: {origin!r} is not an origin; write SCHEME://HOST[:PORT] in lower case")
+        if self.max_responses_bytes < 0 or self.response_ttl_s <= 0:
+            raise ValueError("max_responses_bytes must be at least 0, and response_ttl_s must be above 0")
         if self.hosts is not None and not self.hosts:
             raise ValueError("hosts is empty; name at least one host, or omit the key")
         for host in self.hosts or ():

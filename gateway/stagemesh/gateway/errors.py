@@ -53,9 +53,10 @@ _CODES: Mapping[str, str] = {
 class ParameterError(InvalidRequestError):
     """The error for a parameter of a request, by its name in OpenAI's API."""
 
-    def __init__(self, param: str, message: str, *, reason: str = "INVALID_REQUEST") -> None:
+    def __init__(self, param: str, message: str, *, reason: str = "INVALID_REQUEST", code: str | None = None) -> None:
+        """`code` is the code of OpenAI's that clients know, if it is not the reason in lower case."""
         super().__init__(f"{param}: {message}", reason=reason)
-        self.param = param
+        self.param, self.known_code = param, code
 
 
 class RealtimeError(InvalidRequestError):
@@ -71,7 +72,7 @@ def error_body(error: StagemeshError) -> dict[str, Any]:
     _, kind = _status_and_type(error)
     param = error.param if isinstance(error, ParameterError | RealtimeError) else None
     code = _CODES.get(error.reason, error.reason.lower())
-    if isinstance(error, RealtimeError):
+    if isinstance(error, ParameterError | RealtimeError) and error.known_code is not None:
         code = error.known_code
     elif code == _MODEL_NOT_FOUND:
         param = "model"

@@ -31,7 +31,9 @@ from stagemesh.gateway.errors import on_error
 from stagemesh.gateway.limits import BODY_S, Limits
 from stagemesh.gateway.parameters import Policy
 from stagemesh.gateway.realtime import connection
+from stagemesh.gateway.responses.store import ResponseStore
 from stagemesh.gateway.routes import chat, completions, images, models, speech, transcriptions, videos, voices
+from stagemesh.gateway.routes import responses as response_routes
 from stagemesh.gateway.voices import VoiceStore
 from stagemesh.rpc.credentials import CERTIFICATE, KEY, Credentials
 from stagemesh.rpc.server import listen_error, parse_address, serving_metrics
@@ -82,8 +84,10 @@ def create_app(config: GatewayConfig) -> FastAPI:
     app = FastAPI(title="Stagemesh", lifespan=lifespan, openapi_url=None)
     app.state.metrics, app.state.tls, app.state.config = registry, None, config
     app.state.voices = None if config.voices is None else VoiceStore(Path(config.voices))
+    app.state.responses = ResponseStore(config)
     for module in (chat, completions, images, models, connection, speech, transcriptions, videos, voices):
         app.include_router(module.router)
+    app.include_router(response_routes.router)
     if config.page:
         app.add_api_route("/", read_page)
         app.add_api_route("/assets/{name}", read_page)

@@ -237,7 +237,7 @@ class _Choice:
     def take_logprobs(self) -> dict[str, Any] | None:
         """Returns the log-probabilities that have not been reported, or None if there are none."""
         taken, self._logprobs = self._logprobs, []
-        return {"content": [_logprob(each) for each in taken]} if taken else None
+        return {"content": [to_logprob(each) for each in taken]} if taken else None
 
     def changes(self, event: _Event) -> Iterator[dict[str, Any]]:
         """Yields the choices of OpenAI's chunks for the event."""
@@ -360,7 +360,8 @@ def _tool_call(call_id: str, name: str, arguments: JsonObject) -> dict[str, Any]
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _logprob(token: TokenLogprobs) -> dict[str, Any]:
+def to_logprob(token: TokenLogprobs) -> dict[str, Any]:
+    """Returns the log-probabilities of a token in OpenAI's form."""
     return {**_token(token.sampled), "top_logprobs": [_token(top) for top in token.top]}
 
 
