@@ -5,7 +5,7 @@ import base64
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -34,10 +34,10 @@ CALLING = (
     ),
 )
 TOOL = {"type": "function", "name": "find", "parameters": {"type": "object"}}
-MESSAGE_EVENTS = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done"]
-MESSAGE_EVENTS += ["content_part.done", "output_item.done"]
-REASONING_EVENTS = ["output_item.added", "content_part.added", *["reasoning_text.delta"] * 2, "reasoning_text.done"]
-REASONING_EVENTS += ["content_part.done", "output_item.done"]
+ENDS = ["content_part.done", "output_item.done"]
+MESSAGE_EVENTS = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done", *ENDS]
+REASONING = ["reasoning_text.delta", "reasoning_text.delta", "reasoning_text.done"]
+REASONING_EVENTS = [*MESSAGE_EVENTS[:2], *REASONING, *ENDS]
 CALL_EVENTS = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
 PNG = "data:image/png;base64," + base64.b64encode(b"png").decode()
 
@@ -50,7 +50,10 @@ async def respond(ai: openai.AsyncOpenAI, **arguments: Any) -> Any:
 
 async def events_of(stream: Any) -> list[Any]:
     """Returns the events of a stream. They have all fields that OpenAI's types require, and are numbered."""
-    events = [type(event).model_validate(event.to_dict()) async for event in stream]
+    events = list[Any]()
+    async for event in stream:
+        kind = cast("Any", type(event))
+        events.append(kind.model_validate(event.to_dict()))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     return events
 
@@ -133,7 +136,12 @@ async def test_a_tool_is_called_and_its_result_continues(form: Callable[[Any], A
         (
             [
                 {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}], "status": None},
-                {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None},
+                {
+                    "type": "reasoning",
+                    "id": "rs_1",
+                    "summary": [{"type": "summary_text", "text": "?"}],
+                    "encrypted_content": None,
+                },
                 {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "phase": "final_answer"},
                 {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "id": None, "caller": None},
                 {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
@@ -184,7 +192,8 @@ async def test_parameters_are_those_of_a_chat() -> None:
         parsed = await ai.responses.parse(model="p", input="x", text_format=City, **arguments, **ignored)
         assert parsed.output_parsed == City(name="Rome")
         assert (parsed.metadata, parsed.max_output_tokens) == ({"a": "b"}, 9)
-        assert parsed.output[0].content[0].logprobs[0].logprob == -0.5
+        written: Any = parsed.output[0]
+        assert written.content[0].logprobs[0].logprob == -0.5
         sampling = orchestrator.requests[0].parameters.sampling
         assert (sampling.max_tokens, sampling.temperature) == (9, 0)
         assert json.loads(sampling.json_schema)["required"] == ["name"]

@@ -61,7 +61,7 @@ class ResponseBody(SamplingBody):
     include: Items[Annotated[str, Field(pattern=r"^(code|computer|file|message|reasoning|web)_?[a-z_.]+$")]] = Field(
         default_factory=list
     )
-    tools: Items[_Json] = Field(default_factory=list)
+    tools: Items[_Json] = Field(default_factory=list[_Json])
     tool_choice: Annotated[Annotated[str, TEXT] | Annotated[_Json, OBJECT], by_type("a text or an object")] = "auto"
     parallel_tool_calls: bool = True
     text: TextBody = Field(default_factory=TextBody)
@@ -143,15 +143,18 @@ def _to_messages(items: Iterable[tuple[str, _Json]]) -> list[tuple[str, _Json]]:
                 continue
             case "function_call":
                 if answer is None:
-                    messages.append((name, answer := {"role": "assistant"}))
+                    messages.append((name, answer := dict[str, Any](role="assistant")))
                 call = {"id": rest.pop("call_id", None), "type": "function", "function": rest}
                 answer.setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                result = {"tool_call_id": rest.pop("call_id", None), "content": _to_content(rest.pop("output", None))}
+                result: _Json = {
+                    "tool_call_id": rest.pop("call_id", None),
+                    "content": _to_content(rest.pop("output", None)),
+                }
                 messages.append((name, {**rest, **result, "role": "tool"}))
                 answer = None
             case "message":
-                message = {**rest, "content": _to_content(rest.get("content"))}
+                message: _Json = {**rest, "content": _to_content(rest.get("content"))}
                 messages.append((name, message))
                 answer = message if message.get("role") == "assistant" and "tool_calls" not in message else None
             case kind:
@@ -173,9 +176,10 @@ def _to_content(given: object) -> object:
     """Returns the content of a message. A single text is not a list, as templates without media expect it."""
     if not isinstance(given, list):
         return given
-    parts = [_to_part(cast("_Json", part)) if isinstance(part, dict) else part for part in cast("list[object]", given)]
-    single = parts[0] if len(parts) == 1 else None
-    return single["text"] if isinstance(single, dict) and set(single) == {"type", "text"} else parts
+    listed = cast("list[object]", given)
+    parts = [_to_part(cast("_Json", part)) if isinstance(part, dict) else part for part in listed]
+    single = cast("_Json", parts[0]) if len(parts) == 1 and isinstance(parts[0], dict) else {}
+    return single["text"] if set(single) == {"type", "text"} else parts
 
 
 def _to_part(part: _Json) -> _Json:
