@@ -51,7 +51,7 @@ async def test_an_error_before_the_first_output_has_its_status(
     async with attacked() as (orchestrator, address):
         _play(orchestrator, queued(1), admitted(), _ended(FINISH_REASON_FAILED), error)
         answer = await _post(address, path)
-        assert error_of(answer, status)["code"] == error.reason.lower()
+        assert error_of(answer, status)["reason"] == error.reason
         assert answer.headers.get("retry-after") == retry_after
 
 
@@ -62,7 +62,7 @@ async def test_a_stream_that_waits_has_comments_and_then_the_error(path: str, mo
         _play(orchestrator, admitted(), BUSY)
         comment, *_, error, done = _events((await _post(address, path)).text)
         assert (comment, done) == (": waiting", "[DONE]")
-        assert json.loads(error)["error"]["code"] == "call_limit"
+        assert json.loads(error)["error"]["code"] == "rate_limit_exceeded"
 
 
 async def test_a_role_is_sent_with_the_first_output_of_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +84,8 @@ async def test_an_error_after_an_output_has_no_finish_reason_and_ends_the_stream
         *outputs, error, done = _events((await _post(address, path)).text)
         assert outputs
         assert not any(choice["finish_reason"] for each in outputs for choice in json.loads(each).get("choices", ()))
-        assert json.loads(error) == {
-            "error": {"message": "later", "type": "rate_limit_error", "param": None, "code": "call_limit"}
-        }
+        fields = {"message": "later", "type": "rate_limit_error", "param": None, "code": "rate_limit_exceeded"}
+        assert json.loads(error) == {"error": {**fields, "reason": "CALL_LIMIT"}}
         assert done == "[DONE]"
 
 
