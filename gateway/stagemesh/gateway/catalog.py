@@ -59,7 +59,7 @@ class Model:
     client: AsyncClient
     description: DescribePipelineResponse
     adapter: str | None = None
-    voice_aliases: Mapping[str, str] = field(default_factory=dict)
+    voice_aliases: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def options(self) -> frozenset[str]:

@@ -39,9 +39,9 @@ class Host(NamedTuple):
 class Aliases:
     """Further names of models and voices."""
 
-    models: Mapping[str, str] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict[str, str])
     """The model, such as a pipeline or PIPELINE:ADAPTER, by its further name."""
-    voices: Mapping[str, str] = field(default_factory=dict)
+    voices: Mapping[str, str] = field(default_factory=dict[str, str])
     """The voice by its further name."""
 
 

@@ -1,12 +1,14 @@
 """Unions of types whose errors are about the one type that was meant."""
 
+from collections.abc import Mapping
+
 from pydantic import BaseModel, Discriminator, Tag
 
 from stagemesh.gateway.errors import TAG
 
 TEXT, LIST, OBJECT, FLAG, NUMBER = (Tag(f"{TAG}{name}>") for name in ("text", "list", "object", "flag", "number"))
 """The tags of a union's types, by which `by_type` chooses."""
-_TAGS = {str: TEXT, list: LIST, dict: OBJECT, bool: FLAG, int: NUMBER, float: NUMBER}
+_TAGS: Mapping[type, Tag] = {str: TEXT, list: LIST, dict: OBJECT, bool: FLAG, int: NUMBER, float: NUMBER}
 
 
 def by_type(expected: str) -> Discriminator:

@@ -33,8 +33,9 @@ _MAX_TOKENS = 16
 
 def _single(prompt: object) -> object:
     """Returns the prompt of a list that contains one text or one list of token ids."""
-    prompts = cast("list[object]", prompt) if isinstance(prompt, list) else []
-    if not prompts or not isinstance(prompts[0], str | list):
+    given = prompt
+    prompts = cast("list[object]", given) if isinstance(given, list) else []
+    if not prompts or type(prompts[0]) not in {str, list}:
         return prompt
     if len(prompts) > 1:
         raise PydanticCustomError("prompts", "A request has one prompt; send a request for each")
