@@ -280,8 +280,8 @@ async def _within(runtime: StageRuntime, spec: StepSpec, *, time_left_s: float) 
         (StreamedOutput("image", "image/png"), "use no media_type"),
         (StreamedOutput("frames", "video/mp4"), "has frame_rate None; use a number above 0"),
         (StreamedOutput("sound", "audio/ogg", 24), "omit it for any other output"),
-        (StreamedOutput("sound", "", 0.0, "file:///x/y"), "without a media_type; use one of audio/wav,"),
-        (StreamedOutput("sound", RAW, 0.0, "file:///etc/passwd"), "outside the allowed roots"),
+        (StreamedOutput("sound", "", None, "file:///x/y"), "without a media_type; use one of audio/wav,"),
+        (StreamedOutput("sound", RAW, None, "file:///etc/passwd"), "outside the allowed roots"),
     ],
 )
 async def test_an_output_that_cannot_be_made_is_rejected(tmp_path: Path, streamed: StreamedOutput, said: str) -> None:

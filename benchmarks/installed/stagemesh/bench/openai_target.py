@@ -27,6 +27,7 @@ _RETRIED = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatu
 class _Error(msgspec.Struct):
     message: str = ""
     code: str | int | None = None
+    reason: str = ""
 
 
 class _ErrorBody(msgspec.Struct):
@@ -222,5 +223,9 @@ def _failure(answer: httpx.Response) -> Failure:
 
 
 def _to_failure(error: _Error, *, default: str) -> Failure:
-    """Returns the failure for an error in OpenAI's form. `default` is the reason if the error has no code."""
-    return Failure(error.code.upper() if isinstance(error.code, str) else default, error.message)
+    """Returns the failure for an error in OpenAI's form. `default` is the reason if the error has no code.
+
+    A gateway of Stagemesh also states the reason.
+    """
+    code = error.code.upper() if isinstance(error.code, str) else default
+    return Failure(error.reason or code, error.message)

@@ -88,7 +88,8 @@ async def describe_stage(endpoint: str, channel: grpc.aio.Channel, settings: Set
         error = from_rpc_error(exc, peer=f"the stage at {endpoint}")
         if isinstance(error, DeadlineError | UnavailableError):
             # Without metadata, the command line adds no remedy for an orchestrator.
-            raise UnavailableError(f"{error.message}; start the stage, or correct HOST:PORT") from exc
+            problem = f"{error.message}; start the stage, or correct HOST:PORT"
+            raise UnavailableError(problem, reason="NO_ANSWER") from exc
         raise error from exc
     if settings.stage not in {"", described.stage}:
         raise InvalidRequestError(
