@@ -72,7 +72,7 @@ def test_cancelled_requests_leave_no_blocks(split_up: Deployment) -> None:
 
 def test_error_of_a_request_is_that_of_one_stage(split_up: Deployment) -> None:
     with split_up.client() as client, pytest.raises(InvalidRequestError, match="maximum context length is 2048 tokens"):
-        client.generate(token_ids=prompt(60, 2000), outputs=["tokens"], max_tokens=100).result()
+        client.generate(token_ids=prompt(60, 2048), outputs=["tokens"], max_tokens=100).result()
     check_no_blocks(split_up)
 
 
