@@ -43,7 +43,7 @@ class Connection:
     def __init__(self, websocket: WebSocket, settings: Settings) -> None:
         self._websocket, self._settings, self._settings_bytes = websocket, settings, 0
         self._defaults = settings
-        self._is_strict = getattr(websocket.app.state.config, "strict", False)
+        self._is_strict = websocket.app.state.config.strict
         self._socket = JsonSocket(websocket)
         self._socket.translate = to_beta if offers_beta(websocket) else dict
         self._kept: Sender = websocket.scope["kept"]

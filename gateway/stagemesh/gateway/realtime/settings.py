@@ -11,15 +11,11 @@ from stagemesh.client import GenerateArguments, TurnDetection, content
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.gateway.audio import PCM_RATE_HZ
 from stagemesh.gateway.body import Function, Items, Object, StageBody, option_values
-from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.catalog import OPENAI_VOICES, Model
 from stagemesh.gateway.errors import ParameterError, validation_error
 from stagemesh.gateway.realtime.g711 import G711_RATE_HZ, AudioFormatName
 from stagemesh.gateway.realtime.items import ItemBody, ItemReference, RealtimeBody
 
-OPENAI_VOICES = (
-    *("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx"),
-    *("sage", "shimmer", "verse"),
-)
 _ECHOED = frozenset({"id", "object", "expires_at"})
 """The fields of a session that clients send back, and that are not settings."""
 _MERGED = frozenset({"audio", "input", "output"})

@@ -214,7 +214,7 @@ class StepCalls:
                 refuse_unknown(event, of=f"replica {state.replica.name}")
 
     def finish(self, state: StepState) -> None:
-        """Marks a stage as finished. Releases its replica.
+        """Marks a stage as finished, and releases its replica.
 
         The stage has finished, or it is lost and its results are no longer needed.
         """
