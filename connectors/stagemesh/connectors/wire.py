@@ -84,10 +84,12 @@ def key_from_wire(message: chunk_pb2.EdgeKey) -> EdgeKey:
 
     Raises InvalidRequestError (MALFORMED_MESSAGE) if a name in it is too long, because errors and replies repeat it.
     """
-    if max(len(message.request_id), len(message.edge)) > MAX_NAME:
+    # Each access to a text field of a message decodes the text.
+    request_id, edge = message.request_id, message.edge
+    if len(request_id) > MAX_NAME or len(edge) > MAX_NAME:
         problem = f"the key of a flow has a name of more than {MAX_NAME} characters"
         raise InvalidRequestError(problem, reason="MALFORMED_MESSAGE")
-    return EdgeKey(message.request_id, message.edge, message.attempt)
+    return EdgeKey(request_id, edge, message.attempt)
 
 
 def metadata_from_wire(data: chunk_pb2.ChunkData) -> dict[str, MetadataValue]:
@@ -316,19 +318,14 @@ def checked_head(data: chunk_pb2.ChunkData) -> tuple[FirstRows, int]:
     """Returns the first rows of a chunk's tensors and tickets, and the approximate memory that the chunk takes in
     addition to its payload, in bytes.
 
-    Raises InvalidChunkError if the chunk has more than MAX_TENSORS tensors, or a tensor whose name has more than
-    MAX_NAME characters.
+    Raises InvalidChunkError if the chunk has more than MAX_TENSORS tensors.
     """
     tensors = data.tensors
     if len(tensors) > MAX_TENSORS:
         raise InvalidChunkError(f"{len(tensors)} tensors in a chunk; at most {MAX_TENSORS} are accepted")
-    first_rows = list[int]()
-    for tensor in tensors:
-        if len(tensor.name) > MAX_NAME:
-            raise InvalidChunkError(f"a tensor of a chunk has a name of more than {MAX_NAME} characters")
-        first_rows.append(tensor.first_row)
     values = len(tensors) + len(data.metadata)
-    return first_rows, ITEM_BYTES + VALUE_BYTES * values + max(0, data.ByteSize() - data.size_bytes)
+    overhead_bytes = ITEM_BYTES + VALUE_BYTES * values + max(0, data.ByteSize() - data.size_bytes)
+    return [tensor.first_row for tensor in tensors], overhead_bytes
 
 
 def arena_ranges(data: chunk_pb2.ChunkData) -> list[ArenaRange]:
@@ -357,12 +354,12 @@ def read_in_place(data: chunk_pb2.ChunkData, reader: InPlaceReader) -> tuple[Pac
     views: list[Bytes] = []
     tensors: dict[str, Array] = {}
     for message in data.tensors:
-        view = None
+        name, view = _name_of(message), None
         if message.HasField("shm"):
             region = message.shm
             view = reader.view(ArenaRange(region.offset, region.size_bytes, region.generation))
             views.append(view)
-        tensors[message.name] = _tensor(message, view)
+        tensors[name] = _tensor(message, view)
     if not views:
         raise InvalidChunkError("a chunk has a lease but no tensor in the arena")
     return _checked(data, tensors), views
@@ -377,7 +374,8 @@ def packet_of(data: chunk_pb2.ChunkData, contents: Sequence[Bytes], *, location:
     remaining = iter(contents)
     tensors: dict[str, Array] = {}
     for message in data.tensors:
-        tensors[message.name] = _tensor(message, next(remaining) if message.HasField(location) else None)
+        name = _name_of(message)
+        tensors[name] = _tensor(message, next(remaining) if message.HasField(location) else None)
     return _checked(data, tensors)
 
 
@@ -392,12 +390,13 @@ def read_with_tickets(data: chunk_pb2.ChunkData, make_ticket: MakeTicket) -> Pac
     tensors: dict[str, Array] = {}
     handovers: dict[str, tensor_pb2.Handover] = {}
     for message in data.tensors:
+        name = _name_of(message)
         if message.HasField("handover"):
-            handovers[message.name] = _checked_handover(message)
+            handovers[name] = _checked_handover(message)
         elif handovers:
             raise InvalidChunkError("a chunk has a tensor after a ticket")
         else:
-            tensors[message.name] = _tensor(message, None)
+            tensors[name] = _tensor(message, None)
     if len(handovers) > MAX_TICKETS or data.size_bytes > MAX_BESIDE_TICKETS_BYTES:
         raise InvalidChunkError("a chunk has too many tickets, or too large tensors in addition to its tickets")
     if tensors.keys() & handovers.keys():
@@ -436,6 +435,13 @@ def _checked(data: chunk_pb2.ChunkData, tensors: dict[str, Array], *, tickets: i
             )
             raise InvalidChunkError(problem, reason="CHECKSUM_MISMATCH")
     return packet
+
+
+def _name_of(message: tensor_pb2.Tensor) -> str:
+    name = message.name
+    if len(name) > MAX_NAME:
+        raise InvalidChunkError(f"a tensor of a chunk has a name of more than {MAX_NAME} characters")
+    return name
 
 
 def _tensor(message: tensor_pb2.Tensor, content: Bytes | None) -> Array:

@@ -254,9 +254,10 @@ class InletAttempt:
         self._reject(error)
         self.fail(error)
 
-    def check_credit(self, size_bytes: int, *, overhead_bytes: int = 0) -> None:
-        """Raises InvalidChunkError (CREDIT_EXCEEDED) if the next chunk exceeds the producer's remaining credit, or if
-        the unread chunks would take more memory than `wire.MAX_OVERHEAD_BYTES` in addition to their payload.
+    def check_credit(self, seq: int, size_bytes: int, *, overhead_bytes: int = 0) -> None:
+        """Raises InvalidChunkError (CREDIT_EXCEEDED) if the chunk `seq`, which is the next one, exceeds the producer's
+        remaining credit, or if the unread chunks would take more memory than `wire.MAX_OVERHEAD_BYTES` in addition to
+        their payload.
         """
         if self._overhead_bytes + overhead_bytes > wire.MAX_OVERHEAD_BYTES:
             raise InvalidChunkError(
@@ -264,9 +265,9 @@ class InletAttempt:
                 "to their payload; send fewer, larger chunks",
                 reason="CREDIT_EXCEEDED",
             )
-        if size_bytes > self.credit_bytes or self._due_seq >= self._credit.limit_chunks:
+        if size_bytes > self.credit_bytes or seq >= self._credit.limit_chunks:
             raise InvalidChunkError(
-                f"chunk {self._due_seq} of edge {self.key.edge} has {size_bytes} bytes, but only {self.credit_bytes} "
+                f"chunk {seq} of edge {self.key.edge} has {size_bytes} bytes, but only {self.credit_bytes} "
                 f"bytes and the chunks before {self._credit.limit_chunks} were granted",
                 reason="CREDIT_EXCEEDED",
             )

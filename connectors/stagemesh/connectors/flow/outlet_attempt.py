@@ -261,8 +261,8 @@ class OutletAttempt:
     @property
     def sends_fragments(self) -> bool:
         """Whether the next chunk is sent as fragments. Each fragment is sent in its own message."""
-        return self._fragments is not None or (
-            self.connector == GRPC and self._has_chunk and bool(self.chunks.pending[0].regions)
+        return self.connector == GRPC and (
+            self._fragments is not None or (self._has_chunk and bool(self.chunks.pending[0].regions))
         )
 
     def fill(self, request: stage_pb2.PutChunkRequest, budget_bytes: int) -> int:
@@ -276,7 +276,8 @@ class OutletAttempt:
             demand = request.items.add().demand
             demand.key.CopyFrom(self.wire_key)
             demand.size_bytes, self._demanded_bytes = self._blocked
-        while used_bytes < budget_bytes and self._has_chunk and not self.sends_fragments:
+        may_fragment = self.connector == GRPC
+        while used_bytes < budget_bytes and self._has_chunk and not (may_fragment and pending[0].regions):
             sent = pending.popleft()
             self._encode(request.items.add().chunk, sent)
             values = len(sent.tensors or ()) + len(sent.metadata or ())

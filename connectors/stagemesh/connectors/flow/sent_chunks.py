@@ -8,7 +8,7 @@ import itertools
 import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import AsyncGenerator, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.notification import Notifier
@@ -76,12 +76,12 @@ class SentChunk:
     """When the outlet received the chunk, or received another consumer for it, on the monotonic clock."""
     sent_s: float = 0.0
     """When the chunk was last sent, on the monotonic clock. 0 if it has not been sent."""
+    size_bytes: int = field(init=False)
+    """The number of payload bytes of the chunk. 0 for an End or Abort message."""
     _are_tickets_used: bool = False
 
-    @property
-    def size_bytes(self) -> int:
-        """The number of payload bytes of the chunk. 0 for an End or Abort message."""
-        return self.shape.size_bytes if self.shape else 0
+    def __post_init__(self) -> None:
+        self.size_bytes = self.shape.size_bytes if self.shape else 0
 
     def is_within(self, credit: CreditLimit) -> bool:
         """Returns whether the chunk may be sent with this credit. An End or Abort message needs none of its own."""

@@ -141,11 +141,12 @@ class ProducerSession:
         while budget_bytes > 0 and (outlet := self.ready.first()) is not None:
             fragment = b""
             if outlet.has_messages:
-                if outlet.sends_fragments and request.items:
+                sends_fragment = outlet.sends_fragments
+                if sends_fragment and request.items:
                     # A fragment must be the first item of its message.
                     break
                 try:
-                    if outlet.sends_fragments:
+                    if sends_fragment:
                         fragment = outlet.take_fragment()
                     else:
                         budget_bytes -= outlet.fill(request, _QUANTUM_BYTES)

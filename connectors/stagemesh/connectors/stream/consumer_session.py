@@ -360,7 +360,7 @@ class ConsumerSession:
         if flow is None or not flow.check_seq(message.seq):
             return
         if not self._transfers.has_begun(flow.key, message.seq):
-            flow.check_credit(message.total_bytes)
+            flow.check_credit(message.seq, message.total_bytes)
             self._transfers.begin(flow.key, message)
         self._transfers.add(flow.key, fragment)
 
@@ -393,7 +393,7 @@ class ConsumerSession:
 
     def _data(self, flow: InletAttempt, seq: int, data: chunk_pb2.ChunkData) -> bool:
         first_rows, overhead_bytes = wire.checked_head(data)
-        flow.check_credit(data.size_bytes, overhead_bytes=overhead_bytes)
+        flow.check_credit(seq, data.size_bytes, overhead_bytes=overhead_bytes)
         if not data.lease_id:
             packet = wire.packet_of(data, self._transfers.take(flow.key, seq, data), location="streamed")
             flow.deliver(packet, first_rows, overhead_bytes)
