@@ -235,7 +235,7 @@ class SimulatedReplica:
             raise NotFoundError(f"no step {request.step_id}", reason="UNKNOWN_STEP")
         content = stage_pb2.ExecuteStepRequest()
         content.CopyFrom(request)
-        content.attach_only = False
+        content.attach_only, content.lowest_attempt = False, 0
         if step is not None and step.request != content:
             raise ExistsError(f"step {request.step_id} has other content", reason="STEP_EXISTS", facts=latest)
         return step

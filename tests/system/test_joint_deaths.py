@@ -1,16 +1,19 @@
 """Several processes of a deployment are killed at the same time while a request runs."""
 
 import itertools
+import signal
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from stagemesh.client import Result
-from tests.deployment import Deployment, deployed_for_module, eventually
+from tests.deployment import Deployment, deployed, deployed_for_module, eventually
 from tests.system.pipelines import pipeline_file
-from tests.system.reading import read
+from tests.system.reading import read, steps_of
 
 # `writer` finishes long before `last`, which has then received only a part of its chunks.
 _PIPELINE = """\
@@ -66,3 +69,29 @@ def test_processes_that_die_together_change_nothing(
         call = client.generate("hello", seed=7, timeout_s=20)
         result = read(call, {after: partial(_kill, up, killed)})
     assert result.text == undisturbed.text
+
+
+def test_an_orchestrator_continues_although_the_one_before_had_replaced_a_stage_that_still_ran(
+    tmp_path: Path, undisturbed: Result
+) -> None:
+    pipeline = _PIPELINE.replace("last: {", "last: {replicas: 2, ")
+    with deployed(pipeline_file(tmp_path, pipeline, name="moved")) as up, up.client() as client:
+        call = client.generate("hello", seed=7, timeout_s=20)
+
+        def attempts() -> list[str]:
+            steps = steps_of(up, call.request_id)
+            return [each.replica for each in steps if each.stage == "last" and each.HasField("accepted_s")]
+
+        def replace_and_kill() -> None:
+            (first,) = attempts()
+            stopped = psutil.Process(up.process_id(first))
+            stopped.send_signal(signal.SIGSTOP)
+            eventually(lambda: len(attempts()) == 2, timeout_s=10)
+            # The orchestrator has dropped its connection, by which it would have cancelled the first attempt.
+            stopped.send_signal(signal.SIGCONT)
+            up.kill("orchestrator")
+
+        result = read(call, {4: replace_and_kill})
+        causes = [each.error.message for each in steps_of(up, call.request_id) if each.stage == "last"]
+    assert result.text == undisturbed.text
+    assert causes == ["another orchestrator has replaced stage 'last'", ""]

@@ -13,7 +13,7 @@ from stagemesh.orchestrator.request.failures import NOT_REBOUND, Failure
 from stagemesh.orchestrator.request.recovery import ActionKind, AttemptState, Phase
 from stagemesh.orchestrator.request.step_calls import may_continue
 from stagemesh.pipeline import Route
-from tools.recovery_model.replicas import Call, End, Flow, Process, Rebinding, Replicas, ViolationError, put
+from tools.recovery_model.replicas import Call, End, Flow, Process, Rebinding, Replicas, Step, ViolationError, put
 from tools.recovery_model.states import TENSOR, Attempt, Late, Move, Run, World, state_of
 
 _SENT = -1
@@ -196,11 +196,28 @@ class Model(Replicas):
         run, stage = world.at(o), world.at(o).stages[i]
         assert stage.call is not None, "it was sent"
         p, attach_only = self.place(i, stage.attempt), stage.attempt == run.running or stage.events > 0
+        lowest = run.first if stage.attempt == run.running else 0
         try:
-            processes = self.execute(world.processes, p, stage.call, attach_only=attach_only)
+            processes = self.execute(world.processes, p, stage.call, attach_only=attach_only, lowest=lowest)
         except StagemeshError as exc:
             return self._failed(world, o, i, exc)
-        return world.put(o, run.put(i, follows=processes[p].incarnation))._replace(processes=processes)
+        run = run.put(i, follows=processes[p].incarnation)
+        if not stage.events:
+            run = self._take_accepted(run, i, processes[p].step)
+        return world.put(o, run)._replace(processes=processes)
+
+    def _take_accepted(self, run: Run, i: int, step: Step | None) -> Run:
+        """Returns the run after the acceptance of a step, which reports the attempts of the step's flows."""
+        ends = step.ends if step is not None else ()
+        bound = {each.name: end.attempt for each, end in zip(self.route.edges, ends, strict=True) if end}
+        for each in recovery.find_overtaken(self.route, self.states(run), self.names[i], bound):
+            run = run.put(i, bound=tuple((dict(run.stages[i].bound) | {each.name: bound[each.name]}).items()))
+            other = each.producer if each.consumer == self.names[i] else each.consumer
+            if run.stages[self.names.index(other)].phase is not Phase.FINISHED:
+                run = run._replace(lost=run.lost | {other})
+            elif other == each.producer:
+                run = run._replace(fresh=run.fresh | {other})
+        return run
 
     def _event(self, world: World, o: int, i: int) -> World | None:
         """Delivers the next event of a step. Returns None if there is none."""
@@ -244,7 +261,11 @@ class Model(Replicas):
             return world
         if Failure(name, error).is_recoverable or (error is _CANCELLED and run.lost | run.fresh):
             return world.put(o, run._replace(lost=run.lost | {name}))
-        # The request runs again if `RequestLifecycle` decides so.
+        return self._ended(world, o, error)
+
+    def _ended(self, world: World, o: int, error: StagemeshError) -> World:
+        """Ends the run of a request with an error. The request runs again if `RequestLifecycle` decides so."""
+        run = world.at(o)
         world, latest = self._cancel(world, o, error), lifecycle.latest_attempt(error)
         if run.mode == "continue":
             again = run._replace(first=run.first + lifecycle.MOST_RESTARTS, running=None, mode="first")
@@ -279,6 +300,8 @@ class Model(Replicas):
                 raise _BROKEN
         except StagemeshError as exc:
             resumed = {self.names[k] for k in producers if run.stages[k].resumed}
+            if output_record.is_taken_over(exc):
+                return self._ended(world.put(o, run), o, exc)
             if i in producers:
                 run = run._replace(fresh=run.fresh | {self.names[i]})
             elif isinstance(exc, errors.NotReadyError) and resumed:
@@ -367,9 +390,7 @@ class Model(Replicas):
                 attach_only = stage.attempt == run.running or stage.events > 0
                 copied = world._replace(late=world.late | {(p, stage.call, attach_only)})
                 yield f"{o}: the call of {name} breaks and arrives twice", copied.put(o, run.put(i, follows=_SENT))
-                # On another replica, the new attempt would not stop this one, to which another orchestrator may attach.
-                if self.replicas == 1:
-                    yield f"{o} takes {name} for lost", self._failed(world, o, i, _LOST)
+                yield f"{o} takes {name} for lost", self._failed(world, o, i, _LOST)
             if rebinding is not None:
                 copied = world._replace(late=world.late | {(p, rebinding, False)})
                 yield f"{o}: the rebinding of {name} is repeated", self._rebind(copied, o, i)

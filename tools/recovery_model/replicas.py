@@ -51,6 +51,8 @@ class Step(NamedTuple):
     """The ends of the step's edges by the edge's number."""
     end: str = ""
     """How the step ended: "finished", "failed" or "cancelled"."""
+    lowest: int = 0
+    """The lowest attempt in which the edges may be rebound."""
 
 
 class Process(NamedTuple):
@@ -94,8 +96,11 @@ class Replicas:
         """Returns the numbers of the edges that lead to a process."""
         return [e for e, (_, consumer) in enumerate(self.ends) if consumer == p // self.replicas]
 
-    def execute(self, processes: Processes, p: int, call: Call, *, attach_only: bool) -> Processes:
-        """Starts a step or attaches to it. Raises the errors of ExecuteStep."""
+    def execute(self, processes: Processes, p: int, call: Call, *, attach_only: bool, lowest: int = 0) -> Processes:
+        """Starts a step or attaches to it. Raises the errors of ExecuteStep.
+
+        `lowest` is the lowest attempt in which the edges of the step may be rebound from now on.
+        """
         process, step = processes[p], processes[p].step
         if call.attempt < process.highest:
             raise StaleAttemptError("a later attempt exists", facts={"attempt": process.highest})
@@ -106,7 +111,7 @@ class Replicas:
             return self._with_step(put(processes, p, process._replace(highest=call.attempt)), p, step)
         if step.call != call:
             raise ExistsError("it has other content", reason="STEP_EXISTS", facts={"attempt": process.highest})
-        return processes
+        return put(processes, p, process._replace(step=step._replace(lowest=max(step.lowest, lowest))))
 
     def rebind(self, processes: Processes, p: int, rebinding: Rebinding, *, keeps: bool = True) -> Processes:
         """Rebinds edges of a step. Raises the errors of RebindStep. `keeps` is False if the first chunk was dropped."""
@@ -117,8 +122,8 @@ class Replicas:
             bound, is_output = step.ends[e], self.ends[e][0] == p // self.replicas
             if bound is None or (step.end and not is_output):
                 raise NotFoundError("the step has no such edge", reason="UNKNOWN_EDGE")
-            if wanted.attempt < bound.attempt:
-                raise StaleAttemptError("the edge is bound in a later attempt", metadata={"edge": "e"})
+            if wanted.attempt < (latest := max(bound.attempt, step.lowest)):
+                raise StaleAttemptError("a later attempt exists", metadata={"edge": "e"}, facts={"attempt": latest})
             if wanted[:2] == bound[:2] and not self.is_lost(processes, p, e):
                 continue
             if bound.rows < first_row:

@@ -20,6 +20,7 @@ constexpr std::chrono::seconds CANCEL_TIMEOUT{5};
 bool have_same_content(v1::ExecuteStepRequest one, v1::ExecuteStepRequest other) {
   for (v1::ExecuteStepRequest* request : {&one, &other}) {
     request->clear_attach_only();
+    request->clear_lowest_attempt();
     request->clear_traceparent();
   }
   // Maps have no order, so that messages are compared, and not their bytes.

@@ -147,6 +147,7 @@ class ExecuteStepRequest(_message.Message):
     ABSENT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     ATTACH_ONLY_FIELD_NUMBER: _builtins.int
+    LOWEST_ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'. It is unique among callers: of a
     request whose caller has a name, it is the first 95 characters of the client's id, '.', and a digest of both. If the
@@ -177,6 +178,10 @@ class ExecuteStepRequest(_message.Message):
     attach_only: _builtins.bool
     """Whether the call attaches to the step and never starts it: if no step with this step_id runs here or is retained,
     the call fails (NOT_FOUND, UNKNOWN_STEP). Set in repeated calls, and by an orchestrator that takes over a request.
+    """
+    lowest_attempt: _builtins.int
+    """The lowest attempt of the caller's rebindings, set by an orchestrator that takes over a request. From then on,
+    RebindStep fails for this step with a lower one (STALE_ATTEMPT): the orchestrator before may still recover the request.
     """
     @_builtins.property
     def input(self) -> _request_pb2.Input:
@@ -229,10 +234,11 @@ class ExecuteStepRequest(_message.Message):
         absent: _abc.Iterable[_builtins.str] | None = ...,
         traceparent: _builtins.str = ...,
         attach_only: _builtins.bool = ...,
+        lowest_attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_engine_steps", b"_max_engine_steps", "input", b"input", "max_engine_steps", b"max_engine_steps", "parameters", b"parameters", "resume_from", b"resume_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_engine_steps", b"_max_engine_steps", "absent", b"absent", "attach_only", b"attach_only", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_engine_steps", b"max_engine_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "step_id", b"step_id", "streamed", b"streamed", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_engine_steps", b"_max_engine_steps", "absent", b"absent", "attach_only", b"attach_only", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "lowest_attempt", b"lowest_attempt", "max_engine_steps", b"max_engine_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "step_id", b"step_id", "streamed", b"streamed", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_engine_steps: _TypeAlias = _typing.Literal["max_engine_steps"]  # noqa: Y015
     _WhichOneofArgType__max_engine_steps: _TypeAlias = _typing.Literal["_max_engine_steps", b"_max_engine_steps"]  # noqa: Y015
@@ -970,17 +976,45 @@ class StepAccepted(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class FlowAttemptsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
+    FLOW_ATTEMPTS_FIELD_NUMBER: _builtins.int
     queue_position: _builtins.int
     """The number of requests before it in the engine's queue. 0 if it starts at once."""
+    @_builtins.property
+    def flow_attempts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """The attempt in which each flow of the step is bound at the time of the call, by edge, if RebindStep has changed any.
+        By it, an orchestrator that continues a request of another one learns of the other one's newer attempts.
+        """
+
     def __init__(
         self,
         *,
         queue_position: _builtins.int = ...,
+        flow_attempts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue_position", b"queue_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flow_attempts", b"flow_attempts", "queue_position", b"queue_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,6 +28,7 @@ _DIAMOND = route_of(edge("1", "a", "b"), edge("2", "a", "c", chunk="whole"), edg
         pytest.param(Model(CHAIN), 1, 0, 60_000, id="one crash in a chain of three"),
         pytest.param(Model(_EDGE), 2, 0, 60_000, id="two crashes"),
         pytest.param(Model(_EDGE, rows=1), 0, 1, 10_000, id="a fault"),
+        pytest.param(Model(_EDGE, rows=1, replicas=2), 0, 1, 10_000, id="a fault with two replicas"),
     ],
 )
 def test_every_state_of_a_small_request_leads_to_its_end(model: Model, crashes: int, faults: int, states: int) -> None:
@@ -64,7 +65,7 @@ def _without_rebinding(route: Route, states: recovery.States) -> list[recovery.A
     return [action for action in _NEXT_ACTIONS(route, states) if action.kind is not ActionKind.REBIND_INPUTS]
 
 
-def _attached_or_started(model: Model, processes: Processes, p: int, call: Call, *, attach_only: bool) -> Processes:
+def _attached_or_started(model: Model, processes: Processes, p: int, call: Call, **_: object) -> Processes:
     return _EXECUTE(model, processes, p, call, attach_only=False)
 
 

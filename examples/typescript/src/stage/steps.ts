@@ -110,7 +110,10 @@ export class Steps {
     const known = this.#steps.get(stepId);
     if (known !== undefined) {
       // Maps have no order, so the decoded messages are compared, not their bytes.
-      if (isDeepStrictEqual(contentOf(known.request), contentOf(request))) return known;
+      if (isDeepStrictEqual(contentOf(known.request), contentOf(request))) {
+        known.lowestAttempt = Math.max(known.lowestAttempt, request.lowestAttempt);
+        return known;
+      }
       throw failure(status.ALREADY_EXISTS, "STEP_EXISTS", `step ${stepId} exists with other content`, {}, facts);
     }
     if (request.attachOnly) {
@@ -135,12 +138,14 @@ export class Steps {
 
 /** Returns a request without what repeated calls of its step need not share. */
 function contentOf(request: ExecuteStepRequest): ExecuteStepRequest {
-  return { ...request, traceparent: "", attachOnly: false };
+  return { ...request, traceparent: "", attachOnly: false, lowestAttempt: 0 };
 }
 
 /** One step: a stage's part of a request. */
 class Step {
   readonly usage = Usage.create();
+  /** The lowest attempt in which edges may be rebound. */
+  lowestAttempt = 0;
   readonly #incoming = new Map<string, IncomingEdge>();
   readonly #outgoing = new Map<string, OutgoingEdge>();
   /** The binding in force of each edge. */
@@ -194,7 +199,7 @@ class Step {
       const edge = this.#incoming.get(binding.edge);
       if (edge) edge.flow = this.#expect(binding, edge);
     }
-    this.#emit({ $case: "accepted", value: { queuePosition: 0 } });
+    this.#emit({ $case: "accepted", value: { queuePosition: 0, flowAttempts: {} } });
     for (const binding of this.request.outputs) this.#bind(binding);
     void this.#run();
   }
@@ -256,6 +261,9 @@ class Step {
       changes.push(() => this.#bind(binding));
     }
     for (const change of changes) change();
+    // Later callers learn by it which attempts are in force.
+    const flowAttempts = Object.fromEntries([...this.#bindings].map(([edge, { attempt }]) => [edge, attempt]));
+    this.#events[0] = { $case: "accepted", value: { queuePosition: 0, flowAttempts } };
   }
 
   async #run(): Promise<void> {
@@ -335,9 +343,10 @@ class Step {
     if (!isDeepStrictEqual(contentKeyOf(binding), contentKeyOf(present))) {
       throw invalidEdge(`a rebinding cannot change what edge ${edge} transfers`);
     }
-    if (attempt < present.attempt) {
-      const message = `edge ${edge} is in attempt ${present.attempt}, not ${attempt}`;
-      throw failure(status.FAILED_PRECONDITION, "STALE_ATTEMPT", message, { edge }, { attempt: present.attempt });
+    const lowest = Math.max(present.attempt, this.lowestAttempt);
+    if (attempt < lowest) {
+      const message = `edge ${edge} is in attempt ${lowest}, not ${attempt}`;
+      throw failure(status.FAILED_PRECONDITION, "STALE_ATTEMPT", message, { edge }, { attempt: lowest });
     }
     return attempt === present.attempt && isDeepStrictEqual(peerOf(binding), peerOf(present));
   }

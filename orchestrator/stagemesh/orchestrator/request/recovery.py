@@ -266,6 +266,15 @@ def find_superfluous(route: Route, states: States) -> list[str]:
     return [stage for stage in waiting if _is_unneeded(route, states, stage, ())]
 
 
+def find_overtaken(route: Route, states: States, stage: str, bound: Mapping[str, int]) -> list[Edge]:
+    """Returns the edges of a stage whose other end another orchestrator has replaced by a later attempt.
+
+    `bound` is the attempt in which each flow of the stage's newest attempt is bound, by edge name.
+    """
+    edges = (*route.incoming[stage], *route.outgoing[stage])
+    return [edge for edge in edges if bound.get(edge.name, 0) > attempt_of(edge, states)]
+
+
 def next_actions(route: Route, states: States) -> list[Action]:
     """Returns all actions that are possible now.
 

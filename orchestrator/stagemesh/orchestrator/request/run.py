@@ -17,7 +17,7 @@ from stagemesh.orchestrator.planning.planner import Plan
 from stagemesh.orchestrator.planning.replacement_replicas import ReplacementReplicas
 from stagemesh.orchestrator.request.deadlocks import DeadlockWatch
 from stagemesh.orchestrator.request.failures import NOT_REBOUND, SETTLE_S, Failures, root_cause
-from stagemesh.orchestrator.request.output_record import NOT_RUNNING, RequestRecord
+from stagemesh.orchestrator.request.output_record import NOT_RUNNING, RequestRecord, is_taken_over
 from stagemesh.orchestrator.request.recovery import (
     Action,
     ActionKind,
@@ -400,7 +400,9 @@ class RequestRun:
         except StagemeshError as exc:
             producers = [edge.producer for edge in self._route.incoming[state.name] if edge.name in action.edges]
             resumed = [name for name in producers if self._states[name].resumed is not None]
-            if action.kind is ActionKind.REBIND_OUTPUTS:
+            if is_taken_over(exc):
+                self._failures.add_final(state.name, exc)
+            elif action.kind is ActionKind.REBIND_OUTPUTS:
                 # The step's replica no longer retains the first chunks, which the new consumers need.
                 self._failures.require_fresh(state.name, _not_rebound(state, exc))
             elif isinstance(exc, NotReadyError) and resumed:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 
@@ -27,7 +27,7 @@ from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_loss import ACCEPT_S, REATTACH_S, REPLICA_LOST
 from stagemesh.orchestrator.fleet.step_stream import TakeEvent
 from stagemesh.orchestrator.planning.chunk_policies import policy_to_wire
-from stagemesh.orchestrator.request.failures import Failures
+from stagemesh.orchestrator.request.failures import NOT_REBOUND, Failures
 from stagemesh.orchestrator.request.output_record import CALLER_DISCONNECTED, RequestRecord
 from stagemesh.orchestrator.request.parameters import parameters_of
 from stagemesh.orchestrator.request.recovery import (
@@ -36,6 +36,7 @@ from stagemesh.orchestrator.request.recovery import (
     SupersededAttempt,
     attempt_of,
     carried_rows,
+    find_overtaken,
     is_checkpoint_useful,
     is_open,
 )
@@ -49,9 +50,10 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 _log = logging.getLogger(__name__)
 DRAINED = "DRAINED"
 """The error reason of a step that was paused because its replica drains. The step continues on another replica."""
-_CONTENTS: Mapping[str, str] = {
-    **{kind: kind for kind in ("text", "audio", "image", "tensor", "media")},
-    "tokens": "token_ids",
+_CONTENTS: Mapping[str, Sequence[str]] = {
+    "text": ("text", "message"),
+    **{kind: (kind,) for kind in ("audio", "image", "tensor", "media")},
+    "tokens": ("token_ids",),
 }
 """The content of a part of an output that is not a file, by the output's kind."""
 _PAUSES = Backoff(first_s=0.05, longest_s=0.1)
@@ -105,6 +107,7 @@ class StepCalls:
     def execute(self, state: StepState) -> stage_pb2.ExecuteStepRequest:
         """Returns the message that starts the newest attempt of a stage. Omits edges to finished consumers."""
         incoming = (*self._route.incoming[state.name], *self._route.inputs[state.name])
+        continues = state.attempt == self._request.running_attempt
         return stage_pb2.ExecuteStepRequest(
             request_id=self._request.choice_id,
             step_id=self._step_id(state),
@@ -120,7 +123,8 @@ class StepCalls:
             resume_from=state.resumed,
             traceparent=self._traceparent(state),
             # Another orchestrator has started these attempts.
-            attach_only=state.attempt == self._request.running_attempt,
+            attach_only=continues,
+            lowest_attempt=self._request.first_attempt if continues else 0,
         )
 
     def can_resume_from(self, checkpoint: stage_pb2.Checkpoint, *, max_bytes: int = MAX_MESSAGE_BYTES) -> bool:
@@ -314,7 +318,23 @@ class StepCalls:
         if state.phase is Phase.STARTING:
             notes.note_accepted(accepted)
             state.phase = Phase.RUNNING
+            self._lose_replaced(state, accepted.flow_attempts)
             self._changed.fire()
+
+    def _lose_replaced(self, state: StepState, flow_attempts: Mapping[str, int]) -> None:
+        """Restarts the neighbours of a stage that another orchestrator has replaced before this one continued.
+
+        `flow_attempts` is the attempt in which each flow of the stage's step is bound, by edge name. The other
+        orchestrator took these neighbours for lost. They may run, and then wait for a flow that nobody sends.
+        """
+        for edge in find_overtaken(self._route, self._states, state.name, flow_attempts):
+            state.bound = {**state.bound, edge.name: flow_attempts[edge.name]}
+            other = self._states[edge.producer if edge.consumer == state.name else edge.consumer]
+            error = UnavailableError(f"another orchestrator has replaced stage {other.name!r}", reason=NOT_REBOUND)
+            if other.phase is not Phase.FINISHED:
+                self._failures.add(other, other.attempt, error)
+            elif other.name == edge.producer:
+                self._failures.require_fresh(other.name, error)
 
     def _take_output(self, state: StepState, output: request_pb2.Output, notes: StepNotes) -> None:
         if output.WhichOneof("content"):
@@ -345,11 +365,12 @@ def _check_content(output: request_pb2.Output, declared: PipelineOutput, *, stag
 
     Stages of Stagemesh check their results themselves, and external stages may not.
     """
-    content, problem = output.WhichOneof("content"), ""
-    expected = "file" if declared.stored else "media" if declared.file_type else _CONTENTS[declared.kind]
-    also = {("image", "image"), ("message", "text")}
-    if content not in (None, expected) and (content, declared.kind) not in also:
-        problem = f"it is {content}, and must be {expected}"
+    content, problem, expected = output.WhichOneof("content"), "", _CONTENTS[declared.kind]
+    if declared.stored or declared.file_type:
+        file = "file" if declared.stored else "media"
+        expected = (file, "image") if declared.kind == "image" else (file,)
+    if content is not None and content not in expected:
+        problem = f"it is {content}, and must be {expected[0]}"
     elif content in ("audio", "tensor"):
         tensor = output.audio.samples if content == "audio" else output.tensor
         try:

@@ -42,6 +42,7 @@ class StepEdges:
         self._inlets: dict[str, Inlet] = {}
         self._by_edge: dict[str, Outlet] = {}
         self._accepts_only_tickets = False
+        self._lowest_attempt = 0
 
     def open(self, accepts: Mapping[str, TensorSpec], on_packet: Callable[[], None]) -> dict[str, "EdgeInput"]:
         """Opens the inlets and outlets of all edges of the spec.
@@ -111,6 +112,16 @@ class StepEdges:
         replica.
         """
         return [outlet.report(consumer=self._outputs[edge].peer.replica) for edge, outlet in self._by_edge.items()]
+
+    @property
+    def flow_attempts(self) -> Mapping[str, int]:
+        """The attempt in which the flow of each edge is bound, by edge name."""
+        bindings: list[InputBinding | OutputBinding] = [*self._inputs.values(), *self._outputs.values()]
+        return {each.edge: each.attempt for each in bindings}
+
+    def refuse_below(self, attempt: int) -> None:
+        """Refuses rebindings in lower attempts than `attempt` from now on."""
+        self._lowest_attempt = max(self._lowest_attempt, attempt)
 
     def rebind(self, rebinding: Rebinding) -> None:
         """Binds all edges in `rebinding` to other replicas. If an error is raised, no edge has been bound.
@@ -205,14 +216,14 @@ class StepEdges:
                 f"a rebinding of edge {binding.edge} cannot change what it transfers, {current.content}",
                 reason="INVALID_EDGE",
             )
-        attempt, wanted = current.attempt, binding.attempt
+        attempt, wanted = max(current.attempt, self._lowest_attempt), binding.attempt
         if wanted < attempt:
             raise StaleAttemptError(
                 f"edge {binding.edge} of step {self.step_id} is bound in attempt {attempt}, newer than {wanted}",
                 metadata={"edge": binding.edge},
                 facts={"attempt": attempt},
             )
-        return wanted > attempt or flow.is_lost or binding.peer != current.peer
+        return wanted > current.attempt or flow.is_lost or binding.peer != current.peer
 
 
 def _rebind_s(edge: str) -> float:

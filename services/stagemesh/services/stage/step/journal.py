@@ -118,6 +118,17 @@ class StepJournal:
         """Appends an event and returns its index."""
         return self.journal.append(event.SerializeToString())
 
+    def append_accepted(self, *, queue_position: int) -> None:
+        """Appends the first event of the step."""
+        accepted = stage_pb2.StepAccepted(queue_position=queue_position)
+        self.append(stage_pb2.ExecuteStepResponse(accepted=accepted))
+
+    def update_accepted(self, flow_attempts: Mapping[str, int]) -> None:
+        """Replaces the first event, which then states the attempts of the step's flows by edge name."""
+        event = stage_pb2.ExecuteStepResponse.FromString(self.journal.items[0])
+        event.accepted.flow_attempts.update(flow_attempts)
+        self.journal.replace(0, event.SerializeToString())
+
     def append_spans(self, *, at_least: int = 1) -> None:
         """Appends the new spans of the step if there are at least `at_least`, and if the step is traced."""
         if self._trace is not None and len(self._trace) >= at_least:

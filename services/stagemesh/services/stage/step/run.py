@@ -166,6 +166,10 @@ class StepRun:
         if self._timer is not None and (deadline_s is None or deadline_s > self._timer.when()):
             self._set_deadline(deadline_s)
 
+    def note_rebound(self, flow_attempts: Mapping[str, int]) -> None:
+        """Makes later callers learn in which attempts the flows of the step are bound, by edge name."""
+        self._events.update_accepted(flow_attempts)
+
     def stop(self, cause: StagemeshError) -> None:
         """Stops the run. The run ends with the error `cause` when the engine has released the task, or after ABORT_S
         seconds.
@@ -257,8 +261,7 @@ class StepRun:
         self._interruptible = True
         inputs = self.edges.open(self._context.signature.accepts, self._stopwatch.start)
         self._inputs = list(inputs.values())
-        accepted = stage_pb2.StepAccepted(queue_position=self._context.engine.load().queued)
-        self._events.append(stage_pb2.ExecuteStepResponse(accepted=accepted))
+        self._events.append_accepted(queue_position=self._context.engine.load().queued)
         spec = self._spec
         if not spec.inputs:
             self._stopwatch.start()

@@ -32,7 +32,8 @@ class RunIndex:
         """The outgoing edges that ended runs have left open, by step id. Edges that can no longer be rebound are
         removed by `_drop_edges_over`."""
         self._running: dict[str, StepRun] = {}
-        self._kept: OrderedDict[str, asyncio.TimerHandle] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[asyncio.TimerHandle, int]] = OrderedDict()
+        """The timer that removes each ended run, and the run's size in bytes when it ended, by step id."""
         self._kept_bytes = 0
         self._attempts: OrderedDict[str, int] = OrderedDict()
 
@@ -49,14 +50,15 @@ class RunIndex:
         Raises NotFoundError (UNKNOWN_STEP) if there is no such step, and the errors of `StepEdges.rebind`.
         """
         self._drop_edges_over()
-        run = self._running.get(rebinding.step_id)
-        edges = run.edges if run is not None else self._left.get(rebinding.step_id)
+        edges = self._edges_of(rebinding.step_id)
         if edges is None or edges.request_id != rebinding.request_id:
             raise NotFoundError(
                 f"step {rebinding.step_id} of request {rebinding.request_id} does not run here and left no open edges",
                 reason="UNKNOWN_STEP",
             )
         edges.rebind(rebinding)
+        if (known := self._runs.get(rebinding.step_id)) is not None:
+            known.note_rebound(edges.flow_attempts)
 
     def release_edges(self, request_id: str = "", *, up_to_attempt: int = 0) -> None:
         """Releases the edges that ended runs of a request have left open. Affects only runs whose attempt number is at
@@ -92,6 +94,8 @@ class RunIndex:
                 f"step {spec.step_id} is not known here, and the call may not start it; start a new attempt",
                 reason="UNKNOWN_STEP",
             )
+        if (edges := self._edges_of(spec.step_id)) is not None:
+            edges.refuse_below(spec.lowest_attempt)
         return run
 
     def add(self, run: StepRun) -> None:
@@ -121,8 +125,9 @@ class RunIndex:
         if left is not None:
             self._left[step_id] = left
         loop = asyncio.get_running_loop()
-        self._kept[step_id] = loop.call_later(KEPT_S, self._forget, step_id)
-        self._kept_bytes += run.kept_bytes
+        size_bytes = run.kept_bytes
+        self._kept[step_id] = loop.call_later(KEPT_S, self._forget, step_id), size_bytes
+        self._kept_bytes += size_bytes
         while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
             self._forget(next(iter(self._kept)))
 
@@ -132,9 +137,15 @@ class RunIndex:
         for step_id in list(self._kept):
             self._forget(step_id)
 
+    def _edges_of(self, step_id: str) -> StepEdges | None:
+        run = self._running.get(step_id)
+        return run.edges if run is not None else self._left.get(step_id)
+
     def _forget(self, step_id: str) -> None:
-        self._kept.pop(step_id).cancel()
-        self._kept_bytes -= self._runs.pop(step_id).kept_bytes
+        timer, size_bytes = self._kept.pop(step_id)
+        timer.cancel()
+        self._kept_bytes -= size_bytes
+        del self._runs[step_id]
 
     def _drop_edges_over(self) -> None:
         self._left = {step_id: edges for step_id, edges in self._left.items() if not edges.is_over}

@@ -162,6 +162,8 @@ class StepSpec:
     trace: StepTrace | None = None
     """The spans of the step, or None if it is not traced."""
     attach_only: bool = False
+    lowest_attempt: int = 0
+    """The lowest attempt in which the edges of the step may be rebound from now on."""
     """Whether the call must not start the step, because it has been started already."""
 
     @property
@@ -279,17 +281,18 @@ def spec_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepSpec:
         fingerprint=_fingerprint(request),
         trace=StepTrace.of(request.traceparent),
         attach_only=request.attach_only,
+        lowest_attempt=request.lowest_attempt,
     )
 
 
 def _fingerprint(request: stage_pb2.ExecuteStepRequest) -> bytes:
     """Returns a digest of the request without what calls of the same step need not share.
 
-    These are the trace context, `attach_only`, the addresses of consumers, which may have restarted elsewhere, and what
-    an orchestrator measures or negotiates: the connectors of edges and the pace in their chunk policies. A call that
-    attaches to a running step does not change them.
+    These are the trace context, `attach_only`, `lowest_attempt`, the addresses of consumers, which may have restarted
+    elsewhere, and what an orchestrator measures or negotiates: the connectors of edges and the pace in their chunk
+    policies. A call that attaches to a running step does not change them.
     """
-    content = without_fields(request, "traceparent", "attach_only")
+    content = without_fields(request, "traceparent", "attach_only", "lowest_attempt")
     for output in content.outputs:
         for name in ("connector", "endpoint", "server_name"):
             output.ClearField(name)

@@ -32,6 +32,12 @@ async def _refused(trial: Trial, request: stage_pb2.RebindStepRequest, code: Cod
     return await expect_failure(trial.stub.RebindStep(request, timeout=5), code, *reasons)
 
 
+async def _expect_attempt(trial: Trial, edge: str, attempt: int) -> None:
+    """Expects that a call which attaches learns of the attempt in which the flow of an edge is bound."""
+    again = await trial.call(trial.repeated(attach_only=True)).accepted()
+    expect_equal("StepAccepted.flow_attempts", attempt, again.events[0].accepted.flow_attempts.get(edge))
+
+
 @case("steps.rebind-unknown-step", f"{_RULE}: UNKNOWN_STEP", level=RECOVERY)
 async def unknown_step(trial: Trial) -> None:
     request = stage_pb2.RebindStepRequest(request_id=trial.request_id, step_id="none")
@@ -128,6 +134,7 @@ async def after_failure(trial: Trial) -> None:
     await stale.rejected(None, "STALE_INCARNATION", "PEER_LOST")
     await _rebind(trial, _request(step, inputs=[_input(trial, 2)]))
     again = await second.open(trial.key_in(2))
+    await _expect_attempt(trial, trial.edge_in, 2)
     await complete(step, again, chunks=3)
 
 
@@ -157,6 +164,7 @@ async def output(trial: Trial) -> None:
     request = _request(step)
     trial.bind(request.outputs.add(), second, attempt=2)
     await _rebind(trial, request)
+    await _expect_attempt(trial, request.outputs[0].edge, 2)
     await step.finished()
     second.check()
     found, before = second.only(), first.only()
@@ -182,7 +190,21 @@ async def after_finish(trial: Trial) -> None:
     await _rebind(trial, request)
     await second.arrived(lambda each: each.end, "the whole flow again")
     second.check()
+    await _expect_attempt(trial, request.outputs[0].edge, 2)
     expect_equal("the bytes", first.contents(trial.request_id), second.contents(trial.request_id))
+
+
+@case("producer.rebind-below-lowest", f"{_RULE}: lowest_attempt of a call that attaches", Needs.OUTPUT, level=RECOVERY)
+async def below_lowest(trial: Trial) -> None:
+    step, peer, flow = await running(trial)
+    assert peer is not None
+    await trial.call(trial.repeated(attach_only=True, lowest_attempt=1001)).accepted()
+    request = _request(step)
+    trial.bind(request.outputs.add(), peer, attempt=2)
+    error = await _refused(trial, request, Code.FAILED_PRECONDITION, "STALE_ATTEMPT")
+    expect_equal("ErrorFacts.attempt", 1001, error.facts.get("attempt"))
+    await resume(peer, flow)
+    await step.finished()
 
 
 _CONTENT: dict[str, Callable[[stage_pb2.OutputBinding], object]] = {
