@@ -11,7 +11,7 @@ import numpy as np
 from av.container import InputContainer
 from fastapi import Request
 
-from stagemesh.client import AudioChunk
+from stagemesh.client import AudioSamples
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.media.decoding import DecodedBytes, decode_audio, find_audio, media_type_of, open_media
 from stagemesh.common.media.encodings import PCM, AudioEncoder
@@ -124,8 +124,8 @@ class AnswerEncoder:
         self._is_pcm = self._media_type == PCM
         self._encoder: AudioEncoder | None = None
 
-    def push(self, chunk: AudioChunk) -> bytes:
-        """Returns the bytes that are complete after a chunk."""
+    def push(self, chunk: AudioSamples) -> bytes:
+        """Returns the bytes that are complete after a part of the audio."""
         if self._encoder is None:
             rates_hz = [PCM_RATE_HZ] if self._is_pcm else []
             self._encoder = AudioEncoder(self._media_type, sample_rate_hz=chunk.sample_rate_hz, rates_hz=rates_hz)

@@ -14,6 +14,7 @@ from pydantic import Field
 from stagemesh.client import (
     AsyncResponseStream,
     AudioChunk,
+    Choice,
     Event,
     Finished,
     GenerateArguments,
@@ -27,7 +28,6 @@ from stagemesh.client import (
     ToolChoice,
 )
 from stagemesh.client.content import JsonObject
-from stagemesh.client.responses import join_calls
 from stagemesh.gateway import parameters
 from stagemesh.gateway.answers import DONE, LEAST_LOGPROB, now_s, respond, sse, usage_of
 from stagemesh.gateway.audio import AnswerEncoder, AudioFormat
@@ -209,146 +209,129 @@ async def create_chat_completion(request: Request) -> Response:
     return await respond(request, events, streams=body.stream, chunks=answer.chunks, whole=answer.whole)
 
 
-Piece: TypeAlias = Text | Reasoning | ToolCallPart | bytes
-"""A part that an event adds to a message: the event itself, or audio in the requested format."""
 _Event: TypeAlias = Text | Reasoning | ToolCallPart | AudioChunk | OutputFinished
 
 
-class _Choice:
-    """One of the choices of an answer: converts its events to pieces of a message."""
+class _ChoiceStream:
+    """One of the choices of a stream: converts its events to changes in OpenAI's form."""
 
-    def __init__(self, body: ChatBody, model: Model) -> None:
+    def __init__(self, body: ChatBody, text_output: str) -> None:
         self._encoder = AnswerEncoder(body.audio.format) if body.audio is not None else None
-        self._text = model.require_output("text")
+        self._audio_id = _new_audio_id()
+        self._text_output, self._reason = text_output, ""
         self._running = 2 if body.speaks else 1
-        self.audio_id = f"audio_{uuid4().hex}" if body.speaks else ""
-        self._has_calls = False
-        self._logprobs: list[TokenLogprobs] = []
-        """The log-probabilities of tokens that have not been reported."""
-        self._reason = ""
-
-    @property
-    def finish_reason(self) -> str | None:
-        """OpenAI's reason why the choice ended, or None if one of its outputs has not ended."""
-        if self._running:
-            return None
-        return "tool_calls" if self._has_calls and self._reason == "stop" else self._reason
-
-    def take_logprobs(self) -> dict[str, Any] | None:
-        """Returns the log-probabilities that have not been reported, or None if there are none."""
-        taken, self._logprobs = self._logprobs, []
-        return {"content": [to_logprob(each) for each in taken]} if taken else None
+        """The number of outputs that have not ended."""
+        self._has_begun = self._has_calls = False
 
     def changes(self, event: _Event) -> Iterator[dict[str, Any]]:
-        """Yields the choices of OpenAI's chunks for the event."""
-        for piece in self.pieces(event):
-            if piece:
-                yield {"delta": _delta(piece, self), "logprobs": self.take_logprobs()}
-        if isinstance(event, OutputFinished) and self.finish_reason is not None:
-            yield {"delta": {}, "finish_reason": self.finish_reason}
+        """Yields what changes with an event. The role is sent together with the first output."""
+        if not self._has_begun:
+            self._has_begun = True
+            yield {"delta": {"role": "assistant", "content": ""}}
+        if delta := self._delta(event):
+            yield {"delta": delta, "logprobs": _logprobs(getattr(event, "logprobs", ()))}
+        if isinstance(event, OutputFinished):
+            self._running -= 1
+            if event.output == self._text_output:
+                self._reason = event.reason
+            if not self._running:
+                yield {"delta": {}, "finish_reason": _finish_reason(self._reason, has_calls=self._has_calls)}
 
-    def pieces(self, event: _Event) -> Iterator[Piece]:
-        """Yields what the event adds to the message."""
+    def _delta(self, event: _Event) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
         match event:
-            case AudioChunk():
-                assert self._encoder is not None, "audio was requested"
-                yield self._encoder.push(event)
-            case OutputFinished():
-                self._running -= 1
-                if event.output == self._text:
-                    self._reason = FINISH_REASONS.get(event.reason, "stop")
-                elif self._encoder is not None:
-                    yield self._encoder.finish()
+            case Text() if self._encoder is not None:
+                delta = {"audio": {"id": self._audio_id, "transcript": event.delta}}
+            case Text():
+                delta = {"content": event.delta}
+            case Reasoning():
+                delta = _reasoning(event.delta)
+            case ToolCallPart(name=""):
+                delta = {"tool_calls": [{"index": event.call, "function": {"arguments": event.arguments}}]}
+            case ToolCallPart():
+                self._has_calls = True
+                delta = {"tool_calls": [{"index": event.call, **_tool_call(event.id, event.name, event.arguments)}]}
+            case AudioChunk() if self._encoder is not None:
+                delta = self._audio(self._encoder.push(event))
+            case OutputFinished() if self._encoder is not None and event.output != self._text_output:
+                delta = self._audio(self._encoder.finish())
             case _:
-                self._logprobs += event.logprobs
-                self._has_calls |= isinstance(event, ToolCallPart)
-                yield event
+                pass
+        return delta
+
+    def _audio(self, data: bytes) -> dict[str, Any]:
+        return {"audio": {"id": self._audio_id, "data": base64.b64encode(data).decode()}} if data else {}
 
 
 class _Answer:
     """The answer to a request: as chunks while its events arrive, or whole."""
 
     def __init__(self, body: ChatBody, model: Model, answer_id: str) -> None:
-        self._model, self._includes_usage = model, body.includes_usage
-        self._choices = [_Choice(body, model) for _ in range(body.n or 1)]
+        self._body, self._model = body, model
         self._fields = {"id": answer_id, "created": now_s(), "model": model.id}
 
     async def chunks(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes]:
-        """Yields the events of a stream. The role of each choice is sent together with the choice's first output."""
+        """Yields the events of a stream."""
         common: dict[str, Any] = {"object": "chat.completion.chunk", **self._fields}
-        if self._includes_usage:
+        if self._body.includes_usage:
             common["usage"] = None
-
-        def chunk(index: int, change: Mapping[str, Any]) -> bytes:
-            choice = {"index": index, "logprobs": None, "finish_reason": None, **change}
-            return sse({**common, "choices": [choice]})
-
-        silent = set(range(len(self._choices)))
+        text_output = self._model.require_output("text")
+        choices = [_ChoiceStream(self._body, text_output) for _ in range(self._body.n or 1)]
         async for event in events:
             if isinstance(event, _Event):
-                changes = list(self._choices[event.index].changes(event))
-                if event.index in silent:
-                    silent.remove(event.index)
-                    changes.insert(0, {"delta": {"role": "assistant", "content": ""}})
-                if changes:
-                    yield b"".join(chunk(event.index, change) for change in changes)
-            elif isinstance(event, Finished) and self._includes_usage:
+                choice = {"index": event.index, "logprobs": None, "finish_reason": None}
+                changes = choices[event.index].changes(event)
+                if part := b"".join(sse({**common, "choices": [choice | change]}) for change in changes):
+                    yield part
+            elif isinstance(event, Finished) and self._body.includes_usage:
                 yield sse({**common, "choices": [], "usage": usage_of(event, self._model)})
         yield DONE
 
     async def whole(self, events: AsyncResponseStream) -> dict[str, Any]:
         """Returns the whole answer."""
-        pieces: list[list[Piece]] = [[] for _ in self._choices]
-        usage: Mapping[str, Any] = {}
-        async for event in events:
-            if isinstance(event, _Event):
-                pieces[event.index] += self._choices[event.index].pieces(event)
-            elif isinstance(event, Finished):
-                usage = usage_of(event, self._model)
-        choices = [{"index": n, **_whole_choice(choice, pieces[n])} for n, choice in enumerate(self._choices)]
+        result = await events.result()
+        audios = (audio for choice in result.choices for audio in choice.audios.values())
+        choices = await aside(
+            lambda: [{"index": n, **self._whole_choice(choice)} for n, choice in enumerate(result.choices)],
+            size_bytes=sum(audio.samples.nbytes for audio in audios),
+        )
+        usage = usage_of(result.finished, self._model)
         return {"object": "chat.completion", **self._fields, "choices": choices, "usage": usage}
 
-
-def _whole_choice(choice: _Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Returns a choice with its message, which consists of these pieces, in OpenAI's form."""
-    text = "".join(piece.delta for piece in pieces if isinstance(piece, Text))
-    reasoning = "".join(piece.delta for piece in pieces if isinstance(piece, Reasoning))
-    calls = [
-        _tool_call(call.id, call.name, call.arguments)
-        for call in join_calls(piece for piece in pieces if isinstance(piece, ToolCallPart))
-    ]
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    if choice.audio_id:
-        audio = b"".join(piece for piece in pieces if isinstance(piece, bytes))
-        message["content"] = None
-        message["audio"] = {
-            "id": choice.audio_id,
-            "data": base64.b64encode(audio).decode(),
-            "transcript": text,
-            # The audio is not kept: a later request cannot refer to it.
-            "expires_at": now_s(),
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        """Returns a choice with its message in OpenAI's form."""
+        text_output = self._model.require_output("text")
+        reasoning, calls = choice.reasonings.get(text_output), choice.tool_calls.get(text_output, ())
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if self._body.audio is not None:
+            message |= {"content": None, "audio": _spoken(choice, self._body.audio.format)}
+        if reasoning:
+            message |= _reasoning(reasoning)
+        if calls:
+            message["tool_calls"] = [_tool_call(call.id, call.name, call.arguments) for call in calls]
+            message["content"] = choice.text or None
+        return {
+            "message": message,
+            "logprobs": _logprobs(choice.logprobs.get(text_output, ())),
+            "finish_reason": _finish_reason(choice.finishes[text_output].reason, has_calls=bool(calls)),
         }
-    if reasoning:
-        message |= _reasoning(reasoning)
-    if calls:
-        message |= {"tool_calls": calls, "content": text or None}
-    return {"message": message, "logprobs": choice.take_logprobs(), "finish_reason": choice.finish_reason}
 
 
-def _delta(piece: Piece, choice: _Choice) -> dict[str, Any]:
-    match piece:
-        case Text() if choice.audio_id:
-            return {"audio": {"id": choice.audio_id, "transcript": piece.delta}}
-        case Text():
-            return {"content": piece.delta}
-        case Reasoning():
-            return _reasoning(piece.delta)
-        case bytes():
-            return {"audio": {"id": choice.audio_id, "data": base64.b64encode(piece).decode()}}
-        case ToolCallPart(name=""):
-            return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.arguments}}]}
-        case ToolCallPart():
-            return {"tool_calls": [{"index": piece.call, **_tool_call(piece.id, piece.name, piece.arguments)}]}
+def _spoken(choice: Choice, audio_format: AudioFormat) -> dict[str, Any]:
+    """Returns the audio of a message. It is not kept: a later request cannot refer to it."""
+    encoder = AnswerEncoder(audio_format)
+    data = b"".join(encoder.push(audio) for audio in choice.audios.values()) + encoder.finish()
+    encoded = base64.b64encode(data).decode()
+    return {"id": _new_audio_id(), "data": encoded, "transcript": choice.text, "expires_at": now_s()}
+
+
+def _new_audio_id() -> str:
+    return f"audio_{uuid4().hex}"
+
+
+def _finish_reason(reason: str, *, has_calls: bool) -> str:
+    known = FINISH_REASONS.get(reason, "stop")
+    return "tool_calls" if has_calls and known == "stop" else known
 
 
 def _reasoning(text: str) -> dict[str, str]:
@@ -358,6 +341,10 @@ def _reasoning(text: str) -> dict[str, str]:
 
 def _tool_call(call_id: str, name: str, arguments: JsonObject) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    return {"content": [to_logprob(each) for each in tokens]} if tokens else None
 
 
 def to_logprob(token: TokenLogprobs) -> dict[str, Any]:
