@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 from python_multipart.multipart import parse_options_header
 
-from stagemesh.client import GenerateArguments, OptionValue, StageArguments, Tool
+from stagemesh.client import GenerateArguments, OptionValue, StageArguments
 from stagemesh.client.content import EncodedMedia
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.gateway import parameters
@@ -112,18 +112,6 @@ class StreamOptions(Body):
     rules = parameters.RULES["stream_options"]
 
     include_usage: bool = False
-
-
-class Function(Body):
-    """A function that the model may call."""
-
-    name: str
-    description: str = ""
-    parameters: Object | None = None
-
-    def to_tool(self) -> Tool:
-        """Returns the client's tool."""
-        return Tool(self.name, self.description, self.parameters or "")
 
 
 class StageBody(Body):

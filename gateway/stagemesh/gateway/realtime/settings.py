@@ -7,14 +7,15 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from stagemesh.client import GenerateArguments, TurnDetection, content
+from stagemesh.client import GenerateArguments, TurnDetection
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.gateway.audio import PCM_RATE_HZ
-from stagemesh.gateway.body import Function, Items, Object, StageBody, option_values
+from stagemesh.gateway.body import Items, Object, StageBody, option_values
 from stagemesh.gateway.catalog import OPENAI_VOICES, Model
-from stagemesh.gateway.errors import ParameterError, validation_error
+from stagemesh.gateway.errors import validation_error
 from stagemesh.gateway.realtime.g711 import G711_RATE_HZ, AudioFormatName
 from stagemesh.gateway.realtime.items import ItemBody, ItemReference, RealtimeBody
+from stagemesh.gateway.tools import Calls, Function, FunctionName, tool_arguments
 
 _ECHOED = frozenset({"id", "object", "expires_at"})
 """The fields of a session that clients send back, and that are not settings."""
@@ -171,17 +172,15 @@ class Audio(RealtimeBody):
 
 
 class FunctionTool(RealtimeBody, Function):
-    """A function that the model may call. Its schema is binding if a call is demanded, even if it is not `strict`."""
+    """A function that the model may call."""
 
     type: Literal["function"] = "function"
-    strict: bool = False
 
 
-class NamedFunction(RealtimeBody):
+class NamedFunction(RealtimeBody, FunctionName):
     """The function that the model must call."""
 
     type: Literal["function"]
-    name: str
 
 
 def _unnested(given: object) -> object:
@@ -193,7 +192,7 @@ def _unnested(given: object) -> object:
     return {"type": fields.get("type"), **cast("Object", function)} if isinstance(function, dict) else fields
 
 
-ToolChoice: TypeAlias = Literal["auto", "none", "required"] | Annotated[NamedFunction, BeforeValidator(_unnested)]
+_ToolChoice: TypeAlias = Calls | Annotated[NamedFunction, BeforeValidator(_unnested)]
 
 
 class Settings(RealtimeBody, StageBody):
@@ -208,7 +207,7 @@ class Settings(RealtimeBody, StageBody):
     ]
     instructions: str | None = None
     tools: Items[Annotated[FunctionTool, BeforeValidator(_unnested)]] | None = None
-    tool_choice: ToolChoice | None = "auto"
+    tool_choice: _ToolChoice | None = "auto"
     parallel_tool_calls: bool | None = None
     """False if a response has at most one tool call."""
     max_output_tokens: Annotated[int, Field(ge=1)] | Literal["inf"] | None = "inf"
@@ -224,26 +223,6 @@ class Settings(RealtimeBody, StageBody):
     def speaks(self) -> bool:
         """Whether responses are spoken."""
         return self.output_modalities == ["audio"]
-
-    @property
-    def callable_tools(self) -> Sequence[FunctionTool]:
-        """The tools that the model may call."""
-        return () if self.tools is None or self.tool_choice == "none" else self.tools
-
-    @property
-    def forced_tools(self) -> Sequence[FunctionTool]:
-        """The tools from which the model must choose one to call. Empty if it may answer without a call.
-
-        Raises ParameterError if a call is forced and no tool can be called.
-        """
-        if not isinstance(self.tool_choice, NamedFunction) and self.tool_choice != "required":
-            return ()
-        wanted = None if self.tool_choice == "required" else self.tool_choice.name
-        found = [each for each in self.tools or () if wanted in {None, each.name}]
-        if not found:
-            missing = "it needs tools" if wanted is None else f"no tool has the name {wanted!r}"
-            raise ParameterError("session.tool_choice", missing)
-        return found
 
     @classmethod
     def initial(cls, model: Model) -> "Settings":
@@ -285,12 +264,8 @@ class Settings(RealtimeBody, StageBody):
             names = (name for name in ("voice", "speed") if model.option(name) is not None)
             own = option_values(model, self.audio.output, *names, within="session.audio.output.")
             arguments["options"] = {**self.options, **own}
-        if self.callable_tools:
-            arguments["tools"] = [each.to_tool() for each in self.callable_tools]
-        forced = self.forced_tools
-        name = forced[0].name if forced and self.tool_choice != "required" else ""
-        single = self.parallel_tool_calls is False
-        arguments["tool_choice"] = content.ToolChoice(required=bool(forced), name=name, single=single)
+        parallel = self.parallel_tool_calls
+        arguments |= tool_arguments(self.tools or (), self.tool_choice, parallel=parallel, within="session.")
         arguments["parsed"] = True
         if isinstance(self.max_output_tokens, int):
             arguments["max_tokens"] = self.max_output_tokens

@@ -2,7 +2,6 @@
 
 import base64
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, cast
 from uuid import uuid4
@@ -23,18 +22,17 @@ from stagemesh.client import (
     Text,
     TokenLogprob,
     TokenLogprobs,
-    Tool,
     ToolCallPart,
-    ToolChoice,
 )
 from stagemesh.client.content import JsonObject
 from stagemesh.gateway import parameters
 from stagemesh.gateway.answers import DONE, LEAST_LOGPROB, now_s, respond, sse, usage_of
 from stagemesh.gateway.audio import AnswerEncoder, AudioFormat
-from stagemesh.gateway.body import Body, Function, Items, Object, SamplingBody, VoiceId, aside, option_values, read_json
+from stagemesh.gateway.body import Body, Items, Object, SamplingBody, VoiceId, aside, option_values, read_json
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import MessageBody
 from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.tools import Calls, Function, FunctionName, tool_arguments
 from stagemesh.gateway.unions import OBJECT, TEXT, by_type
 
 router = APIRouter()
@@ -43,28 +41,13 @@ FINISH_REASONS: Mapping[str, str] = {"limit": "length", "length": "length"}
 """OpenAI's reasons why an answer ends, by the reasons of outputs. Others are "stop"."""
 
 
-class FunctionBody(Function):
-    """A function that the model may call."""
-
-    strict: bool | None = None
-
-    def to_tool(self) -> Tool:
-        return replace(super().to_tool(), strict=bool(self.strict))
-
-
 class ToolBody(Body):
     """A tool: always a function."""
 
     rules = parameters.RULES["tool"]
 
     type: Literal["function"]
-    function: FunctionBody
-
-
-class FunctionName(Body):
-    """The name of a function."""
-
-    name: str
+    function: Function
 
 
 class NamedTool(Body):
@@ -75,8 +58,7 @@ class NamedTool(Body):
 
 
 _ToolChoice: TypeAlias = Annotated[
-    Annotated[Literal["auto", "none", "required"], TEXT] | Annotated[NamedTool, OBJECT],
-    by_type("auto, none, required, or an object with a function"),
+    Annotated[Calls, TEXT] | Annotated[NamedTool, OBJECT], by_type("auto, none, required, or an object with a function")
 ]
 
 
@@ -142,11 +124,9 @@ class ChatBody(SamplingBody):
         arguments = self.sampling_arguments(model, max_tokens=most)
         arguments["messages"] = [message.to_message(index) for index, message in enumerate(self.messages)]
         arguments["outputs"], arguments["parsed"] = self._outputs(model), True
-        if self.tools and self.tool_choice != "none":
-            arguments["tools"] = [tool.function.to_tool() for tool in self.tools]
-            arguments["tool_choice"] = self._calls()
-        elif self._requires_call:
-            raise ParameterError("tools", 'tool_choice "required" needs tools')
+        choice = self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+        tools = [tool.function for tool in self.tools or ()]
+        arguments |= tool_arguments(tools, choice, parallel=self.parallel_tool_calls)
         if self.logprobs:
             arguments["logprobs"] = self.top_logprobs or 0
         if self.chat_template_kwargs:
@@ -173,13 +153,6 @@ class ChatBody(SamplingBody):
                 raise ParameterError("audio.format", "a stream has pcm16 alone")
             names.append(model.require_output("audio", param="modalities"))
         return names
-
-    def _calls(self) -> ToolChoice:
-        """Returns how the model uses the tools. Raises ParameterError if it must call one that is none of them."""
-        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else ""
-        if name and name not in {tool.function.name for tool in self.tools or ()}:
-            raise ParameterError("tool_choice", f"no tool has the name {name[:100]!r}; use one of `tools`")
-        return ToolChoice(required=self._requires_call, name=name, single=self.parallel_tool_calls is False)
 
     def _structure(self) -> GenerateArguments:
         wanted, given = self.response_format, self.structured_outputs
