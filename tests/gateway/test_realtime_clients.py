@@ -4,7 +4,7 @@ import base64
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +12,8 @@ import websockets
 from openai.types.realtime.realtime_server_event import RealtimeServerEvent
 from pydantic import TypeAdapter
 
-from stagemesh.client import AsyncClient
-from stagemesh.gateway.catalog import Model
+from stagemesh.gateway.config import Aliases
 from stagemesh.gateway.realtime.g711 import G711
-from stagemesh.gateway.realtime.settings import Settings, Update
-from stagemesh.v1.orchestrator_pb2 import DescribePipelineResponse
 from stagemesh.v1.signature_pb2 import OptionSpec, Signature
 from tests.client.scripted import Pause, Script, ScriptedOrchestrator, admitted, served, text
 from tests.gateway.making import describe
@@ -183,7 +180,8 @@ async def test_the_settings_of_a_stock_client_are_in_force_without_the_ignored_o
         ignored = ignored - {"audio.input.turn_detection"} | replaced
     assert {each["param"] for each in updated["warnings"]} == {f"session.{part}" for part in ignored}
     assert messages(orchestrator) == [("system", "Be brief."), ("user", "Hello")]
-    assert orchestrator.requests[0].input.conversation.tools[0].name == "read_clock"
+    tool = orchestrator.requests[0].input.conversation.tools[0]
+    assert (tool.name, tool.strict) == ("read_clock", name == "sglang-omni")
     settings = updated["session"]
     assert settings["model"] == "p"
     vad = (settings["audio"]["input"] if "audio" in settings else settings)["turn_detection"]
@@ -209,10 +207,11 @@ async def test_every_event_has_the_types_of_openai() -> None:
         SERVER_EVENT.validate_python({**event, "previous_item_id": event.get("previous_item_id") or ""})
 
 
-async def test_settings_and_items_are_accepted_as_they_were_sent() -> None:
+async def test_settings_and_items_are_accepted_as_they_were_sent(caplog: pytest.LogCaptureFixture) -> None:
     async with raw(spoken("Good.", *CALL), spoken("Bye.")) as (orchestrator, talker):
         await talker.send("session.update", session=UPDATES["openai-agents"][0])
         first = await talker.until("session.updated")
+        assert "'tracing' is not supported and was ignored" in caplog.text
         await talker.send("session.update", session={**first["session"], "expires_at": 0})
         again = await talker.until("session.updated")
         assert again["session"] == first["session"]
@@ -268,22 +267,26 @@ async def test_a_wrong_part_is_rejected_with_its_name_and_the_others_take_effect
         assert messages(orchestrator) == [("system", "x"), ("user", "Hello")]
 
 
-def test_a_strict_gateway_rejects_what_it_would_ignore() -> None:
-    model = Model("p", cast("AsyncClient", None), DescribePipelineResponse(pipeline="p"))
-    settings, update = Settings.initial(model), Update(model, strict=True)
-    changed = settings.updated(
-        {"tracing": "auto", "truncation": "disabled", "instructions": "x"}, update, defaults=settings, under="session"
-    )
-    assert (changed.instructions, update.warnings) == ("x", {})
-    assert "session.tracing" in str(update.error("session"))
+async def test_a_strict_gateway_rejects_what_it_would_ignore() -> None:
+    async with served() as orchestrator, conversing(orchestrator, strict=True) as url, connected(url) as talker:
+        for part in ({"tracing": "auto"}, {"temperature": 1}):
+            session = {"type": "realtime", "truncation": "disabled", "instructions": "x", **part}
+            await talker.send("session.update", session=session)
+            updated = await talker.until("session.updated")
+            assert (updated["session"]["instructions"], "warnings" in updated) == ("x", False)
+            assert (await talker.error())["param"] == f"session.{next(iter(part))}"
 
 
-async def test_null_is_the_default_and_voices_of_the_model_remain() -> None:
+ALIASES = Aliases(voices={"nova": "Ethan"})
+
+
+@pytest.mark.parametrize("voice", ["Ethan", {"id": "Ethan"}, "nova"], ids=["name", "object", "alias"])
+async def test_null_is_the_default_and_voices_of_the_model_remain(voice: Any) -> None:
     voices = Signature(options=[OptionSpec(name="speaker", allowed_texts=["Ethan"])])
-    async with served() as orchestrator, conversing(orchestrator, spoken("Yes.")) as url:
+    async with served() as orchestrator, conversing(orchestrator, spoken("Yes."), aliases=ALIASES) as url:
         describe(orchestrator, "text", "audio", signature=voices)
         async with connected(url) as talker:
-            await talker.update(audio={"output": {"voice": "Ethan"}}, instructions="x", tool_choice="none")
+            await talker.update(audio={"output": {"voice": voice}}, instructions="x", tool_choice="none")
             await talker.say("Hello")
             await talker.respond()
             assert orchestrator.requests[0].parameters.options["speaker"].text == "Ethan"

@@ -55,13 +55,13 @@ _Option: TypeAlias = Annotated[
 Stops: TypeAlias = Annotated[Annotated[str, TEXT] | Annotated[Items[str], LIST], by_type("a text or a list of texts")]
 
 
-def _id_of(voice: object) -> object:
+def voice_id(voice: object) -> object:
     """Returns the id of a voice that is an object with an id, as OpenAI's API has created voices."""
     fields: Object = cast("Object", voice) if isinstance(voice, dict) else {"id": voice}
     return fields["id"] if list(fields) == ["id"] else fields
 
 
-VoiceId: TypeAlias = Annotated[str | None, BeforeValidator(_id_of)]
+VoiceId: TypeAlias = Annotated[str | None, BeforeValidator(voice_id)]
 
 
 class Body(BaseModel):

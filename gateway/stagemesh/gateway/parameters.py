@@ -12,7 +12,8 @@ A strict gateway has no warnings: each of them is an error.
 import json
 import logging
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from pathlib import Path
@@ -131,8 +132,19 @@ def warnings_field() -> dict[str, list[str]]:
 
 def warn(name: str, text: str) -> None:
     """Warns the caller that a parameter has no effect. Raises ParameterError if the gateway is strict."""
-    if problem := _warned(name, text, known=True):
+    if problem := ignore(name, text):
         raise ParameterError(name, problem)
+
+
+@contextmanager
+def collected_warnings() -> Generator[Mapping[str, str]]:
+    """Collects the warnings within the block, by parameter. They are not warnings of the request then."""
+    request, texts = _REQUEST.get(), dict[str, str]()
+    token = _REQUEST.set(None if request is None else request._replace(texts=texts))
+    try:
+        yield texts
+    finally:
+        _REQUEST.reset(token)
 
 
 def apply_rule(rule: Rule, name: str, value: object, *, param: str) -> None:
@@ -144,10 +156,13 @@ def apply_rule(rule: Rule, name: str, value: object, *, param: str) -> None:
         raise ParameterError(param, problem)
 
 
-def apply_policy(given: Mapping[str, Any], declared: Collection[str], known: Rules) -> Mapping[str, Any]:
+def apply_policy(
+    given: Mapping[str, Any], declared: Collection[str], known: Rules, *, within: str = ""
+) -> Mapping[str, Any]:
     """Returns the parameters of an object that its body declares, without those that are null.
 
-    Raises pydantic's ValidationError if others are neither accepted nor ignored.
+    `within` precedes their names in warnings. Raises pydantic's ValidationError if others are neither accepted nor
+    ignored.
     """
     if all(name in declared and value is not None for name, value in given.items()):
         return given
@@ -158,7 +173,8 @@ def apply_policy(given: Mapping[str, Any], declared: Collection[str], known: Rul
                 kept[name] = value
         elif len(errors) < MAX_PROBLEMS:
             rule = known.get(name)
-            problem = _unknown(name, [*declared, *known]) if rule is None else _decide(rule, name, value)
+            path = within + name
+            problem = _unknown(path, [*declared, *known]) if rule is None else _decide(rule, path, value)
             if problem:
                 error = PydanticCustomError("parameter", "{problem}", {"problem": problem})
                 errors.append({"type": error, "loc": (name,), "input": None})
@@ -173,7 +189,7 @@ def _decide(rule: Rule, name: str, value: object) -> str:
         return ""
     if rule.effect == "refused":
         return f"it is not supported, and the answer would be wrong without it; {rule.remedy}"
-    return _warned(name, "is not supported and was ignored", known=True)
+    return ignore(name, "is not supported and was ignored")
 
 
 def _unknown(name: str, known: Collection[str]) -> str:
@@ -181,13 +197,13 @@ def _unknown(name: str, known: Collection[str]) -> str:
     permitted = request is not None and request.policy.permits_unknown
     if request is not None and permitted and len(request.texts) >= MAX_PROBLEMS:
         return ""
-    close = get_close_matches(name, known, n=1)
+    close = get_close_matches(name.rpartition(".")[2], known, n=1)
     problem = f"is unknown (did you mean {close[0]}?)" if close else "is unknown"
-    return _warned(name, f"{problem} and was ignored", known=False) if permitted else f"this parameter {problem}"
+    return ignore(name, f"{problem} and was ignored", known=False) if permitted else f"this parameter {problem}"
 
 
-def _warned(name: str, text: str, *, known: bool) -> str:
-    """Adds a warning to the request. Returns the problem instead if the gateway is strict."""
+def ignore(name: str, text: str, *, known: bool = True) -> str:
+    """Warns the caller that a parameter has no effect. Returns the problem instead if the gateway is strict."""
     request = _REQUEST.get()
     if request is not None and request.policy.strict:
         return "it is not supported, and this gateway ignores no parameter (strict); omit it"

@@ -82,7 +82,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
         await callers.close()
 
     app = FastAPI(title="Stagemesh", lifespan=lifespan, openapi_url=None)
-    app.state.metrics, app.state.tls, app.state.config = registry, None, config
+    app.state.metrics, app.state.tls = registry, None
     app.state.voices = None if config.voices is None else VoiceStore(Path(config.voices))
     app.state.responses = ResponseStore(config)
     for module in (chat, completions, images, models, connection, speech, transcriptions, videos, voices):

@@ -43,7 +43,6 @@ class Connection:
     def __init__(self, websocket: WebSocket, settings: Settings) -> None:
         self._websocket, self._settings, self._settings_bytes = websocket, settings, 0
         self._defaults = settings
-        self._is_strict = websocket.app.state.config.strict
         self._socket = JsonSocket(websocket)
         self._socket.translate = to_beta if offers_beta(websocket) else dict
         self._kept: Sender = websocket.scope["kept"]
@@ -124,8 +123,8 @@ class Connection:
         if is_beta(changes) or "type" in changes:
             # Some clients ask for the beta when they connect, and use today's names, which need a type.
             self._socket.translate = to_beta if is_beta(changes) else dict
-        update = await self._begin_update()
-        settings = await self._changed(changes, update, defaults=self._defaults, under="session")
+        update = Update(await find_model(self._websocket, self._settings.model), "session")
+        settings = await self._changed(changes, update, defaults=self._defaults)
         old, new = self._settings.audio.input, settings.audio.input
         if new.turn_detection != old.turn_detection:
             await self._stop_listening()
@@ -133,17 +132,14 @@ class Connection:
             self._buffer.accept(new.format.type)
         self._settings = settings
         self._settings_bytes = max(self._settings_bytes, self._socket.sender.content_bytes)
-        await self._send("session.updated", session=self._session(), **_warnings(update, "session"))
-        if update.problems:
-            raise update.error("session")
+        await self._send("session.updated", session=self._session(), **update.warnings)
+        if update.error is not None:
+            raise update.error
 
-    async def _begin_update(self) -> Update:
-        return Update(await find_model(self._websocket, self._settings.model), self._is_strict)
-
-    async def _changed(self, changes: Object, update: Update, *, defaults: Settings, under: str) -> Settings:
-        # Each update checks all settings again.
+    async def _changed(self, changes: Object, update: Update, *, defaults: Settings) -> Settings:
+        # The answer has all settings.
         self._socket.sender.charge(self._settings_bytes)
-        make = partial(self._settings.updated, from_beta(changes), update, defaults=defaults, under=under)
+        make = partial(update.apply, from_beta(changes), self._settings, defaults=defaults)
         return await aside(make, size_bytes=self._settings_bytes + self._socket.sender.content_bytes)
 
     def _session(self) -> dict[str, Any]:
@@ -263,12 +259,12 @@ class Connection:
                 reason="CALL_LIMIT",
             )
         changes = {key: value for key, value in given.items() if key not in _RESPONSE_KEYS}
-        update, settings = await self._begin_update(), self._settings
+        model, settings = await find_model(self._websocket, self._settings.model), self._settings
+        update = Update(model, "response")
         if changes:
-            settings = await self._changed(changes, update, defaults=settings, under="response")
-        if update.problems:
-            raise update.error("response")
-        model = update.model
+            settings = await self._changed(changes, update, defaults=settings)
+        if update.error is not None:
+            raise update.error
         prompt_bytes = self._conversation.size_bytes + self._settings_bytes + memory_bytes(body)
         prompt_bytes += memory_bytes(settings.instructions)
         self._hold(prompt_bytes)
@@ -290,7 +286,7 @@ class Connection:
         self._responses = [*self._running, response]
         if belongs:
             self._response = response
-        await response.start(**_warnings(update, "response"))
+        await response.start(**update.warnings)
 
     def _make_request(self, model: Model, settings: Settings, items: Sequence[Item]) -> AsyncResponseStream:
         """Returns the request for a response. Blocks. Raises the errors of `AsyncClient.generate`."""
@@ -333,12 +329,6 @@ class Connection:
 
 
 _RESPONSE_KEYS = ResponseBody.model_fields.keys()
-
-
-def _warnings(update: Update, under: str) -> dict[str, Any]:
-    """Returns the field of an event that names the parts of an update that were ignored, if there are any."""
-    found = [{"param": f"{under}.{part}", "message": reason} for part, reason in update.warnings.items()]
-    return {"warnings": found} if found else {}
 
 
 router = APIRouter()

@@ -1,30 +1,28 @@
 """The settings of a realtime conversation, which are updated part by part, and of single responses in it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from stagemesh.client import GenerateArguments, TurnDetection
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.gateway import parameters
 from stagemesh.gateway.audio import PCM_RATE_HZ
-from stagemesh.gateway.body import Items, Object, StageBody, option_values
+from stagemesh.gateway.body import Items, Object, StageBody, VoiceId, option_values, voice_id
 from stagemesh.gateway.catalog import OPENAI_VOICES, Model
 from stagemesh.gateway.errors import validation_error
 from stagemesh.gateway.realtime.g711 import G711_RATE_HZ, AudioFormatName
 from stagemesh.gateway.realtime.items import ItemBody, ItemReference, RealtimeBody
 from stagemesh.gateway.tools import Calls, Function, FunctionName, tool_arguments
 
-_ECHOED = frozenset({"id", "object", "expires_at"})
-"""The fields of a session that clients send back, and that are not settings."""
-_MERGED = frozenset({"audio", "input", "output"})
-"""The settings whose parts are updated one by one. An update of any other setting replaces it."""
-_CHECKED = frozenset({"audio", "audio.input", "audio.input.turn_detection", "audio.output"})
-"""The objects whose parts have rules."""
 _TURNS = "turn_detection"
 """The setting that null switches off. For any other setting, null stands for the default."""
+_OBJECTS = frozenset({"audio", "audio.input", "audio.input.turn_detection", "audio.output"})
+"""The settings whose parts are updated one by one. An update of any other setting replaces it."""
 _DB_OF_THRESHOLD = 20.0
 """The level of speech above the noise at a threshold of 1, in dB. OpenAI's default of 0.5 is that of `audio.turns`."""
 
@@ -32,82 +30,125 @@ Modality: TypeAlias = Literal["text", "audio"]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """When the value of a setting has no effect, and why."""
+class Condition:
+    """When the value of a setting has an effect, and why another value has none."""
 
     reason: str
-    honors: Callable[[Any, Model], object] = lambda _, __: False
-    """Whether a model honors a value. By default, no model honors any."""
+    holds: Callable[[Any, Model], object]
+    """Whether a model honors a value."""
     is_ignored: Callable[[Any], object] = lambda _: True
     """Whether another value is ignored with a warning. Otherwise, it is rejected."""
 
 
-def _has_voice(voice: Any, model: Model) -> bool:
-    return model.option("voice") is not None and (not model.voices or voice in model.voices)
+def _has_voice(voice: object, model: Model) -> bool:
+    name = str(voice_id(voice))
+    known = not model.voices or model.voice_aliases.get(name, name) in model.voices
+    return model.option("voice") is not None and known
 
 
-_SILENCE = Rule("turns are detected by silence, as by server_vad", lambda value, _: value == "server_vad")
-_NO_TURNS = "no stage of the model detects turns; send input_audio_buffer.commit and response.create"
-_NO_TRANSCRIPTS = "no stage transcribes the user's audio"
-_RULES: Mapping[str, Rule] = {
-    "model": Rule(
+_CONDITIONS: Mapping[str, Condition] = {
+    "model": Condition(
         "the model of a session cannot change; connect again for another one",
         lambda name, model: name == model.id,
         lambda name: str(name).startswith("gpt-"),
     ),
-    "output_modalities": Rule(
+    "output_modalities": Condition(
         "the model has no audio output; use text",
         lambda given, model: model.output("audio") is not None or "audio" not in str(given),
         lambda _: False,
     ),
-    "temperature": Rule("no stage of the model chooses tokens", lambda _, model: model.chooses_tokens),
-    "truncation": Rule("no item is forgotten; delete old ones", lambda value, _: value == "disabled"),
-    "include": Rule(_NO_TRANSCRIPTS),
-    "tracing": Rule("the conversation has no trace"),
-    "reasoning": Rule("the model chooses its effort"),
-    "audio.input.transcription": Rule(_NO_TRANSCRIPTS),
-    "audio.input.noise_reduction": Rule("no stage reduces the noise of the user's audio"),
-    "audio.input.turn_detection": Rule(_NO_TURNS, lambda _, model: model.description.detects_turns),
-    "audio.input.turn_detection.type": _SILENCE,
-    "audio.input.turn_detection.eagerness": _SILENCE,
-    "audio.input.turn_detection.idle_timeout_ms": Rule("silence starts no response"),
-    "audio.output.voice": Rule(
-        "the model lacks this voice; use null for its default", _has_voice, lambda name: name in OPENAI_VOICES
+    "temperature": Condition("no stage of the model chooses tokens", lambda _, model: model.chooses_tokens),
+    "truncation": Condition("no item is forgotten; delete old ones", lambda value, _: value == "disabled"),
+    "audio.input.turn_detection": Condition(
+        "no stage of the model detects turns; send input_audio_buffer.commit and response.create",
+        lambda _, model: model.description.detects_turns,
     ),
-    "audio.output.speed": Rule("no stage has this option", lambda speed, model: speed == 1 or model.option("speed")),
+    "audio.input.turn_detection.type": Condition(
+        "turns are detected by silence, as by server_vad", lambda value, _: value == "server_vad"
+    ),
+    "audio.output.voice": Condition(
+        "the model lacks this voice; use null for its default",
+        _has_voice,
+        lambda voice: str(voice_id(voice)) in OPENAI_VOICES,
+    ),
+    "audio.output.speed": Condition(
+        "no stage has this option", lambda speed, model: speed == 1 or model.option("speed")
+    ),
 }
-"""The rules by the names of settings."""
+"""The conditions by the names of settings."""
+
+B = TypeVar("B", bound=RealtimeBody)
 
 
-@dataclass
 class Update:
-    """An update of settings: the model that must honor them, and the parts that have no effect."""
+    """An update of settings, part by part, and the parts that have no effect."""
 
-    model: Model
-    strict: bool = False
-    """Whether parts that would be ignored are rejected."""
-    warnings: dict[str, str] = field(default_factory=dict[str, str])
-    """The reasons for which parts are ignored, by their names."""
-    problems: list[Any] = field(default_factory=list[Any])
-    """The errors of the parts that are rejected, as pydantic has them."""
+    def __init__(self, model: Model, under: str) -> None:
+        """`model` must honor the settings. `under` is the name of the changes in errors and warnings."""
+        self.model = model
+        self._under = under
+        self._warnings: Mapping[str, str] = {}
+        self._problems = list[Any]()
+        """The errors of the parts that are rejected, as pydantic has them."""
 
-    def error(self, under: str) -> InvalidRequestError:
-        """Returns the error for the parts that are rejected. `under` is the name of their object."""
-        return validation_error(RequestValidationError(self.problems), under=under)
+    @property
+    def error(self) -> InvalidRequestError | None:
+        """The error for the parts that are rejected, or None if there are none."""
+        rejection = RequestValidationError(self._problems)
+        return validation_error(rejection, under=self._under) if self._problems else None
 
-    def apply_rules(self, given: Object, *, within: str = "") -> dict[str, Any]:
-        """Returns the parts of `given`, an object within the settings, that the model honors. Adds the others."""
-        kept = dict[str, Any]()
-        for name, value in given.items():
-            part, rule = within + name, _RULES.get(within + name)
-            if rule is None or value is None or rule.honors(value, self.model):
-                is_checked = part in _CHECKED and isinstance(value, dict)
-                kept[name] = self.apply_rules(cast("Object", value), within=f"{part}.") if is_checked else value
-            elif rule.is_ignored(value) and not self.strict:
-                self.warnings[part] = rule.reason
-            else:
-                self.problems.append({"loc": tuple(part.split(".")), "msg": rule.reason, "type": "rule"})
-        return kept
+    @property
+    def warnings(self) -> dict[str, Any]:
+        """The field of an event that names the parts that are ignored. Empty if there are none."""
+        found = [{"param": f"{self._under}.{part}", "message": text} for part, text in self._warnings.items()]
+        return {"warnings": found} if found else {}
+
+    def apply(self, changes: Object, old: "Settings", *, defaults: "Settings") -> "Settings":
+        """Returns the settings after the changes that can take effect. Null stands for the value of `defaults`."""
+        with parameters.collected_warnings() as self._warnings:
+            return self._apply(changes, old, defaults)
+
+    def _apply(self, changes: Object, old: B, defaults: B, *, within: str = "") -> B:
+        """Returns an object of the settings after changes. `within` is its name with a dot at the end."""
+        made, fields = old.model_copy(), type(old).model_fields.keys()
+        others = {name: value for name, value in changes.items() if name not in fields and value is not None}
+        with self._rejecting(within):
+            parameters.apply_policy(others, fields, old.decisions, within=within)
+        for name in (name for name in changes if name in fields):
+            value, part = changes[name], within + name
+            with self._rejecting(within):
+                if value is None and name != _TURNS:
+                    setattr(made, name, getattr(defaults, name))
+                elif value is not None and not self._has_effect(part, value):
+                    continue
+                elif part in _OBJECTS and isinstance(value, dict):
+                    base = (ServerVad(),) * 2 if name == _TURNS else (getattr(old, name), getattr(defaults, name))
+                    setattr(made, name, self._apply(cast("Object", value), *base, within=f"{part}."))
+                else:
+                    # The object that is checked loses its fields that are null.
+                    checked = old.__pydantic_validator__.validate_assignment(old.model_copy(), name, value)
+                    setattr(made, name, getattr(checked, name))
+        return made
+
+    def _has_effect(self, part: str, value: object) -> bool:
+        """Returns whether the model honors the value of a setting. Otherwise, warns of the setting or rejects it."""
+        condition = _CONDITIONS.get(part)
+        if condition is None or condition.holds(value, self.model):
+            return True
+        is_ignored = condition.is_ignored(value)
+        problem = parameters.ignore(part, f"was ignored: {condition.reason}") if is_ignored else condition.reason
+        if problem:
+            self._problems.append({"loc": tuple(part.split(".")), "msg": problem, "type": "condition"})
+        return False
+
+    @contextmanager
+    def _rejecting(self, within: str) -> Generator[None]:
+        """Rejects the part of an object in which pydantic finds an error within the block."""
+        try:
+            yield
+        except ValidationError as exc:
+            errors, path = exc.errors(include_url=False, include_input=False), within.split(".")[:-1]
+            self._problems += [{**error, "loc": (*path, *error["loc"])} for error in errors]
 
 
 class AudioFormat(RealtimeBody):
@@ -128,14 +169,14 @@ class AudioFormat(RealtimeBody):
 class ServerVad(RealtimeBody):
     """The detection of turns by a stage of the pipeline."""
 
+    rules = parameters.RULES["turn_detection"]
+
     type: Literal["server_vad"] = "server_vad"
     threshold: Annotated[float | None, Field(ge=0, le=1)] = None
     prefix_padding_ms: Annotated[int | None, Field(ge=0)] = None
     silence_duration_ms: Annotated[int | None, Field(ge=0)] = None
     create_response: bool = True
     interrupt_response: bool = True
-    eagerness: None = None
-    idle_timeout_ms: None = None
 
     def to_detection(self) -> TurnDetection:
         """Returns the options of a session that detects turns."""
@@ -150,17 +191,17 @@ class ServerVad(RealtimeBody):
 class InputAudio(RealtimeBody):
     """The audio of the user."""
 
+    rules = parameters.RULES["realtime_input"]
+
     format: AudioFormat = AudioFormat()
     turn_detection: ServerVad | None = None
-    transcription: None = None
-    noise_reduction: None = None
 
 
 class OutputAudio(RealtimeBody):
     """The audio of the model. `speed` and `voice` are options of the pipeline's stages."""
 
     format: AudioFormat = AudioFormat()
-    voice: str | None = None
+    voice: VoiceId = None
     speed: float | None = None
 
 
@@ -198,6 +239,8 @@ _ToolChoice: TypeAlias = Calls | Annotated[NamedFunction, BeforeValidator(_unnes
 class Settings(RealtimeBody, StageBody):
     """The settings of a conversation, or of a response."""
 
+    rules = parameters.RULES["realtime"]
+
     type: Literal["realtime"] = "realtime"
     output_modalities: Annotated[
         list[Modality],
@@ -214,10 +257,6 @@ class Settings(RealtimeBody, StageBody):
     temperature: Annotated[float | None, Field(ge=0)] = None
     audio: Audio = Audio()
     truncation: Literal["disabled"] | None = "disabled"
-    include: None = None
-    tracing: None = None
-    reasoning: None = None
-    prompt: None = None
 
     @property
     def speaks(self) -> bool:
@@ -230,26 +269,6 @@ class Settings(RealtimeBody, StageBody):
         vad = ServerVad() if model.description.detects_turns else None
         modality: Modality = "text" if model.output("audio") is None else "audio"
         return cls(model=model.id, output_modalities=[modality], audio=Audio(input=InputAudio(turn_detection=vad)))
-
-    def updated(self, changes: Object, update: Update, *, defaults: "Settings", under: str) -> "Settings":
-        """Returns the settings after the parts of `changes` that can take effect. Adds the other parts to `update`.
-
-        `defaults` are the settings for which null stands. `under` is the name of the changes in errors. Raises
-        InvalidRequestError if the changes have too many parts.
-        """
-        given = update.apply_rules({name: value for name, value in changes.items() if name not in _ECHOED})
-        old, nulls = self.model_dump(), defaults.model_dump()
-        try:
-            return Settings.model_validate(_merge(old, given, nulls))
-        except ValidationError as exc:
-            errors = exc.errors(include_url=False, include_input=False)
-        update.problems += errors
-        for error in errors:
-            _remove(given, error["loc"])
-        try:
-            return Settings.model_validate(_merge(old, given, nulls))
-        except ValidationError:
-            raise update.error(under) from None
 
     def arguments(self, model: Model) -> GenerateArguments:
         """Returns the arguments of the client for a response, without its messages.
@@ -280,26 +299,3 @@ class ResponseBody(RealtimeBody):
     conversation: Literal["auto", "none"] = "auto"
     input: Items[ItemBody | ItemReference] | None = None
     metadata: dict[str, str] | None = None
-
-
-def _merge(old: Mapping[str, Any], new: Mapping[str, Any], nulls: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the old values, replaced by the new ones. `nulls` are the values for which null stands."""
-    merged = dict(old)
-    for name, value in new.items():
-        if value is None and name != _TURNS:
-            merged |= {name: nulls[name]} if name in nulls else {}
-        elif name in _MERGED and isinstance(value, dict) and isinstance(old.get(name), dict):
-            merged[name] = _merge(old[name], cast("Object", value), nulls[name])
-        else:
-            merged[name] = value
-    return merged
-
-
-def _remove(changes: dict[str, Any], location: Sequence[int | str]) -> None:
-    """Removes the part that contains a location, at which pydantic has found an error."""
-    for depth, name in enumerate(map(str, location), start=1):
-        value = changes.get(name)
-        if name not in _MERGED or not isinstance(value, dict) or depth == len(location):
-            changes.pop(name, None)
-            return
-        changes = cast("dict[str, Any]", value)
