@@ -4,7 +4,7 @@ caller leaves. An error before the first output has an HTTP status.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -137,6 +137,12 @@ def sse(body: Mapping[str, Any], *, event: str = "") -> bytes:
     """Returns a server-sent event."""
     name = b"event: %s\n" % event.encode() if event else b""
     return b"%sdata: %s\n\n" % (name, msgspec.json.encode(body))
+
+
+def list_page(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """Returns a page of a list, whose entries have ids."""
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": data, **ends, "has_more": has_more}
 
 
 def now_s() -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal, TypeAlias
 
+from fastapi.security.utils import get_authorization_scheme_param
 from starlette.requests import HTTPConnection
 
 from stagemesh.client import AsyncClient, ClientOptions, RetryPolicy
@@ -283,7 +284,7 @@ class Catalog:
 
 _MAX_CALLERS = 128
 """The number of callers whose connections are kept."""
-_BEARER = "bearer "
+_BEARER = "bearer"
 _PROTOCOL_OF_TOKEN = "openai-insecure-api-key."  # noqa: S105 - the prefix of a token
 _RETRIES = RetryPolicy(max_asked_pause_s=0)
 """A request that is rejected for the load of its pipeline is not repeated: clients of HTTP do that themselves."""
@@ -385,7 +386,8 @@ async def find_model(request: HTTPConnection, model_id: str) -> Model:
 
 def offered_protocol(websocket: HTTPConnection) -> str | None:
     """Returns the subprotocol of OpenAI's realtime API, if the caller has offered it."""
-    return next((each for each in _protocols(websocket) if not each.startswith(_PROTOCOL_OF_TOKEN)), None)
+    protocols = websocket.scope["subprotocols"]
+    return next((each for each in protocols if each and not each.startswith(_PROTOCOL_OF_TOKEN)), None)
 
 
 def find_token(request: HTTPConnection) -> str:
@@ -393,14 +395,9 @@ def find_token(request: HTTPConnection) -> str:
 
     Web pages cannot set headers of a WebSocket. OpenAI's clients offer the token as one of its subprotocols.
     """
-    header = request.headers.get("authorization", "")
-    if header.lower().startswith(_BEARER):
-        return header[len(_BEARER) :].strip()
-    return next(
-        (each.removeprefix(_PROTOCOL_OF_TOKEN) for each in _protocols(request) if each.startswith(_PROTOCOL_OF_TOKEN)),
-        "",
-    )
-
-
-def _protocols(request: HTTPConnection) -> list[str]:
-    return [each.strip() for each in request.headers.get("sec-websocket-protocol", "").split(",") if each.strip()]
+    scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
+    if scheme.lower() == _BEARER:
+        return token
+    protocols = request.scope.get("subprotocols", ())
+    offered = next((each for each in protocols if each.startswith(_PROTOCOL_OF_TOKEN)), "")
+    return offered.removeprefix(_PROTOCOL_OF_TOKEN)

@@ -51,30 +51,22 @@ _CODES: Mapping[str, str] = {
 
 
 class ParameterError(InvalidRequestError):
-    """The error for a parameter of a request, by its name in OpenAI's API."""
+    """The error for a parameter of a request, by its name in OpenAI's API. The name is None for an event as a whole."""
 
-    def __init__(self, param: str, message: str, *, reason: str = "INVALID_REQUEST", code: str | None = None) -> None:
+    def __init__(
+        self, param: str | None, message: str, *, reason: str = "INVALID_REQUEST", code: str | None = None
+    ) -> None:
         """`code` is the code of OpenAI's that clients know, if it is not the reason in lower case."""
-        super().__init__(f"{param}: {message}", reason=reason)
+        super().__init__(f"{param}: {message}" if param else message, reason=reason)
         self.param, self.known_code = param, code
-
-
-class RealtimeError(InvalidRequestError):
-    """An error of the realtime API for which clients know a code of OpenAI's."""
-
-    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.known_code, self.param = code, param
 
 
 def error_body(error: StagemeshError) -> dict[str, Any]:
     """Returns an error as a JSON object: the body of a response, or the last event of a stream."""
     _, kind = _status_and_type(error)
-    param = error.param if isinstance(error, ParameterError | RealtimeError) else None
-    code = _CODES.get(error.reason, error.reason.lower())
-    if isinstance(error, ParameterError | RealtimeError) and error.known_code is not None:
-        code = error.known_code
-    elif code == _MODEL_NOT_FOUND:
+    param, known_code = (error.param, error.known_code) if isinstance(error, ParameterError) else (None, None)
+    code = known_code or _CODES.get(error.reason, error.reason.lower())
+    if code == _MODEL_NOT_FOUND:
         param = "model"
     fields = {"message": error.message[:_MAX_TEXT], "type": kind, "param": param, "code": code}
     return {"error": {**fields, "reason": error.reason}}

@@ -6,6 +6,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 from weakref import WeakValueDictionary
 
 from starlette.datastructures import Headers
@@ -105,7 +106,8 @@ class Limits:
         """Returns a function that receives a body within its limits."""
         # The commas of files are not values. `read_form` counts the commas of fields.
         is_form = headers.get("content-type", "").lower().startswith("multipart/")
-        decoder = _GzipDecoder() if headers.get("content-encoding", "").lower() == _GZIP else None
+        is_gzip = headers.get("content-encoding", "").lower() == _GZIP
+        decoder = zlib.decompressobj(_GZIP_BITS) if is_gzip else None
         until_s: float | None = asyncio.get_running_loop().time() + BODY_S
         received = 0
 
@@ -121,7 +123,7 @@ class Limits:
             content, has_more = message.get("body", b""), message.get("more_body", False)
             until_s = until_s + len(content) / BODY_BYTES_PER_S if until_s and has_more else None
             parts = list[bytes]()
-            for part in [content] if decoder is None else decoder.parts(content, is_last=not has_more):
+            for part in [content] if decoder is None else _decompressed(decoder, content, is_last=not has_more):
                 received += len(part)
                 sender.add(len(part), values=0 if is_form else part.count(b","))
                 if received > self.max_body_bytes:
@@ -140,20 +142,19 @@ class Limits:
         )
 
 
-class _GzipDecoder:
-    def __init__(self) -> None:
-        self._decoder = zlib.decompressobj(_GZIP_BITS)
+def _decompressed(decoder: Any, data: bytes, *, is_last: bool) -> Iterator[bytes]:
+    """Yields the content of a part of a body, 1 MiB at a time. Raises InvalidRequestError if it is damaged.
 
-    def parts(self, data: bytes, *, is_last: bool) -> Iterator[bytes]:
-        """Yields the content of a part of a body, 1 MiB at a time. Raises InvalidRequestError if it is damaged."""
-        try:
-            while part := self._decoder.decompress(data, _PART_BYTES):
-                yield part
-                data = self._decoder.unconsumed_tail
-        except zlib.error:
-            raise InvalidRequestError("the body is not gzip, which its Content-Encoding states") from None
-        if self._decoder.unused_data or (is_last and not self._decoder.eof):
-            raise InvalidRequestError("the body is not one complete gzip stream, which its Content-Encoding states")
+    `decoder` is a `zlib.decompressobj`.
+    """
+    try:
+        while part := decoder.decompress(data, _PART_BYTES):
+            yield part
+            data = decoder.unconsumed_tail
+    except zlib.error:
+        raise InvalidRequestError("the body is not gzip, which its Content-Encoding states") from None
+    if decoder.unused_data or (is_last and not decoder.eof):
+        raise InvalidRequestError("the body is not one complete gzip stream, which its Content-Encoding states")
 
 
 class Sender:

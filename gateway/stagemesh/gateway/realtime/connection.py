@@ -15,7 +15,7 @@ from stagemesh.client import AsyncResponseStream, SpeechDetected, TurnCommitted
 from stagemesh.common.errors import NotReadyError, OverloadedError, StagemeshError
 from stagemesh.gateway.body import Object, aside
 from stagemesh.gateway.catalog import Model, find_model
-from stagemesh.gateway.errors import ParameterError, RealtimeError, validation_error
+from stagemesh.gateway.errors import ParameterError, validation_error
 from stagemesh.gateway.limits import Sender
 from stagemesh.gateway.realtime import events
 from stagemesh.gateway.realtime.beta import from_beta, is_beta, offers_beta, to_beta
@@ -148,7 +148,7 @@ class Connection:
     async def _add_item(self, item: Item, *, previous_id: str | None = None) -> None:
         size_bytes = memory_bytes(item)
         self._hold(2 * size_bytes)
-        await aside(partial(to_messages, None, [item]), size_bytes=size_bytes)
+        await aside(lambda: list(to_messages(None, [item])), size_bytes=size_bytes)
         item.status = "completed"
         before = self._conversation.insert(item, previous_id=previous_id)
         for step in ("added", "done"):
@@ -185,9 +185,8 @@ class Connection:
         await self._stop_listening()
         pcm = self._buffer.take()
         if not pcm:
-            raise RealtimeError(
-                "the input buffer is empty; append audio before the commit", code="input_audio_buffer_commit_empty"
-            )
+            problem = "the input buffer is empty; append audio before the commit"
+            raise ParameterError(None, problem, code="input_audio_buffer_commit_empty")
         await self._commit_audio(pcm, item_id=None)
 
     async def _commit_audio(self, pcm: bytes, *, item_id: str | None) -> None:
@@ -249,10 +248,8 @@ class Connection:
             raise validation_error(exc, under="response") from None
         belongs = body.conversation == "auto"
         if belongs and self._response is not None and self._response.is_running:
-            raise RealtimeError(
-                f"the response {self._response.id!r} is in progress; cancel it, or wait for response.done",
-                code="conversation_already_has_active_response",
-            )
+            problem = f"the response {self._response.id!r} is in progress; cancel it, or wait for response.done"
+            raise ParameterError(None, problem, code="conversation_already_has_active_response")
         if len(self._running) >= _MAX_RESPONSES:
             raise OverloadedError(
                 f"{_MAX_RESPONSES} responses are in progress, which is the limit; cancel one, or wait for its end",
@@ -291,7 +288,7 @@ class Connection:
     def _make_request(self, model: Model, settings: Settings, items: Sequence[Item]) -> AsyncResponseStream:
         """Returns the request for a response. Blocks. Raises the errors of `AsyncClient.generate`."""
         arguments = settings.arguments(model)
-        arguments["messages"] = to_messages(settings.instructions, items)
+        arguments["messages"] = list(to_messages(settings.instructions, items))
         if not arguments["messages"]:
             raise NotReadyError("the conversation is empty; create an item first", reason="EMPTY_TURN")
         if self._response is not None:
@@ -323,9 +320,8 @@ class Connection:
                 return
         name = "the conversation" if response_id is None else repr(response_id)
         # A client of livekit-agents ignores the error by the begin of its text.
-        raise RealtimeError(
-            f"Cancellation failed: no response of {name} is in progress", code="response_cancel_not_active"
-        )
+        problem = f"Cancellation failed: no response of {name} is in progress"
+        raise ParameterError(None, problem, code="response_cancel_not_active")
 
 
 _RESPONSE_KEYS = ResponseBody.model_fields.keys()

@@ -16,7 +16,7 @@ from stagemesh.common.requests.turn_content import shorten
 from stagemesh.gateway.audio import PCM_RATE_HZ
 from stagemesh.gateway.body import MAX_ITEMS, Body, Items
 from stagemesh.gateway.content import CODED_BYTES, Url, decode_base64, file_at
-from stagemesh.gateway.errors import ParameterError, RealtimeError
+from stagemesh.gateway.errors import ParameterError
 
 PCM_BYTES_PER_S = 2 * PCM_RATE_HZ
 _MAX_BYTES = 32 << 20
@@ -230,11 +230,8 @@ class Conversation:
         if item.id is None:
             item.id = f"item_{uuid4().hex}"
         elif item.id in self._items or item.id == _ROOT:
-            raise RealtimeError(
-                f"an item with the id {item.id!r} exists; use another id",
-                code="item_create_duplicate_item_id",
-                param="item.id",
-            )
+            problem = f"an item with the id {item.id!r} exists; use another id"
+            raise ParameterError("item.id", problem, code="item_create_duplicate_item_id")
         if self.size_bytes + memory_bytes(item) > _MAX_BYTES or len(self._items) >= MAX_ITEMS:
             raise OverloadedError(
                 f"the conversation would exceed {_MAX_BYTES:,} bytes or {MAX_ITEMS:,} items; delete older items",
@@ -277,12 +274,8 @@ class Conversation:
         return [self._items[each] for each in self._ids]
 
 
-def to_messages(instructions: str | None, items: Sequence[Item]) -> list[Message]:
-    """Returns the messages of a prompt. A message of the model includes the tool calls that follow it."""
-    return list(_messages(instructions, items))
-
-
-def _messages(instructions: str | None, items: Sequence[Item]) -> Iterator[Message]:
+def to_messages(instructions: str | None, items: Sequence[Item]) -> Iterator[Message]:
+    """Yields the messages of a prompt. A message of the model includes the tool calls that follow it. Blocks."""
     if instructions:
         yield Message("system", instructions)
     text, calls = "", list[ToolCall]()

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from stagemesh.client import GenerateArguments
 from stagemesh.common.errors import InvalidRequestError, NotFoundError
-from stagemesh.gateway.answers import respond
+from stagemesh.gateway.answers import list_page, respond
 from stagemesh.gateway.body import aside, read_json
 from stagemesh.gateway.catalog import catalog_of, find_model
 from stagemesh.gateway.errors import ParameterError
@@ -83,14 +83,7 @@ async def list_input_items(
     items = [*_earlier_items(caller, stored.previous_id), *stored.input]
     found = [msgspec.json.decode(item) for item in (items if order == "asc" else reversed(items))]
     begin = 0 if after is None else next((n + 1 for n, item in enumerate(found) if item["id"] == after), len(found))
-    data = found[begin : begin + limit]
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": begin + limit < len(found),
-    }
+    return list_page(found[begin : begin + limit], has_more=begin + limit < len(found))
 
 
 def _decoded(item: dict[str, Any] | bytes) -> dict[str, Any]:

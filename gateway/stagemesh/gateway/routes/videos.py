@@ -14,6 +14,7 @@ from stagemesh.client import Content, GenerateArguments, Job, MediaFile
 from stagemesh.client.media_transfer import stream_file
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError
 from stagemesh.gateway import parameters
+from stagemesh.gateway.answers import list_page
 from stagemesh.gateway.body import StageBody, is_json, option_values, read_form, read_json, validate
 from stagemesh.gateway.catalog import Model, catalog_of, find_model
 from stagemesh.gateway.errors import ParameterError, error_response
@@ -98,13 +99,7 @@ async def list_videos(
     if not is_after:
         raise ParameterError("after", f"no video has the id {str(after)[:140]!r}; use the id of a listed video")
     data = [_to_object(job) for job in (found if is_descending else reversed(found))][:limit]
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": len(found) > limit,
-    }
+    return list_page(data, has_more=len(found) > limit)
 
 
 @router.get("/v1/videos/{video_id}")
