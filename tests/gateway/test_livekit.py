@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stagemesh.v1.request_pb2 import ROLE_ASSISTANT, ROLE_SYSTEM, ROLE_TOOL, ROLE_USER
 from tests.client.scripted import admitted, ended, finished, served
-from tests.gateway.test_realtime import CALL, conversing, written
+from tests.gateway.talking import CALL, conversing, written
 from tests.repository.commands import ROOT
 
 PYTHON = ROOT / ".venv" / "livekit" / "bin" / "python"

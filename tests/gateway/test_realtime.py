@@ -1,167 +1,40 @@
 """Realtime conversations of OpenAI's official client with a gateway, whose orchestrator follows scripts."""
 
+import asyncio
 import base64
-import io
 import json
 import threading
-import wave
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
-import openai
 import pytest
 import websockets
 from google.protobuf.message import Message
-from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
 from stagemesh.client import clients
 from stagemesh.common.errors import InternalError
 from stagemesh.v1 import request_pb2
-from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from stagemesh.v1.signature_pb2 import Signature
 from tests.client import scripted_sessions
-from tests.client.scripted import (
-    Pause,
-    Script,
-    ScriptedOrchestrator,
-    Talk,
-    admitted,
-    audio,
-    called,
-    ended,
-    finished,
-    served,
-    text,
-)
+from tests.client.scripted import Pause, Script, Talk, admitted, served, text
 from tests.gateway.attacks import post
 from tests.gateway.making import describe, rejection, serving
-
-RATE_HZ = 24_000
-TOOL = {"type": "function", "name": "read_clock", "parameters": {"type": "object"}}
-CALL = called("read_clock", '{"zone": '), called("", '"Asia/Tokyo"}')
-
-
-class Talker:
-    """A realtime client, and the events that it has received."""
-
-    def __init__(self, connection: AsyncRealtimeConnection) -> None:
-        self._connection = connection
-        self.received: list[dict[str, Any]] = []
-
-    async def send(self, kind: str, **fields: Any) -> None:
-        event: Any = {"type": kind, **fields}
-        await self._connection.send(event)
-
-    async def until(self, *kinds: str) -> dict[str, Any]:
-        """Returns the next event of one of these types."""
-        while True:
-            event = (await self._connection.recv()).to_dict()
-            self.received.append(event)
-            if event["type"] in kinds:
-                return event
-            assert event["type"] != "error", event
-
-    async def say(self, words: str, **fields: Any) -> dict[str, Any]:
-        """Adds a message of the user. Returns its item."""
-        content = [{"type": "input_text", "text": words}]
-        item = {"type": "message", "role": "user", "content": content, **fields}
-        await self.send("conversation.item.create", item=item)
-        done = await self.until("conversation.item.done", "conversation.item.created")
-        added: dict[str, Any] = done["item"]
-        return added
-
-    async def update(self, **settings: Any) -> None:
-        """Changes settings of the session."""
-        await self.send("session.update", session={"type": "realtime", **settings})
-        await self.until("session.updated")
-
-    async def respond(self, **settings: Any) -> dict[str, Any]:
-        """Asks for a response, and returns it when it has ended."""
-        await self.send("response.create", response=settings)
-        done: dict[str, Any] = (await self.until("response.done"))["response"]
-        return done
-
-    async def error(self) -> dict[str, Any]:
-        """Returns the next error."""
-        error: dict[str, Any] = (await self.until("error"))["error"]
-        return error
-
-    def texts(self, kind: str) -> str:
-        """Returns the joined deltas of the events of a type."""
-        return "".join(event["delta"] for event in self.received if event["type"] == kind)
-
-
-@asynccontextmanager
-async def talking(*scripts: Script, talks: Sequence[Talk] = ()) -> AsyncGenerator[tuple[ScriptedOrchestrator, Talker]]:
-    """Yields an orchestrator with a text and an audio output, and a client whose conversation has begun."""
-    async with (
-        served() as orchestrator,
-        conversing(orchestrator, *scripts, talks=talks) as url,
-        connected(url) as talker,
-    ):
-        yield orchestrator, talker
-
-
-@asynccontextmanager
-async def connected(url: str, *, model: str = "p") -> AsyncGenerator[Talker]:
-    """Yields a client whose conversation has begun at a gateway."""
-    ai = openai.AsyncOpenAI(base_url=f"http://{url}/v1", api_key="none")
-    async with ai, ai.realtime.connect(model=model) as connection:
-        talker = Talker(connection)
-        await talker.until("session.created")
-        yield talker
-
-
-@asynccontextmanager
-async def conversing(
-    orchestrator: ScriptedOrchestrator, *scripts: Script, talks: Sequence[Talk] = (), **settings: Any
-) -> AsyncGenerator[str]:
-    """Serves a gateway for the orchestrator. Yields its address. `settings` are those of its config."""
-    describe(orchestrator, "text", "audio", detects_turns=bool(talks))
-    orchestrator.scripts.extend(scripts)
-    orchestrator.talks.extend(talks)
-    async with serving(orchestrator.endpoint, **settings) as url:
-        yield url
-
-
-def spoken(*words: str | GenerateResponse) -> Script:
-    """Returns a script that says each word, or sends each part, with a tenth of a second of audio for each."""
-    return [admitted(), *said(*words), ended("text"), ended("audio"), finished()]
-
-
-def written(words: str) -> Script:
-    """Returns a script that answers with these words as text alone."""
-    return [admitted(), text(words), ended("text"), finished()]
-
-
-def said(*words: str | GenerateResponse) -> Iterator[Any]:
-    """Yields a part of the text and of the audio for each word."""
-    for word in words:
-        yield text(word) if isinstance(word, str) else word
-        yield audio([0.25] * (RATE_HZ // 10))
-
-
-def messages(orchestrator: ScriptedOrchestrator, request: int = -1) -> list[tuple[str, str]]:
-    """Returns the roles and texts of the prompt of a request."""
-    found = orchestrator.requests[request].input.conversation.messages
-    names = {request_pb2.ROLE_USER: "user", request_pb2.ROLE_ASSISTANT: "assistant", request_pb2.ROLE_SYSTEM: "system"}
-    return [(names.get(each.role, "tool"), each.content or "".join(part.text for part in each.parts)) for each in found]
-
-
-def pcm(samples: npt.NDArray[np.int16]) -> str:
-    """Returns samples as a client sends them."""
-    return base64.b64encode(samples.tobytes()).decode()
-
-
-def wav_samples(part: request_pb2.Part) -> npt.NDArray[np.int16]:
-    """Returns the samples of a WAV file in a prompt."""
-    with wave.open(io.BytesIO(part.audio_file.data)) as file:
-        assert (file.getframerate(), file.getnchannels()) == (RATE_HZ, 1)
-        return np.frombuffer(file.readframes(1 << 24), np.int16)
+from tests.gateway.talking import (
+    CALL,
+    RATE_HZ,
+    TOOL,
+    connected,
+    conversing,
+    messages,
+    pcm,
+    said,
+    spoken,
+    talking,
+    wav_samples,
+    written,
+)
 
 
 async def test_a_spoken_response_has_the_events_of_openai() -> None:
@@ -187,8 +60,7 @@ async def test_a_spoken_response_has_the_events_of_openai() -> None:
             "response.done",
         ]
         assert talker.texts("response.output_audio_transcript.delta") == "Good morning."
-        deltas = [each["delta"] for each in talker.received if each["type"] == "response.output_audio.delta"]
-        samples = np.frombuffer(b"".join(map(base64.b64decode, deltas)), np.int16)
+        samples = np.frombuffer(talker.audio("response.output_audio.delta"), np.int16)
         assert len(samples) == RATE_HZ // 5
         assert samples[100] == pytest.approx(0.25 * 32_768, abs=2)
         assert response["status"] == "completed"
@@ -231,24 +103,18 @@ async def test_a_tool_is_called() -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "read_clock"}], ids=["any", "named"])
-async def test_a_forced_call_is_the_whole_response(choice: object) -> None:
+async def test_a_forced_call_needs_its_tool_and_is_the_whole_response(choice: object) -> None:
     async with talking(spoken(*CALL)) as (orchestrator, talker):
-        await talker.update(tools=[TOOL])
         await talker.say("What time is it?")
+        await talker.send("response.create", response={"tool_choice": choice})
+        assert (await talker.error())["param"] == f"session.{'tools' if choice == 'required' else 'tool_choice'}"
+        await talker.update(tools=[TOOL], parallel_tool_calls=False)
         (made,) = (await talker.respond(tool_choice=choice))["output"]
         assert (made["type"], made["name"]) == ("function_call", "read_clock")
         assert json.loads(made["arguments"]) == {"zone": "Asia/Tokyo"}
+        name = "" if choice == "required" else "read_clock"
         sent = orchestrator.requests[0].input.conversation.tool_choice
-        assert (sent.required, sent.name) == (True, "" if choice == "required" else "read_clock")
-
-
-async def test_a_forced_call_needs_its_tool() -> None:
-    async with talking(spoken("Yes.")) as (_, talker):
-        await talker.say("What time is it?")
-        await talker.send("response.create", response={"tool_choice": {"type": "function", "name": "read_clock"}})
-        error = await talker.error()
-        assert "no tool has the name 'read_clock'" in error["message"]
-        assert (await talker.respond())["status"] == "completed"
+        assert sent == request_pb2.ToolChoice(required=True, name=name, single=True)
 
 
 async def test_a_response_prefers_the_replicas_of_the_one_before() -> None:
@@ -404,14 +270,15 @@ async def test_items_can_be_inserted_and_deleted() -> None:
         await talker.until("conversation.item.deleted")
         await talker.respond()
         assert messages(orchestrator) == [("system", "first"), ("user", "third")]
-        for event in (
-            {"type": "conversation.item.create", "item": {**item, "id": "c"}},
-            {"type": "conversation.item.create", "item": {**item, "id": "d"}, "previous_item_id": "x"},
-            {"type": "conversation.item.delete", "item_id": "b"},
-            {"type": "conversation.item.truncate", "item_id": "c", "content_index": 0, "audio_end_ms": 0},
-        ):
-            await talker.send(**{"kind" if name == "type" else name: value for name, value in event.items()})  # type: ignore[arg-type]
-            assert (await talker.error())["param"] in {"item.id", "previous_item_id", "item_id"}
+        wrong: list[tuple[str, dict[str, Any], str]] = [
+            ("create", {"item": {**item, "id": "c"}}, "item.id"),
+            ("create", {"item": {**item, "id": "d"}, "previous_item_id": "x"}, "previous_item_id"),
+            ("delete", {"item_id": "b"}, "item_id"),
+            ("truncate", {"item_id": "c", "content_index": 0, "audio_end_ms": 0}, "item_id"),
+        ]
+        for kind, fields, param in wrong:
+            await talker.send(f"conversation.item.{kind}", **fields)
+            assert (await talker.error())["param"] == param
 
 
 async def test_a_response_outside_the_conversation_leaves_no_item() -> None:
@@ -501,7 +368,7 @@ async def test_a_client_that_leaves_cancels_its_response() -> None:
             await talker.say("Hello")
             await talker.send("response.create")
             await talker.until("response.output_audio_transcript.delta")
-        await orchestrator.hung_up.wait()
+        await asyncio.wait_for(orchestrator.hung_up.wait(), 10)
 
 
 @pytest.mark.parametrize(

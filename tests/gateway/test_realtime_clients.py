@@ -17,17 +17,7 @@ from stagemesh.gateway.realtime.g711 import G711
 from stagemesh.v1.signature_pb2 import OptionSpec, Signature
 from tests.client.scripted import Pause, Script, ScriptedOrchestrator, admitted, served, text
 from tests.gateway.making import describe
-from tests.gateway.test_realtime import (
-    CALL,
-    RATE_HZ,
-    TOOL,
-    Talker,
-    connected,
-    conversing,
-    messages,
-    spoken,
-    wav_samples,
-)
+from tests.gateway.talking import CALL, RATE_HZ, TOOL, Talker, connected, conversing, messages, spoken, wav_samples
 
 PCM = {"type": "audio/pcm", "rate": RATE_HZ}
 TRANSCRIPTION = {"model": "gpt-4o-mini-transcribe"}
@@ -316,7 +306,7 @@ async def test_a_client_of_the_beta_has_its_names(options: Any) -> None:
         item = (await talker.until("conversation.item.created"))["item"]
         assert item["content"] == [{"type": "text", "text": "Hm."}]
         law = G711("audio/pcmu", "encode").encode(samples.tobytes())
-        await talker.send("input_audio_buffer.append", audio=_base64(law))
+        await talker.send("input_audio_buffer.append", audio=base64.b64encode(law).decode())
         await talker.send("input_audio_buffer.commit")
         await talker.send("response.create", response={"modalities": ["audio", "text"]})
         response = (await talker.until("response.done"))["response"]
@@ -324,7 +314,7 @@ async def test_a_client_of_the_beta_has_its_names(options: Any) -> None:
         assert len(heard) == pytest.approx(len(samples), abs=200)
         assert np.corrcoef(heard[500:20_000], samples[500:20_000])[0, 1] > 0.99
         assert talker.texts("response.audio_transcript.delta") == "Good morning."
-        audio = _joined(talker)
+        audio = talker.audio("response.audio.delta")
         assert len(audio) == pytest.approx(2 * 800, abs=20)
         assert len(set(audio[100:1_000])) <= 3
         assert response["modalities"] == ["audio"]
@@ -332,22 +322,3 @@ async def test_a_client_of_the_beta_has_its_names(options: Any) -> None:
         assert not [
             each["type"] for each in talker.received if "output_" in each["type"] and "output_item" not in each["type"]
         ]
-
-
-async def test_one_call_is_made_without_parallel_calls() -> None:
-    async with raw(spoken(*CALL)) as (orchestrator, talker):
-        await talker.send("session.update", session={**COMMON, "parallel_tool_calls": False})
-        await talker.say("What time is it?")
-        assert len((await talker.respond())["output"]) == 1
-        assert orchestrator.requests[0].input.conversation.tool_choice.single
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _joined(talker: Talker) -> bytes:
-    """Returns the audio of all events of the beta."""
-    return b"".join(
-        base64.b64decode(each["delta"]) for each in talker.received if each["type"] == "response.audio.delta"
-    )

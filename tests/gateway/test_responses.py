@@ -19,7 +19,7 @@ from stagemesh.v1.request_pb2 import FINISH_REASON_LENGTH, Finish, Output, Token
 from tests.client.scripted import Pause, admitted, called, ended, finished, message, served, text
 from tests.gateway.attacks import attacked
 from tests.gateway.making import asking, served_with_tokens
-from tests.gateway.test_realtime import messages
+from tests.gateway.talking import messages
 
 HELLO = (admitted(), text("\n"), text("Good "), text("day."), ended(), finished())
 CALLING = (

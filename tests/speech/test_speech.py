@@ -25,7 +25,7 @@ from stagemesh.common.errors import InvalidRequestError
 from tests.deployment import Deployment, eventually
 from tests.gateway.making import client, gateway
 from tests.gateway.page import visiting
-from tests.gateway.test_realtime import Talker
+from tests.gateway.talking import Talker
 from tests.orchestrator.mesh import poll
 from tests.repository.code_blocks import read_blocks
 from tests.rpc.call_errors import raises

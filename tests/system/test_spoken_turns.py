@@ -25,7 +25,7 @@ from stagemesh.client import (
 from tests.deployment import Deployment
 from tests.gateway.making import serving
 from tests.gateway.sounds import wav
-from tests.gateway.test_realtime import TOOL, Talker, connected
+from tests.gateway.talking import TOOL, Talker, connected
 from tests.models.spoken import speak
 
 pytestmark = pytest.mark.timeout(90)

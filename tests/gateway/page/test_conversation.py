@@ -15,7 +15,7 @@ from tests.client import scripted_sessions
 from tests.client.scripted import Pause, Script, Talk, admitted, ended, finished, served
 from tests.gateway.making import describe, known_callers, serving
 from tests.gateway.page.visiting import answer, samples, send, visiting
-from tests.gateway.test_realtime import RATE_HZ, messages, said, spoken, wav_samples
+from tests.gateway.talking import RATE_HZ, messages, said, spoken, wav_samples
 from tests.orchestrator.mesh import poll
 from tests.pictures import encoded_image
 
