@@ -74,6 +74,8 @@ class Body(BaseModel):
 
     rules: ClassVar[parameters.Rules] = {}
     """The rules for known parameters without a field, in addition to the rules of the base classes."""
+    permits_unknown_nulls: ClassVar[bool] = False
+    """Whether null is the same as omitting a parameter even if the parameter is unknown."""
     decisions: ClassVar[parameters.Rules]
     """The rules of the class and of its base classes."""
     _declared: ClassVar[frozenset[str]]
@@ -92,7 +94,10 @@ class Body(BaseModel):
         check_keys(given)
         if not isinstance(given, dict):
             return given
-        return parameters.apply_policy(cast("Object", given), cls._declared, cls.decisions)
+        values = cast("Object", given)
+        if cls.permits_unknown_nulls:
+            values = {name: value for name, value in values.items() if value is not None}
+        return parameters.apply_policy(values, cls._declared, cls.decisions)
 
 
 def check_keys(given: object) -> None:

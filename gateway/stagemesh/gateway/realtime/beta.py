@@ -9,16 +9,7 @@ from stagemesh.gateway.body import Object
 
 Event: TypeAlias = dict[str, Any]
 
-_EVENTS: Mapping[str, str | None] = {
-    **{
-        f"response.output_{content}.{step}": f"response.{content}.{step}"
-        for content in ("audio", "audio_transcript", "text")
-        for step in ("delta", "done")
-    },
-    "conversation.item.added": "conversation.item.created",
-    "conversation.item.done": None,
-}
-"""The beta name of an event, or None for an event that the beta has not."""
+_DONE, _ADDED, _CREATED = (f"conversation.item.{change}" for change in ("done", "added", "created"))
 _CONTENTS = {"output_text": "text", "output_audio": "audio"}
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "modalities": ("output_modalities",),
@@ -62,12 +53,15 @@ def from_beta(settings: Object) -> dict[str, Any]:
 
 def to_beta(event: Event) -> Event | None:
     """Returns an event as a client of the beta knows it, or None if it knows no such event."""
-    name = _EVENTS.get(event["type"], event["type"])
-    changed = {**event, "type": name}
+    if (name := event["type"]) == _DONE:
+        return None
+    if name.startswith(("response.output_audio", "response.output_text")):
+        name = name.replace("output_", "", 1)
+    changed = {**event, "type": _CREATED if name == _ADDED else name}
     for field, convert in (("item", _item), ("session", _flat), ("response", _flat)):
         if field in event:
             changed[field] = convert(event[field])
-    return None if name is None else changed
+    return changed
 
 
 def _item(item: Event) -> Event:

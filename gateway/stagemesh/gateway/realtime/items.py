@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, cast
 from uuid import uuid4
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from stagemesh.client import AudioFile, Message, Part, ToolCall
 from stagemesh.common.errors import OverloadedError
@@ -30,14 +30,9 @@ ItemId: TypeAlias = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class RealtimeBody(Body):
-    """A part of an event. null is the same as omitting a field."""
+    """A part of an event. Clients send the fields of the items and of the session that they received, and more."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _omit_nulls(cls, given: object) -> object:
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in cast("dict[str, object]", given).items() if value is not None}
+    permits_unknown_nulls = True
 
 
 class InputText(RealtimeBody):
@@ -153,6 +148,14 @@ class AssistantMessage(_Item):
     def text(self) -> str:
         """The text of all contents."""
         return "".join(each.text if isinstance(each, OutputText) else each.transcript for each in self.content)
+
+    def append(self, text: str) -> None:
+        """Adds text to the first content."""
+        content = self.content[0]
+        if isinstance(content, OutputText):
+            content.text += text
+        else:
+            content.transcript += text
 
     @property
     def audio_ms(self) -> int:

@@ -39,8 +39,11 @@ from stagemesh.gateway.websockets import JsonSocket
 
 CancelReason: TypeAlias = Literal["turn_detected", "client_cancelled"]
 Status: TypeAlias = Literal["completed", "cancelled", "incomplete", "failed"]
-_UNKNOWN: Mapping[str, int] = dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), 0)
-_NO_DETAILS: Mapping[str, Any] = {"input_token_details": {}, "output_token_details": {}}
+_NO_USAGE: Mapping[str, Any] = {
+    **dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), 0),
+    **{details: {} for details in ("input_token_details", "output_token_details")},
+}
+"""The usage of a response that was cancelled, which is not known. Clients read the usage of every response."""
 
 
 class Response:
@@ -73,6 +76,8 @@ class Response:
         """The audio that arrived before the first text. It is dropped if the model only calls tools."""
         self._call_parts: list[ToolCallPart] = []
         self._encoder = AnswerEncoder("pcm16") if settings.speaks else None
+        self._text_event = "output_audio_transcript" if settings.speaks else "output_text"
+        self._text_field = "transcript" if settings.speaks else "text"
         audio_format = settings.audio.output.format.type
         self._g711 = None if audio_format == "audio/pcm" else G711(audio_format, "encode")
         self._length_reached = False
@@ -144,23 +149,14 @@ class Response:
                 await self._add_audio(self._encoder.finish())
             case Finished():
                 details = usage_of(event, self._model)["prompt_tokens_details"]
-                self._usage = {
-                    **token_counts(event, self._model),
-                    "input_token_details": details,
-                    "output_token_details": {},
-                }
+                self._usage = {**_NO_USAGE, **token_counts(event, self._model), "input_token_details": details}
             case _:
                 pass
 
     async def _add_text(self, text: str) -> None:
         message = self._message or await self._begin_message()
-        content = message.content[0]
-        if isinstance(content, OutputText):
-            content.text += text
-            await self._send_part("response.output_text.delta", message, delta=text)
-        else:
-            content.transcript += text
-            await self._send_part("response.output_audio_transcript.delta", message, delta=text)
+        message.append(text)
+        await self._send_part(f"response.{self._text_event}.delta", message, delta=text)
         early, self._early_audio = self._early_audio, []
         for pcm in early:
             await self._add_audio(pcm)
@@ -206,16 +202,11 @@ class Response:
             await self._send("conversation.item.done", item=item.to_json())
 
     async def _end(self, status: Status, details: Mapping[str, Any]) -> None:
-        self._is_ending = True
-        # Clients read the usage of every response that has ended. It is not known if the response was cancelled.
-        self._usage = self._usage or {**_UNKNOWN, **_NO_DETAILS}
+        self._is_ending, self._usage = True, self._usage or _NO_USAGE
         if (message := self._message) is not None:
-            content = message.content[0]
-            if isinstance(content, OutputText):
-                await self._send_part("response.output_text.done", message, text=content.text)
-            else:
+            if self._settings.speaks:
                 await self._send_part("response.output_audio.done", message)
-                await self._send_part("response.output_audio_transcript.done", message, transcript=content.transcript)
+            await self._send_part(f"response.{self._text_event}.done", message, **{self._text_field: message.text})
             await self._send_part("response.content_part.done", message, part=self._part(message))
             await self._end_item(message, "completed" if status == "completed" else "incomplete")
         await self._send("response.done", response=self._to_json(status, details))
@@ -227,8 +218,7 @@ class Response:
         return {"response_id": self.id, "item_id": item.id, "output_index": self._output.index(item)}
 
     def _part(self, message: AssistantMessage) -> dict[str, Any]:
-        kind = "audio" if self._settings.speaks else "text"
-        return {"type": kind, "transcript" if self._settings.speaks else "text": message.text}
+        return {"type": "audio" if self._settings.speaks else "text", self._text_field: message.text}
 
     def _to_json(self, status: Status | Literal["in_progress"], details: Mapping[str, Any] | None = None) -> Any:
         return {

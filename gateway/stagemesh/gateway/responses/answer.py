@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import InitVar, dataclass
 from itertools import count
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -31,20 +30,17 @@ class Caller(NamedTuple):
     sender: Sender
 
 
-@dataclass
 class Answer:
     """The answer to a request: a response, which is stored when it ends if its parameters say so."""
 
-    events: AsyncResponseStream
-    model: Model
-    caller: Caller
-    items: Sequence[bytes]
-    """The items of the request's own input, as JSON."""
-    parameters: InitVar[Mapping[str, Any]]
-    """The parameters that the response repeats."""
-
-    def __post_init__(self, parameters: Mapping[str, Any]) -> None:
+    def __init__(
+        self, request_id: str, model: Model, caller: Caller, items: Sequence[bytes], parameters: Mapping[str, Any]
+    ) -> None:
+        """`items` is the request's own input, as JSON. `parameters` are those that the response repeats."""
+        self._request_id, self._model, self._caller, self._items = request_id, model, caller, items
         self._numbers = count()
+        self._grows = ""
+        """The name of the text that grows in the last item of the output."""
         self._item: dict[str, Any] | None = None
         """The last item of the output, if it may grow."""
         self._call, self._texts, self._logprobs = -1, list[str](), list[Any]()
@@ -53,22 +49,22 @@ class Answer:
         """White space, which belongs to the next text if one follows."""
         self._length_reached = False
         self._output: list[dict[str, Any]] = []
-        fields = {"object": "response", "created_at": now_s(), "model": self.model.id, "output": self._output}
+        fields = {"object": "response", "created_at": now_s(), "model": model.id, "output": self._output}
         fields |= {"status": "in_progress", "background": False, "truncation": "disabled"}
         missing = dict.fromkeys(("completed_at", "error", "incomplete_details", "usage"))
-        self._response: dict[str, Any] = {"id": f"resp_{self.events.request_id}", **fields, **missing, **parameters}
+        self._response: dict[str, Any] = {"id": f"resp_{request_id}", **fields, **missing, **parameters}
         self._response |= warnings_field()
 
     async def chunks(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes]:
         """Yields the events of a stream. An error is an event, too."""
-        key, running = (self.caller.owner, self._response["id"]), self.caller.store.running
+        key, running = (self._caller.owner, self._response["id"]), self._caller.store.running
         running[key] = self._cancel
         try:
             async with aclosing(self._report(events)) as reported:
                 async for part in reported:
                     yield part
         except StagemeshError as exc:
-            self.caller.sender.reject(exc)
+            self._caller.sender.reject(exc)
             yield b"".join(self._fail(exc))
         finally:
             del running[key]
@@ -81,7 +77,7 @@ class Answer:
         return self._response
 
     async def _cancel(self) -> dict[str, Any]:
-        await self.model.client.cancel(self.events.request_id)
+        await self._model.client.cancel(self._request_id)
         return {**self._response, "status": "cancelled"}
 
     async def _report(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes]:
@@ -110,11 +106,11 @@ class Answer:
             case OutputFinished():
                 self._length_reached |= FINISH_REASONS.get(event.reason) == "length"
             case Finished():
-                used = usage_of(event, self.model)
+                cached = usage_of(event, self._model)["prompt_tokens_details"]
                 self._response["usage"] = {
-                    **token_counts(event, self.model),
-                    "input_tokens_details": {"cache_write_tokens": 0, **used["prompt_tokens_details"]},
-                    "output_tokens_details": {"reasoning_tokens": 0, **used.get("completion_tokens_details", {})},
+                    **token_counts(event, self._model),
+                    "input_tokens_details": {"cache_write_tokens": 0, **cached},
+                    "output_tokens_details": {"reasoning_tokens": 0},
                 }
             case _:
                 pass
@@ -136,10 +132,11 @@ class Answer:
         yield from self._close()
         self._item = {"id": f"{prefix}_{uuid4().hex}", "status": "in_progress", **fields}
         self._output.append(self._item)
+        self._grows = _GROWING[prefix]
         yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=self._item)
         if "content" in fields:
             extra = dict[str, Any](annotations=[], logprobs=[]) if prefix == "msg" else {}
-            part = {"type": _GROWING[prefix], "text": "", **extra}
+            part = {"type": self._grows, "text": "", **extra}
             yield self._item_event("content_part.added", part=part)
             self._item["content"] = [part]
 
@@ -160,11 +157,7 @@ class Answer:
     def _grow(self, text: str, **fields: Any) -> bytes:
         """Adds text to the last item of the output."""
         self._texts.append(text)
-        return self._item_event(f"{self._growing}.delta", delta=text, **fields)
-
-    @property
-    def _growing(self) -> str:
-        return _GROWING[self._output[-1]["id"].partition("_")[0]]
+        return self._item_event(f"{self._grows}.delta", delta=text, **fields)
 
     def _close(self, status: str = "completed") -> Iterator[bytes]:
         """Ends the last item of the output, if it may grow."""
@@ -175,13 +168,13 @@ class Answer:
         item["status"] = status
         if item["type"] == "function_call":
             item["arguments"] = text
-            yield self._item_event(f"{self._growing}.done", name=item["name"], arguments=text)
+            yield self._item_event(f"{self._grows}.done", name=item["name"], arguments=text)
         else:
             (part,) = item["content"]
             part["text"] = text
             scored = {"logprobs": logprobs} if item["type"] == "message" else {}
             part |= scored
-            yield self._item_event(f"{self._growing}.done", text=text, **scored)
+            yield self._item_event(f"{self._grows}.done", text=text, **scored)
             yield self._item_event("content_part.done", part=part)
         yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
@@ -212,7 +205,7 @@ class Answer:
         if self._response["store"]:
             output = {item["id"]: msgspec.json.encode(item) for item in self._output}
             previous_id = self._response["previous_response_id"]
-            stored = StoredResponse(msgspec.json.encode(self._response), self.items, output, previous_id)
-            self._response["store"] = self.caller.store.add(self.caller.owner, self._response["id"], stored)
+            stored = StoredResponse(msgspec.json.encode(self._response), self._items, output, previous_id)
+            self._response["store"] = self._caller.store.add(self._caller.owner, self._response["id"], stored)
         # A client that does not expect the end of a cancelled response takes it for an incomplete one.
         yield self._event(f"response.{'incomplete' if status == 'cancelled' else status}")

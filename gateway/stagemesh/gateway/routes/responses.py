@@ -36,7 +36,7 @@ async def create_response(request: Request) -> Response:
 
     arguments, items = await aside(prepare, size_bytes=size_bytes + len(await request.body()))
     events = model.client.generate(**arguments)
-    answer = Answer(events, model, caller, items, body.echo())
+    answer = Answer(events.request_id, model, caller, items, body.echo())
     return await respond(request, events, streams=body.stream, chunks=answer.chunks, whole=answer.whole)
 
 
