@@ -322,10 +322,10 @@ class StepCalls:
             self._changed.fire()
 
     def _lose_replaced(self, state: StepState, flow_attempts: Mapping[str, int]) -> None:
-        """Restarts the neighbours of a stage that another orchestrator has replaced before this one continued.
+        """Restarts the peers of a stage that another orchestrator has replaced before this one continued.
 
         `flow_attempts` is the attempt in which each flow of the stage's step is bound, by edge name. The other
-        orchestrator took these neighbours for lost. They may run, and then wait for a flow that nobody sends.
+        orchestrator took these peers for lost. They may run, and then wait for a flow that no producer opens.
         """
         for edge in find_overtaken(self._route, self._states, state.name, flow_attempts):
             state.bound = {**state.bound, edge.name: flow_attempts[edge.name]}
