@@ -44,7 +44,8 @@ class _EdgeShape(_Shape):
 
 
 class _ConnectorShape(_Shape):
-    name: str
+    name: str | None = None
+    """It may be in the base of an overlay."""
     extra: _Mapping | None = None
 
 
@@ -86,7 +87,9 @@ _PREFIXED = frozenset(
 )
 """The mappings whose keys are read one by one, with the name of the mapping before them."""
 _REPLACED = frozenset({"cache_config", "input_connectors", "output_connectors", "parallel_config"})
-"""The mappings that an overlay replaces as a whole. Those with other names are merged key by key."""
+"""The mappings of a stage that an overlay replaces as a whole. Its `_PREFIXED` mappings with other names are merged."""
+_DEEP = frozenset({"engine_args", "engine_extras", "extra"})
+"""The mappings whose values an overlay merges key by key, in every depth."""
 
 
 class Given(NamedTuple):
@@ -94,6 +97,19 @@ class Given(NamedTuple):
 
     path: str
     value: Any
+    is_deep: bool = False
+    """Whether an overlay merges the keys of the value, if it is a mapping."""
+
+    def override(self, other: "Given") -> "Given":
+        """Returns the value of an overlay, with the keys of this one that the overlay does not have."""
+        return other._replace(value=_merge(self.value, other.value)) if self.is_deep and other.is_deep else other
+
+
+def _merge(value: object, other: object) -> object:
+    if not (isinstance(value, dict) and isinstance(other, dict)):
+        return other
+    mine, theirs = cast("dict[str, object]", value), cast("dict[str, object]", other)
+    return {**mine, **{key: _merge(mine[key], each) if key in mine else each for key, each in theirs.items()}}
 
 
 @dataclass
@@ -146,10 +162,11 @@ class Section:
 
     def override(self, other: "Section") -> None:
         """Merges the section of an overlay into this one. Values of the overlay replace values of this section."""
-        replaced = {name.partition(".")[0] for name in other.values} & _REPLACED
+        replaced = {name.partition(".")[0] for name, given in other.values.items() if not given.is_deep} & _REPLACED
         for name in [name for name in self.values if name.partition(".")[0] in replaced]:
             del self.values[name]
-        self.values.update(other.values)
+        for name, given in other.values.items():
+            self.values[name] = self.values[name].override(given) if name in self.values else given
         self.shadowed += other.shadowed
         self.path = other.path
 
@@ -201,7 +218,7 @@ def _read(file: Path, *, prefix: str, bases: tuple[Path, ...]) -> OmniConfig:
         raise _invalid([f"{prefix}base_config is {overlay!r}; write the path of a file"])
     config = _parse(document, file=file, prefix=prefix, is_overlay=overlay is not None)
     if overlay is None:
-        return config
+        return _with_names(config)
     path = (file.parent / overlay).resolve()
     if path in bases:
         raise _invalid([f"{prefix}base_config: {path} is its own base; name another file"])
@@ -209,7 +226,15 @@ def _read(file: Path, *, prefix: str, bases: tuple[Path, ...]) -> OmniConfig:
     if not base.is_deploy:
         raise _invalid([f"{prefix}base_config: {path} is not a deploy config; name a file with `stages`"])
     base.override(config)
-    return base
+    return _with_names(base)
+
+
+def _with_names(config: OmniConfig) -> OmniConfig:
+    """Returns the config. Raises InvalidRequestError if a connector has no name, in an overlay or in its base."""
+    nameless = [each.path for each in config.connectors.values() if "name" not in each.values]
+    if nameless:
+        raise _invalid([f"{path}.name: it is missing; add it" for path in nameless])
+    return config
 
 
 def _load(file: Path) -> dict[str, Any]:
@@ -295,21 +320,22 @@ def _section(path: str, shape: BaseModel, *, skip: tuple[str, ...] = ()) -> Sect
     values = shape.model_dump(exclude_unset=True)
     section = Section(path)
     kept = {key: value for key, value in values.items() if key not in {*skip, "producer", "consumer"}}
-    for name, given in _flatten(kept, path, names=""):
+    for name, given in _flatten(kept, path):
         section.add(name, given)
     return section
 
 
-def _flatten(values: Mapping[str, Any], path: str, *, names: str) -> Iterator[tuple[str, Given]]:
+def _flatten(values: Mapping[str, Any], path: str, *, is_deep: bool = False) -> Iterator[tuple[str, Given]]:
     for key, value in values.items():
         here = f"{path}.{key}" if path and not path.endswith(":") else f"{path} {key}".lstrip()
+        deep = is_deep or key in _DEEP
         if isinstance(value, dict) and key in _UNPREFIXED:
-            yield from _flatten(cast("dict[str, Any]", value), here, names=names)
+            yield from _flatten(cast("dict[str, Any]", value), here, is_deep=deep)
         elif isinstance(value, dict) and key in _PREFIXED:
             for name, item in cast("dict[str, Any]", value).items():
-                yield f"{names}{key}.{name}", Given(f"{here}.{name}", item)
+                yield f"{key}.{name}", Given(f"{here}.{name}", item, deep)
         else:
-            yield f"{names}{key}", Given(here, value)
+            yield key, Given(here, value, deep)
 
 
 def _override_each(sections: dict[_Key, Section], others: dict[_Key, Section]) -> None:
