@@ -1,6 +1,7 @@
 """Decisions about parameters: every one of OpenAI's and of vLLM's API with null, its default and another value."""
 
 import ast
+import base64
 import importlib.util
 import logging
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai import NOT_GIVEN
 from openai.types import completion_create_params, image_edit_params, image_generate_params, video_create_params
 from openai.types.audio import speech_create_params, transcription_create_params
 from openai.types.chat import (
@@ -32,10 +34,12 @@ from stagemesh.gateway.routes.images import ImageBody
 from stagemesh.gateway.routes.speech import SpeechBody
 from stagemesh.gateway.routes.transcriptions import TranscriptionBody
 from stagemesh.gateway.routes.videos import VideoBody
+from stagemesh.gateway.routes.voices import CreateVoiceBody
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from stagemesh.v1.signature_pb2 import OptionSpec, Signature
 from tests.client.scripted import admitted, audio, called, ended, finished, served, text
 from tests.gateway.making import ask, asking, describe
+from tests.repository.commands import ROOT
 
 PROMPT = {"model": "p", "prompt": "x"}
 USER = {"role": "user", "content": "hi"}
@@ -151,6 +155,104 @@ def test_each_parameter_of_vllm_has_a_decision(body: type[Body], module: str) ->
     assert len(names) > 50
     known = body.model_fields.keys() | body.decisions.keys()
     assert {name for name in names if not name.startswith("_")} <= known
+
+
+OMNI: tuple[tuple[type[Body], str, str, str], ...] = (
+    (
+        ChatBody,
+        "modalities mm_processor_kwargs",
+        "request_id",
+        """audios extra_args extra_body extra_params guidance_scale height image_generation images lora negative_prompt
+        num_frames num_inference_steps num_outputs_per_prompt sampling_params_list size speaker stage_params
+        stage_sampling talker_max_new_tokens talker_repetition_penalty talker_temperature talker_top_k talker_top_p
+        true_cfg_scale video_fps video_max_frames video_max_pixels video_min_pixels video_total_pixels videos width""",
+    ),
+    (
+        SpeechBody,
+        """language max_new_tokens non_streaming_mode ref_audio ref_text repetition_penalty speaker stream temperature
+        top_k top_p x_vector_only_mode""",
+        "initial_codec_chunk_frames task_type",
+        """ambient_sound duration_seconds duration_tokens extra_params ref_audio_2 references sample_rate
+        speaker_embedding stage_params token_count word_timestamps""",
+    ),
+    (CreateVoiceBody, "ref_text consent", "speaker_description", ""),
+    (
+        ImageBody,
+        "guidance_scale negative_prompt num_inference_steps",
+        "generator_device vae_use_slicing vae_use_tiling",
+        """bot_task extra_params flow_shift infer_align_image_size layers lora mask_image reference_image resolution
+        system_prompt true_cfg_scale url use_system_prompt""",
+    ),
+    (
+        VideoBody,
+        "guidance_scale negative_prompt num_frames num_inference_steps",
+        "",
+        """boundary_ratio enable_frame_interpolation extra_params flow_shift fps frame_interpolation_exp
+        frame_interpolation_model_path frame_interpolation_scale generate_sound guidance_scale_2 height image_reference
+        lora sound_duration true_cfg_scale video_params width""",
+    ),
+)
+"""For each body: the parameters of vLLM-Omni and SGLang-Omni that are applied, ignored and refused."""
+
+
+@pytest.mark.parametrize(
+    ("body", "applied", "ignored", "refused"), OMNI, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_each_parameter_of_other_omni_servers_has_its_decision(
+    body: type[Body], applied: str, ignored: str, refused: str
+) -> None:
+    assert {*applied.split()} <= body.model_fields.keys()
+    effects = {name: body.decisions[name].effect for name in f"{ignored} {refused}".split()}
+    assert effects == dict.fromkeys(ignored.split(), "ignored") | dict.fromkeys(refused.split(), "refused")
+    page = (ROOT / "docs/migration.md").read_text()
+    assert [name for name in f"{applied} {ignored} {refused}".split() if f"`{name}`" not in page] == []
+
+
+TTS = Signature(
+    options=[OptionSpec(name="speaker"), OptionSpec(name="reference_text"), OptionSpec(name="whole_text")],
+    sampling=True,
+    media=True,
+)
+
+
+async def test_a_speech_of_another_omni_server_is_applied() -> None:
+    sent: Any = {"speaker": "vivian", "ref_text": "hi", "x_vector_only_mode": True, "non_streaming_mode": True}
+    sent |= {"stream": True, "max_new_tokens": 9, "temperature": 0.5, "task_type": "CustomVoice"}
+    async with served() as orchestrator, asking(orchestrator) as ai:
+        describe(orchestrator, "audio", signature=TTS)
+        orchestrator.scripts.append([admitted(), audio([0.5] * 2400), ended("audio"), finished()])
+        create: Any = ai.audio.speech.with_raw_response.create
+        made = await create(model="p", voice=NOT_GIVEN, input="x", extra_body=sent)
+        assert made.headers["content-type"].startswith("text/event-stream")
+        assert made.headers["stagemesh-warnings"] == "'task_type' is not supported and was ignored"
+        given = orchestrator.requests[0].parameters
+        options = {name: value.text or value.flag for name, value in given.options.items()}
+        assert options == {"speaker": "vivian", "whole_text": True}
+        assert (given.sampling.max_tokens, given.sampling.temperature) == (9, 0.5)
+    async with served() as orchestrator, asking(orchestrator) as ai:
+        describe(orchestrator, "audio")
+        orchestrator.scripts.append([admitted(), audio([0.5] * 2400), ended("audio"), finished()])
+        made = await ai.audio.speech.with_raw_response.create(
+            model="p", voice="default", input="x", extra_body={"top_k": 3}
+        )
+        assert "'top_k' has no effect" in made.headers["stagemesh-warnings"]
+        with pytest.raises(openai.BadRequestError, match="two names of one parameter"):
+            await ai.audio.speech.create(model="p", voice="alto", input="x", extra_body={"speaker": "bass"})
+
+
+async def test_a_chat_of_another_omni_server_is_applied() -> None:
+    video = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+    async with served() as orchestrator, asking(orchestrator) as ai:
+        describe(orchestrator, "text", "audio")
+        orchestrator.scripts.append([admitted(), audio([0.5] * 2400), ended("audio"), ended(), finished()])
+        answer = await ask(
+            ai,
+            messages=[{"role": "user", "content": [video]}],
+            modalities=["audio"],
+            extra_body={"mm_processor_kwargs": {"use_audio_in_video": True}},
+        )
+        assert base64.b64decode(answer.choices[0].message.audio.data).startswith(b"RIFF")
+        assert orchestrator.requests[0].input.conversation.messages[0].parts[0].use_audio_in_video
 
 
 @pytest.mark.parametrize(

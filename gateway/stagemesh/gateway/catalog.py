@@ -39,11 +39,13 @@ _SYNONYMS: Mapping[str, Sequence[str]] = {
     "voice": ("speaker",),
     "instructions": ("instruction",),
     "ref_text": ("reference_text",),
+    "non_streaming_mode": ("whole_text",),
 }
 """Further names of the options to which parameters of OpenAI's API belong."""
 OPENAI_VOICES = frozenset(
-    "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse".split()  # noqa: SIM905 - one line
+    "alloy ash ballad cedar coral default echo fable marin nova onyx sage shimmer verse".split()  # noqa: SIM905 - one line
 )
+"""OpenAI's voices, and the one that clients of SGLang-Omni send by default."""
 _FRESH_S = 10.0
 """The time for which a description is used, in seconds. An upgrade may change it."""
 _FAILED_S = 1.0

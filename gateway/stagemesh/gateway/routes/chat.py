@@ -3,12 +3,13 @@
 import base64
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from itertools import chain
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stagemesh.client import (
     AsyncResponseStream,
@@ -30,7 +31,7 @@ from stagemesh.gateway.answers import DONE, LEAST_LOGPROB, now_s, respond, sse, 
 from stagemesh.gateway.audio import AnswerEncoder, AudioFormat
 from stagemesh.gateway.body import Body, Items, Object, SamplingBody, VoiceId, aside, option_values, read_json
 from stagemesh.gateway.catalog import Model, find_model
-from stagemesh.gateway.content import MessageBody
+from stagemesh.gateway.content import MessageBody, VideoPart
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.tools import Calls, Function, FunctionName, tool_arguments
 from stagemesh.gateway.unions import OBJECT, TEXT, by_type
@@ -94,6 +95,14 @@ class StructuredOutputs(Body):
     grammar: str | None = None
 
 
+class ProcessorArguments(Body):
+    """Arguments of vLLM's processor of media."""
+
+    rules = parameters.RULES["processor"]
+
+    use_audio_in_video: bool = False
+
+
 class ChatBody(SamplingBody):
     """The body of a request for a chat completion."""
 
@@ -113,6 +122,18 @@ class ChatBody(SamplingBody):
     modalities: Items[Literal["text", "audio"]] | None = None
     audio: AudioBody | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: ProcessorArguments = ProcessorArguments()
+
+    @model_validator(mode="after")
+    def _apply_defaults(self) -> Self:
+        """Sets the format of an answer that is spoken, and the audio tracks of all videos, as vLLM-Omni does."""
+        if self.speaks and self.audio is None:
+            self.audio = AudioBody(format="pcm16" if self.stream else "wav")
+        if self.mm_processor_kwargs.use_audio_in_video:
+            for part in chain.from_iterable(message.parts for message in self.messages):
+                if isinstance(part, VideoPart):
+                    part.video_url.use_audio = True
+        return self
 
     def arguments(self, model: Model) -> GenerateArguments:
         """Returns the arguments of the client for this request. Raises InvalidRequestError if some contradict."""
@@ -145,8 +166,8 @@ class ChatBody(SamplingBody):
         return "audio" in (self.modalities or ())
 
     def _outputs(self, model: Model) -> list[str]:
-        if self.speaks != (self.audio is not None):
-            raise ParameterError("audio", 'it belongs to modalities: ["text", "audio"]; send both or none of them')
+        if self.audio is not None and not self.speaks:
+            raise ParameterError("audio", 'it needs modalities: ["text", "audio"]; send both or none of them')
         names = [model.require_output("text")]
         if self.audio is not None:
             if self.stream and self.audio.format != "pcm16":

@@ -16,7 +16,7 @@ from stagemesh.client import AsyncResponseStream, Content, Event, GenerateArgume
 from stagemesh.common.errors import InternalError
 from stagemesh.gateway import parameters
 from stagemesh.gateway.answers import now_s, respond, sse
-from stagemesh.gateway.body import MAX_ITEMS, Form, StageBody, read_form, read_json, validate
+from stagemesh.gateway.body import MAX_ITEMS, Form, StageBody, option_values, read_form, read_json, validate
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.content import check_kind
 from stagemesh.gateway.errors import ParameterError
@@ -40,6 +40,8 @@ class ImageBody(StageBody):
     output_format: Literal["png", "jpeg", "webp"] | None = None
     stream: bool | None = None
     partial_images: Annotated[int | None, Field(ge=0, le=3)] = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
 
     def arguments(self, model: Model) -> GenerateArguments:
         """Returns the arguments of the client for this request, without the prompt."""
@@ -49,7 +51,11 @@ class ImageBody(StageBody):
             "outputs": [model.require_output("image")],
             "negative_prompt": self.negative_prompt,
             "choices": self.n or 1,
-            "options": {**self.options, **size_options(self.size, model)},
+            "options": {
+                **self.options,
+                **size_options(self.size, model),
+                **option_values(model, self, "num_inference_steps", "guidance_scale"),
+            },
         }
 
     def check_format(self, image: Image) -> None:

@@ -5,11 +5,12 @@ import base64
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import Annotated, Literal, TypeAlias, cast
+from typing import Annotated, Literal, Self, TypeAlias, cast
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.websockets import WebSocket
 
 from stagemesh.client import (
@@ -27,6 +28,7 @@ from stagemesh.client import (
 from stagemesh.client.session_turns import SessionEvent
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.tasks import end_tasks
+from stagemesh.gateway import parameters
 from stagemesh.gateway.answers import EVENT_STREAM, sse, stream, token_counts
 from stagemesh.gateway.audio import MEDIA_TYPES, PCM_RATE_HZ, AnswerEncoder, AudioFormat
 from stagemesh.gateway.body import StageBody, VoiceId, aside, option_values, read_json, validate
@@ -43,29 +45,74 @@ router = APIRouter()
 class VoiceBody(StageBody):
     """The parameters of a voice, which are options of the pipeline's stages."""
 
+    rules = parameters.RULES["speech"]
+
     voice: VoiceId = None
+    speaker: VoiceId = None
+    """Another name of `voice`, as vLLM-Omni has it."""
     instructions: str | None = None
     language: str | None = None
     ref_text: str | None = None
     """The text of the audio of a voice to clone."""
     speed: Annotated[float | None, Field(gt=0)] = None
+    non_streaming_mode: bool | None = None
+    """Whether the model reads the whole text before it speaks."""
+    x_vector_only_mode: bool | None = None
+    """Whether a clone has only the sound of the voice, without `ref_text`."""
+
+    @model_validator(mode="after")
+    def _apply_other_names(self) -> Self:
+        if self.speaker is not None:
+            if self.voice not in {None, self.speaker}:
+                raise PydanticCustomError("speaker", "speaker and voice are two names of one parameter; send one")
+            self.voice, self.speaker = self.speaker, None
+        if self.x_vector_only_mode:
+            self.ref_text = None
+        return self
 
     def arguments(self, model: Model) -> GenerateArguments:
         """Returns the arguments of the client for this request, without the text."""
         arguments = self.stage_arguments(model)
         arguments["outputs"] = [model.require_output("audio")]
-        own = option_values(model, self, "voice", "instructions", "language", "speed", "ref_text")
+        own = option_values(model, self, *_OPTIONS)
         return arguments | {"options": {**self.options, **own}}
 
 
+_OPTIONS = ("voice", "instructions", "language", "speed", "ref_text", "non_streaming_mode")
+"""The parameters that are options of stages."""
+_SAMPLED = {"temperature", "top_p", "top_k", "repetition_penalty"}
+
+
 class SpeechBody(VoiceBody):
-    """The body of a request for speech: OpenAI's parameters, and those by which vLLM-Omni clones a voice."""
+    """The body of a request for speech: the parameters of OpenAI's, vLLM-Omni's and SGLang-Omni's APIs."""
 
     input: Annotated[str, Field(min_length=1)]
     ref_audio: str | None = None
     """The voice to clone: a data URL, or the URI of an object in the pipeline's store."""
     response_format: AudioFormat = "mp3"
-    stream_format: Literal["audio", "sse"] = "audio"
+    stream: bool | None = None
+    stream_format: Literal["audio", "sse"] | None = None
+    """By default "sse" if `stream` is true. The audio is sent while it is made in any case."""
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+
+    @property
+    def is_sse(self) -> bool:
+        """Whether the audio is sent as events."""
+        return bool(self.stream) if self.stream_format is None else self.stream_format == "sse"
+
+    def arguments(self, model: Model) -> GenerateArguments:
+        given = self.model_dump(include=_SAMPLED, exclude_none=True)
+        if self.max_new_tokens is not None:
+            given["max_tokens"] = self.max_new_tokens
+        if model.speaks_input or not model.chooses_tokens:
+            for name in given:
+                parameters.warn(name, "has no effect on this model, which samples no tokens for a speech")
+            given = {}
+        return super().arguments(model) | cast("GenerateArguments", given)
 
     def reference(self) -> Part | None:
         """Returns the audio of the voice to clone, or None if the request has none."""
@@ -101,7 +148,7 @@ async def create_speech(request: Request) -> Response:
         events = _spoken(model, body.input, arguments)
     else:
         events = aiter(model.client.generate(body.input, **arguments))
-    media_type = EVENT_STREAM if body.stream_format == "sse" else MEDIA_TYPES[body.response_format]
+    media_type = EVENT_STREAM if body.is_sse else MEDIA_TYPES[body.response_format]
     sounding = _sounding(events)
     return await stream(request, sounding, lambda each: _parts(each, body, model), media_type=media_type)
 
@@ -143,10 +190,9 @@ async def _spoken(model: Model, text: str, arguments: GenerateArguments) -> Asyn
 
 async def _parts(events: AsyncIterator[Event | SessionEvent], body: SpeechBody, model: Model) -> AsyncGenerator[bytes]:
     encoder = AnswerEncoder(body.response_format)
-    is_sse = body.stream_format == "sse"
 
     def part(data: bytes) -> bytes:
-        if not is_sse or not data:
+        if not body.is_sse or not data:
             return data
         return sse({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
 
@@ -159,7 +205,7 @@ async def _parts(events: AsyncIterator[Event | SessionEvent], body: SpeechBody, 
             usage = token_counts(event, model)
     if data := part(await asyncio.to_thread(encoder.finish)):
         yield data
-    if is_sse:
+    if body.is_sse:
         yield sse({"type": "speech.audio.done", "usage": usage})
 
 

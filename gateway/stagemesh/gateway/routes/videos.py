@@ -46,13 +46,17 @@ class VideoBody(StageBody):
     negative_prompt: str = ""
     seconds: Annotated[float | None, Field(gt=0)] = None
     size: str | None = None
+    num_frames: int | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
 
     def arguments(self, model: Model) -> GenerateArguments:
         """Returns the arguments of the client for this request, without the prompt."""
         arguments = self.stage_arguments(model)
         # The later requests for the video do not contain a user.
         arguments.pop("caller", None)
-        options = {**self.options, **size_options(self.size, model), **option_values(model, self, "seconds")}
+        own = option_values(model, self, "seconds", "num_frames", "num_inference_steps", "guidance_scale")
+        options = {**self.options, **size_options(self.size, model), **own}
         return arguments | {"outputs": [_output_of(model)], "negative_prompt": self.negative_prompt, "options": options}
 
     def labels(self) -> Mapping[str, str]:

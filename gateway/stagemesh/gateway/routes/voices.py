@@ -14,6 +14,7 @@ from starlette.requests import HTTPConnection
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundError, UnsupportedError
 from stagemesh.common.media.decoding import DecodedBytes
 from stagemesh.common.media.stored_file import call_store
+from stagemesh.gateway import parameters
 from stagemesh.gateway.audio import Measured, decode, measure
 from stagemesh.gateway.body import Body, read_form, validate
 from stagemesh.gateway.catalog import OPENAI_VOICES, Model, catalog_of
@@ -39,6 +40,8 @@ _THREADS = ThreadPoolExecutor(16, "voices")
 
 class CreateVoiceBody(Body):
     """The fields of a form that creates a voice: OpenAI's, and `ref_text` of vLLM-Omni."""
+
+    rules = parameters.RULES["voice"]
 
     name: str
     type: Literal["audio_sample"] = "audio_sample"
