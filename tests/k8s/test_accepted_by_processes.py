@@ -73,6 +73,8 @@ def test_orchestrators_accept_their_tokens(tmp_path: Path) -> None:
             "httpsSecret": "https",
             "maxBodyBytes": 2**33,
             "maxWebsockets": 7,
+            "maxResponsesBytes": 2**33,
+            "responseTtlSeconds": 0.5,
             "page": False,
             "voicesClaim": "voices",
         },
@@ -85,6 +87,8 @@ def test_gateways_accept_their_config(settings: dict[str, Any], tmp_path: Path) 
     config = read_config(GatewayConfig, release.pod("gateway").annotations["stagemesh.dev/gateway"], tmp_path)
     assert config.max_body_bytes == settings.get("maxBodyBytes", 16 << 20)
     assert config.max_websockets == settings.get("maxWebsockets", 256)
+    assert config.max_responses_bytes == settings.get("maxResponsesBytes", 64 << 20)
+    assert config.response_ttl_s == settings.get("responseTtlSeconds", 3600)
     assert config.keep_alive_s == settings.get("keepAliveSeconds", 120)
     assert list(config.cors_origins) == settings.get("corsOrigins", [])
     assert config.page == settings.get("page", True)

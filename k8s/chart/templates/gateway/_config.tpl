@@ -9,6 +9,8 @@
   "keep_alive_s" .Values.gateway.keepAliveSeconds
   "max_body_bytes" .Values.gateway.maxBodyBytes
   "max_websockets" .Values.gateway.maxWebsockets
+  "max_responses_bytes" .Values.gateway.maxResponsesBytes
+  "response_ttl_s" .Values.gateway.responseTtlSeconds
   "aliases" (.Values.gateway.aliases | default dict)
   "unknown_parameters" .Values.gateway.unknownParameters
   "strict" .Values.gateway.strict
