@@ -220,11 +220,14 @@ async def test_what_is_not_json_is_an_error_of_the_caller(content: bytes) -> Non
 async def test_deep_values_are_an_error_of_the_caller() -> None:
     async with attacked() as (orchestrator, address):
         orchestrator.scripts.append([admitted(), ended(), finished()])
-        for depth in (100, 500, 900, 980):
+        for depth in (100, 500, 900, 960, 980):
             deep = b'{"a":' * depth + b"1" + b"}" * depth
             for field in (b"chat_template_kwargs", b"stages", b"options"):
                 content = b'{"model":"p","messages":[{"role":"user","content":"x"}],"%b":%b}' % (field, deep)
                 assert (await post(address, "chat/completions", content)).status_code < 500, (depth, field)
+            tool = b'{"type":"function","name":"f","parameters":%b}' % deep
+            content = b'{"model":"p","input":"x","tools":[%b]}' % tool
+            assert (await post(address, "responses", content)).status_code < 500, depth
 
 
 @pytest.mark.parametrize("kind", ["session.update", "response.cancel", "conversation.item.delete"])

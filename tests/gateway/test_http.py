@@ -72,7 +72,11 @@ async def test_head_has_the_headers_of_get(path: str) -> None:
 async def test_a_path_without_v1_is_explained(path: str, meant: str | None) -> None:
     async with attacked() as (_, address):
         answer = await exchange(address, json_head(path, 2) + b"{}")
-    assert answer.status == 404
+        with pytest.raises(websockets.InvalidStatus) as caught:
+            async with websockets.connect(f"ws://{address}/realtime?model=p"):
+                pass
+    assert b"; did you mean /v1/realtime?" in (caught.value.response.body or b"")
+    assert (answer.status, caught.value.response.status_code) == (404, 404)
     hint = f"; did you mean {meant}? The base URL of a client ends with /v1" if meant else ""
     assert json.loads(answer.text)["error"]["message"] == f"Not Found{hint}"
 

@@ -222,6 +222,11 @@ BAD_PART = [{"role": "user", "content": [{"type": "input_image", "image_url": "h
         ({"input": [{"type": "web_search_call"}]}, "input.0.type", "'web_search_call' is not supported"),
         ({"input": [{"role": "user", "content": 5}]}, "input.0.content", "should be"),
         ({"input": [{"role": "user", "content": "x", "tool_calls": 5}]}, "input.0.tool_calls", "list"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+            "input.0.content.0",
+            "types: 'input_text'",
+        ),
         ({"instructions": "x", "input": BAD_PART}, "input.0.content.0.image_url", "fetches nothing"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.id", "no stored response has an item"),
         ({"max_output_tokens": "x"}, "max_output_tokens", "integer"),

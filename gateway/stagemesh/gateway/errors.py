@@ -6,12 +6,12 @@ from http import HTTPStatus
 from itertools import groupby
 from typing import Any
 
-from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import Match, Route
+from starlette.requests import HTTPConnection
+from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
@@ -89,13 +89,16 @@ async def reject(error: StagemeshError, scope: Scope, receive: Receive, send: Se
         await error_response(error)(scope, receive, send)
 
 
-async def on_error(request: Request, exc: Exception) -> JSONResponse:
+async def on_error(request: HTTPConnection, exc: Exception) -> JSONResponse:
     """Returns the response for an exception of a route.
 
     - A RequestValidationError is due to wrong parameters of a URL.
     - An HTTPException is due to an unknown path, or to a method that the path does not have.
+    - A RecursionError is due to a value that is nested too deeply, such as a schema that an answer repeats.
     - Other exceptions than StagemeshErrors are defects of the gateway. Its server logs the traceback.
     """
+    if isinstance(exc, RecursionError):
+        exc = InvalidRequestError("a value of the body is nested too deeply; nest it less")
     if isinstance(exc, HTTPException):
         message = f"{exc.detail}{_hint(request)}" if exc.status_code == HTTPStatus.NOT_FOUND else exc.detail
         fields = {"message": message, "type": _INVALID, "param": None, "code": None}
@@ -108,11 +111,19 @@ async def on_error(request: Request, exc: Exception) -> JSONResponse:
     return error_response(InternalError(f"an unexpected {type(exc).__name__}; the gateway's log has the details"))
 
 
-def _hint(request: Request) -> str:
+async def reject_path(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request or a WebSocket to an unknown path."""
+    unknown = HTTPException(HTTPStatus.NOT_FOUND)
+    if scope["type"] != "websocket":
+        raise unknown
+    await WebSocket(scope, receive, send).send_denial_response(await on_error(HTTPConnection(scope), unknown))
+
+
+def _hint(request: HTTPConnection) -> str:
     """Returns the end of the error for a path that is known under /v1, or nothing for another path."""
     scope = {**request.scope, "path": "/v1/" + request.scope["path"].rpartition("/v1/")[2].lstrip("/")}
     for route in request.app.routes:
-        if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
+        if isinstance(route, Route | WebSocketRoute) and route.matches(scope)[0] is not Match.NONE:
             return f"; did you mean {route.path}? The base URL of a client ends with /v1"
     return ""
 

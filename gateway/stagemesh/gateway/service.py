@@ -27,7 +27,7 @@ from stagemesh.gateway.answers import HEARTBEAT
 from stagemesh.gateway.catalog import Callers
 from stagemesh.gateway.config import GatewayConfig
 from stagemesh.gateway.connections import HttpConnection, WebSocketConnection
-from stagemesh.gateway.errors import on_error
+from stagemesh.gateway.errors import on_error, reject_path
 from stagemesh.gateway.limits import BODY_S, Limits
 from stagemesh.gateway.parameters import Policy
 from stagemesh.gateway.realtime import connection
@@ -100,8 +100,9 @@ def create_app(config: GatewayConfig) -> FastAPI:
     for route in app.routes:
         if isinstance(route, Route) and route.methods is not None and "GET" in route.methods:
             route.methods.add("HEAD")
-    for kind in (StagemeshError, RequestValidationError, HTTPException, Exception):
+    for kind in (StagemeshError, RequestValidationError, HTTPException, RecursionError, Exception):
         app.add_exception_handler(kind, on_error)
+    app.router.default = reject_path
     app.add_middleware(Policy, config=config, registry=registry)
     app.add_middleware(Access, config=config, limits=limits)
     if config.cors_origins:

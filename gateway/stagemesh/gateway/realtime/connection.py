@@ -19,7 +19,7 @@ from stagemesh.gateway.errors import ParameterError, validation_error
 from stagemesh.gateway.limits import Sender
 from stagemesh.gateway.realtime import events
 from stagemesh.gateway.realtime.beta import from_beta, is_beta, offers_beta, to_beta
-from stagemesh.gateway.realtime.input_audio import Heard, InputBuffer, Listener
+from stagemesh.gateway.realtime.input_audio import Heard, InputBuffer, Listener, decode_audio
 from stagemesh.gateway.realtime.items import (
     AssistantMessage,
     Conversation,
@@ -100,6 +100,8 @@ class Connection:
                 self._buffer.take()
                 await self._send("input_audio_buffer.cleared")
             case events.CreateItem():
+                decode = partial(decode_audio, event.item, self._settings.audio.input.format.type)
+                await aside(decode, size_bytes=memory_bytes(event.item))
                 await self._add_item(event.item, previous_id=event.previous_item_id)
             case events.NamedItem(type="conversation.item.delete"):
                 self._conversation.delete(event.item_id)

@@ -15,13 +15,26 @@ from stagemesh.gateway.catalog import Model
 from stagemesh.gateway.content import decode_base64
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.realtime.g711 import G711, G711_RATE_HZ, AudioFormatName
-from stagemesh.gateway.realtime.items import PCM_BYTES_PER_S
+from stagemesh.gateway.realtime.items import PCM_BYTES_PER_S, InputAudioContent, ItemBody, UserMessage, pcm_to_base64
 
 _SCALE = np.float32(1 / 32_768)
 _MAX_BYTES = 16 << 20
 """The limit for the audio of one message: almost six minutes."""
 _KEPT_SILENCE_BYTES = 10 * PCM_BYTES_PER_S
 """The audio that is retained while a detection of turns has found no speech in it."""
+
+
+def decode_audio(item: ItemBody, audio_format: AudioFormatName) -> None:
+    """Converts the audio of a client's item to PCM, if the session's audio is G.711. Blocks.
+
+    Raises ParameterError if it is not base64, and OverloadedError if it is too long.
+    """
+    for content in item.content if isinstance(item, UserMessage) and audio_format != "audio/pcm" else ():
+        if isinstance(content, InputAudioContent) and content.audio is not None:
+            buffer = InputBuffer()
+            buffer.accept(audio_format)
+            buffer.append(content.audio)
+            content.audio = pcm_to_base64(buffer.take())
 
 
 class InputBuffer:

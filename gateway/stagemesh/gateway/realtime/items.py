@@ -302,9 +302,14 @@ def to_messages(instructions: str | None, items: Sequence[Item]) -> Iterator[Mes
 
 def audio_item(pcm: bytes, *, item_id: str | None) -> UserMessage:
     """Returns a user message that consists of audio. Blocks."""
-    parts = (base64.b64encode(pcm[begin : begin + CODED_BYTES]) for begin in range(0, len(pcm), CODED_BYTES))
-    content = InputAudioContent(type="input_audio", audio=b"".join(parts).decode())
+    content = InputAudioContent(type="input_audio", audio=pcm_to_base64(pcm))
     return UserMessage(role="user", content=[content], id=item_id, status="completed")
+
+
+def pcm_to_base64(pcm: bytes) -> str:
+    """Returns audio in base64, as items have it. Blocks."""
+    parts = (base64.b64encode(pcm[begin : begin + CODED_BYTES]) for begin in range(0, len(pcm), CODED_BYTES))
+    return b"".join(parts).decode()
 
 
 def memory_bytes(value: object) -> int:

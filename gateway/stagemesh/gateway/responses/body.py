@@ -32,6 +32,7 @@ _OWN_NAMES = (
     (r"\b(tools\.[0-9]+|tool_choice)\.function\b", r"\1"),
     (r"\bresponse_format(\.json_schema)?\b", "text.format"),
     (r"\bimage_url\.url\b", "image_url"),
+    (r"expected tags: ('\w+'(, )?)+", "types: 'input_text', 'output_text', 'refusal', 'input_image', 'input_audio'"),
 )
 """The names of parameters of chat completions, as patterns, each with the name of the same parameter of responses."""
 
