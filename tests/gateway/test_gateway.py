@@ -114,9 +114,13 @@ def test_media_are_parts_of_a_message(ai: openai.OpenAI) -> None:
     assert chat(ai, parts).choices[0].message.content == "alto: see image audio "
 
 
-def test_a_request_has_one_prompt(ai: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="one prompt"):
-        ai.completions.create(model=MODEL, prompt=["red", "green"])
+def test_several_prompts_have_their_choices_in_order(ai: openai.OpenAI) -> None:
+    answer = ai.completions.create(model=MODEL, prompt=[*"abcdefghij"], n=2)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [
+        (at, f"alto: {'abcdefghij'[at // 2]} ") for at in range(20)
+    ]
+    with pytest.raises(openai.BadRequestError, match="answered as a whole"):
+        ai.completions.create(model=MODEL, prompt=["red", "green"], stream=True)
 
 
 def test_a_completion_continues_its_prompt(ai: openai.OpenAI) -> None:

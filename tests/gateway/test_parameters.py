@@ -36,6 +36,7 @@ from stagemesh.gateway.routes.transcriptions import TranscriptionBody
 from stagemesh.gateway.routes.videos import VideoBody
 from stagemesh.gateway.routes.voices import CreateVoiceBody
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
+from stagemesh.v1.request_pb2 import TokenLogprob, TokenLogprobs
 from stagemesh.v1.signature_pb2 import OptionSpec, Signature
 from tests.client.scripted import admitted, audio, called, ended, finished, served, text
 from tests.gateway.making import ask, asking, describe
@@ -64,7 +65,7 @@ OPENAI: tuple[tuple[type[Body], Any, str, str], ...] = (
         safety_identifier service_tier store verbosity""",
         "function_call functions logit_bias web_search_options",
     ),
-    (CompletionBody, completion_create_params.CompletionCreateParamsBase, "", "best_of echo logit_bias suffix"),
+    (CompletionBody, completion_create_params.CompletionCreateParamsBase, "", "best_of logit_bias suffix"),
     (SpeechBody, speech_create_params.SpeechCreateParams, "", ""),
     (
         TranscriptionBody,
@@ -236,8 +237,6 @@ async def test_a_speech_of_another_omni_server_is_applied() -> None:
             model="p", voice="default", input="x", extra_body={"top_k": 3}
         )
         assert "'top_k' has no effect" in made.headers["stagemesh-warnings"]
-        with pytest.raises(openai.BadRequestError, match="two names of one parameter"):
-            await ai.audio.speech.create(model="p", voice="alto", input="x", extra_body={"speaker": "bass"})
 
 
 async def test_a_chat_of_another_omni_server_is_applied() -> None:
@@ -394,6 +393,38 @@ async def test_a_prompt_may_be_a_list_with_one_list_of_token_ids() -> None:
         orchestrator.scripts.append([admitted(), ended(), finished()])
         await ai.completions.create(model="p", prompt=[[1, 2, 3]], n=1, best_of=1, echo=False)
         assert list(orchestrator.requests[0].input.token_ids.ids) == [1, 2, 3]
+
+
+def scored(token: str, logprob: float, *, position: int, top: Mapping[str, float]) -> TokenLogprobs:
+    best = [TokenLogprob(text=text, logprob=each) for text, each in top.items()]
+    return TokenLogprobs(sampled=TokenLogprob(text=token, logprob=logprob), top=best, position=position)
+
+
+@pytest.mark.parametrize(("most", "generated"), [(0, []), (2, ["ü", ""])])
+async def test_a_completion_echoes_its_prompt(most: int, generated: list[str]) -> None:
+    end = finished()
+    end.finished.choices[0].stages["thinker"].prompt_logprobs.extend(
+        [scored("hé", 0.0, position=0, top={}), scored("y", -0.5, position=3, top={"o": -0.25})]
+    )
+    made = text("ü")
+    made.output.logprobs.append(scored("ü", -1.0, position=0, top={"ü": -1.0}))
+    async with served() as orchestrator, asking(orchestrator) as ai:
+        orchestrator.description.outputs[0].stage = "thinker"
+        orchestrator.scripts.append([admitted(), made, ended(), end])
+        for prompt in ("héy", [7, 8]):
+            answer = await ai.completions.create(model="p", prompt=prompt, echo=True, max_tokens=most, logprobs=1)
+            (choice,) = answer.choices
+            assert choice.logprobs is not None
+            assert (choice.text, choice.logprobs.tokens) == ("".join(["héy", *generated]), ["hé", "y", *generated])
+            assert choice.logprobs.token_logprobs == [None, -0.5, *[-1.0, None][: len(generated)]]
+            assert choice.logprobs.top_logprobs == [None, {"o": -0.25}, *[{"ü": -1.0}, None][: len(generated)]]
+            assert choice.logprobs.text_offset == [0, 2, *[3, 4][: len(generated)]]
+            sampling = orchestrator.requests[-1].parameters.sampling
+            assert (sampling.max_tokens, sampling.logprobs, sampling.prompt_logprobs) == (max(most, 1), 1, 1)
+        create: Any = ai.completions.create
+        for wrong in ({"echo": True, "stream": True}, {"echo": True, "n": 2}, {"max_tokens": 0}):
+            with pytest.raises(openai.BadRequestError):
+                await create(model="p", prompt="x", **wrong)
 
 
 @pytest.mark.parametrize(

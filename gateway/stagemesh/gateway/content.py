@@ -143,11 +143,6 @@ class MessageBody(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
-    @property
-    def parts(self) -> list[PartBody]:
-        """The parts of the message. Empty if its content is a text."""
-        return self.content if isinstance(self.content, list) else []
-
     def to_message(self, index: int) -> Message:
         """Returns the client's message. `index` is that of the message in the conversation."""
         where = f"messages.{index}.content"

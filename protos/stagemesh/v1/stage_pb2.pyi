@@ -1217,6 +1217,7 @@ class StepFinished(_message.Message):
     EDGES_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def usage(self) -> _request_pb2.Usage:
         """The amount of work."""
@@ -1239,6 +1240,13 @@ class StepFinished(_message.Message):
     def warnings(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Error]:
         """Defects of the stage's results that did not fail the step, for example NON_FINITE_RESULT."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.TokenLogprobs]:
+        """One element for each token of the prompt, if the request asked for them (Sampling.prompt_logprobs). Each has the
+        prompt's token as the sampled one, and its position in the prompt's text. Nothing precedes the first token, so it has
+        the log-probability 0 and no alternatives.
+        """
+
     def __init__(
         self,
         *,
@@ -1247,10 +1255,11 @@ class StepFinished(_message.Message):
         edges: _abc.Iterable[_request_pb2.EdgeUsage] | None = ...,
         finish: _request_pb2.Finish | None = ...,
         warnings: _abc.Iterable[_chunk_pb2.Error] | None = ...,
+        prompt_logprobs: _abc.Iterable[_request_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "finish", b"finish", "timings", b"timings", "usage", b"usage", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "finish", b"finish", "prompt_logprobs", b"prompt_logprobs", "timings", b"timings", "usage", b"usage", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

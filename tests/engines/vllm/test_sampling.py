@@ -195,6 +195,32 @@ async def test_greedy_tokens_are_the_most_probable(engine: VllmEngine) -> None:
     assert tokens_of(events) == [each.top[0].id for each in logprobs_of(events)]
 
 
+async def test_logprobs_of_a_prompt_equal_vllms_own(engine: VllmEngine, direct: AsyncLLM) -> None:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2, output_kind=RequestOutputKind.FINAL_ONLY)
+    (prompt,) = direct.renderer.render_cmpl([{"prompt_token_ids": LONG}])
+    (made,) = [output async for output in direct.generate(prompt, params, "direct")]
+    assert made.prompt_logprobs is not None
+    # The second request finds its prompt in the prefix cache.
+    for _ in range(2):
+        ours = usage_of(await collect(engine.submit(task(LONG, prompt_logprobs=2, max_tokens=1)))).prompt_logprobs
+        assert [each.sampled.id for each in ours] == LONG
+        assert (ours[0].sampled.logprob, ours[0].top) == (0.0, ())
+        text = "".join(each.sampled.text for each in ours[:-1])
+        assert ours[-1].position == len(text.encode())
+        for each, known in zip(ours[1:], made.prompt_logprobs[1:], strict=True):
+            assert known is not None
+            assert each.sampled.logprob == pytest.approx(known[each.sampled.id].logprob, abs=1e-4)
+            assert len(each.top) == 2
+            assert {token.id for token in each.top} <= known.keys()
+    assert usage_of(await collect(engine.submit(task(LONG, max_tokens=1)))).prompt_logprobs == ()
+
+
+@pytest.mark.parametrize("alternatives", [700, 21])
+async def test_too_many_logprobs_of_a_prompt_are_rejected(engine: VllmEngine, alternatives: int) -> None:
+    with pytest.raises(InvalidRequestError, match=r"prompt.logprobs"):
+        await collect(engine.submit(task(LONG, max_tokens=1, prompt_logprobs=alternatives)))
+
+
 async def test_zero_alternatives_still_give_logprobs(engine: VllmEngine) -> None:
     assert {each.top for each in logprobs_of(await collect(engine.submit(task(logprobs=0))))} == {()}
     assert logprobs_of(await collect(engine.submit(task()))) == []

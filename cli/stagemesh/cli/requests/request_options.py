@@ -85,6 +85,12 @@ SAMPLING: Parameters = {
         "Printed with --json only.",
         min=0,
     ),
+    "prompt_logprobs": option(
+        int,
+        "Return the log-probability of each token of the prompt and of this number of alternatives. 0 returns no "
+        "alternatives. Printed with --json only.",
+        min=0,
+    ),
     "json_schema": option(Kind.INPUT_FILE, "Constrain the output to JSON that conforms to this file's schema."),
     "regex": option(str, "Constrain the output to match this regular expression."),
     "allowed_texts": option(

@@ -1,7 +1,7 @@
 """Decodes responses to events, and drops events that have arrived before."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any, TypeVar
 
@@ -94,11 +94,13 @@ class EventDecoder:
     def _content(self, message: request_pb2.Output, *, ignorable: bool) -> Iterator[Event]:
         match message.WhichOneof("content"):
             case "text":
-                yield Text(message.name, message.text, _read_logprobs(message), index=message.index)
+                yield Text(message.name, message.text, _read_logprobs(message.logprobs), index=message.index)
             case "message":
                 yield from _message(message, ignorable=ignorable)
             case "token_ids":
-                yield Tokens(message.name, tuple(message.token_ids.ids), _read_logprobs(message), index=message.index)
+                yield Tokens(
+                    message.name, tuple(message.token_ids.ids), _read_logprobs(message.logprobs), index=message.index
+                )
             case "audio":
                 yield _audio(message)
             case "image":
@@ -145,7 +147,7 @@ def finish_reason(finish: request_pb2.Finish) -> str:
 
 
 def _message(message: request_pb2.Output, *, ignorable: bool) -> Iterator[Text | Reasoning | ToolCallPart]:
-    delta, logprobs, index = message.message, _read_logprobs(message), message.index
+    delta, logprobs, index = message.message, _read_logprobs(message.logprobs), message.index
     match delta.WhichOneof("delta"):
         case "text":
             yield Text(message.name, delta.text, logprobs, index=index)
@@ -176,7 +178,7 @@ def _report(message: stage_pb2.StepFinished) -> StageReport:
     reason = finish_reason(message.finish) if message.HasField("finish") else None
     warnings = tuple(StageWarning(each.reason, each.message, dict(each.metadata)) for each in message.warnings)
     usage, timings = read_fields(Usage, message.usage), read_fields(Timings, message.timings)
-    return StageReport(usage, timings, edges, reason, warnings)
+    return StageReport(usage, timings, edges, reason, warnings, _read_logprobs(message.prompt_logprobs))
 
 
 def to_progress(message: orchestrator_pb2.RequestProgress) -> Progress:
@@ -190,10 +192,8 @@ def connector_name(number: int) -> str:
     return f"connector {word}" if word.isdecimal() else word
 
 
-def _read_logprobs(message: request_pb2.Output) -> tuple[TokenLogprobs, ...]:
-    return tuple(
-        TokenLogprobs(_token(each.sampled), tuple(map(_token, each.top)), each.position) for each in message.logprobs
-    )
+def _read_logprobs(messages: Iterable[request_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(_token(each.sampled), tuple(map(_token, each.top)), each.position) for each in messages)
 
 
 def _token(message: request_pb2.TokenLogprob) -> TokenLogprob:

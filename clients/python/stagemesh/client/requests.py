@@ -63,6 +63,11 @@ class SamplingArguments(TypedDict, total=False):
     The log-probability of the generated token is always reported in addition. 0 reports only the generated token. None
     reports no log-probabilities.
     """
+    prompt_logprobs: int | None
+    """The number of most probable tokens to report for each position of the prompt (`StageReport.prompt_logprobs`).
+
+    0 reports only the tokens of the prompt. None reports nothing.
+    """
     json_schema: str | Mapping[str, object] | None
     """The JSON schema to which the output must conform.
 

@@ -275,6 +275,11 @@ class StageReport:
     """
     warnings: tuple[StageWarning, ...] = ()
     """Defects of the stage's results that did not fail the request."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """The tokens of the prompt with their log-probabilities, if the request asked for them. Otherwise, it is empty.
+
+    `position` is a token's position in the text of the prompt. The first token has the log-probability 0.
+    """
 
 
 @dataclass(frozen=True)

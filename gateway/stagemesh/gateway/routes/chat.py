@@ -95,14 +95,6 @@ class StructuredOutputs(Body):
     grammar: str | None = None
 
 
-class ProcessorArguments(Body):
-    """Arguments of vLLM's processor of media."""
-
-    rules = parameters.RULES["processor"]
-
-    use_audio_in_video: bool = False
-
-
 class ChatBody(SamplingBody):
     """The body of a request for a chat completion."""
 
@@ -122,17 +114,17 @@ class ChatBody(SamplingBody):
     modalities: Items[Literal["text", "audio"]] | None = None
     audio: AudioBody | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    mm_processor_kwargs: ProcessorArguments = ProcessorArguments()
+    mm_processor_kwargs: dict[Literal["use_audio_in_video"], bool] | None = None
 
     @model_validator(mode="after")
     def _apply_defaults(self) -> Self:
         """Sets the format of an answer that is spoken, and the audio tracks of all videos, as vLLM-Omni does."""
         if self.speaks and self.audio is None:
             self.audio = AudioBody(format="pcm16" if self.stream else "wav")
-        if self.mm_processor_kwargs.use_audio_in_video:
-            for part in chain.from_iterable(message.parts for message in self.messages):
-                if isinstance(part, VideoPart):
-                    part.video_url.use_audio = True
+        contents = (message.content for message in self.messages if isinstance(message.content, list))
+        for part in chain.from_iterable(contents) if (self.mm_processor_kwargs or {}).get("use_audio_in_video") else ():
+            if isinstance(part, VideoPart):
+                part.video_url.use_audio = True
         return self
 
     def arguments(self, model: Model) -> GenerateArguments:

@@ -1,14 +1,15 @@
 """`/v1/completions`: text in, to which no chat template is applied, and its continuation out."""
 
+import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from itertools import accumulate, pairwise
+from dataclasses import replace
+from itertools import accumulate, chain, pairwise
 from typing import Annotated, Any, TypeAlias, cast
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
 from stagemesh.client import (
     AsyncResponseStream,
@@ -16,13 +17,16 @@ from stagemesh.client import (
     Finished,
     GenerateArguments,
     OutputFinished,
+    StageReport,
     Text,
     TokenLogprobs,
 )
+from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway import parameters
 from stagemesh.gateway.answers import DONE, LEAST_LOGPROB, now_s, respond, sse, usage_of
 from stagemesh.gateway.body import SamplingBody, TokenIds, read_json
 from stagemesh.gateway.catalog import Model, find_model
+from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.routes.chat import FINISH_REASONS
 from stagemesh.gateway.unions import LIST, TEXT, by_type
 
@@ -31,57 +35,70 @@ router = APIRouter()
 _MAX_TOKENS = 16
 
 
-def _single(prompt: object) -> object:
-    """Returns the prompt of a list that contains one text or one list of token ids."""
+_MAX_PROMPTS = 64
+"""The maximum number of prompts of a request, which run at the same time."""
+
+
+def _as_list(prompt: object) -> object:
+    """Returns a list of prompts. A text, or a list of token ids, is a single prompt."""
     given = prompt
     prompts = cast("list[object]", given) if isinstance(given, list) else []
-    if not prompts or type(prompts[0]) not in {str, list}:
-        return prompt
-    if len(prompts) > 1:
-        raise PydanticCustomError("prompts", "A request has one prompt; send a request for each")
-    return prompts[0]
+    return prompt if prompts and type(prompts[0]) in {str, list} else [prompt]
 
 
 _Prompt: TypeAlias = Annotated[
-    Annotated[str, TEXT] | Annotated[TokenIds, LIST], by_type("a text or a list of token ids"), BeforeValidator(_single)
+    Annotated[str, TEXT] | Annotated[TokenIds, LIST], by_type("a text or a list of token ids")
 ]
 
 
 class CompletionBody(SamplingBody):
-    """The body of a request for a completion."""
+    """The body of a request for completions."""
 
     rules = parameters.RULES["completions"]
 
-    prompt: _Prompt
-    max_tokens: int | None = None
+    prompt: Annotated[list[_Prompt], Field(max_length=_MAX_PROMPTS, fail_fast=True), BeforeValidator(_as_list)]
+    max_tokens: Annotated[int | None, Field(ge=0)] = None
     """16 by default, as in OpenAI's API."""
     logprobs: Annotated[int | None, Field(ge=0)] = None
+    echo: bool = False
+    """Whether the text of an answer begins with its prompt."""
 
-    def arguments(self, model: Model) -> GenerateArguments:
-        """Returns the arguments of the client for this request."""
+    def arguments(self, model: Model, prompt: str | list[int]) -> GenerateArguments:
+        """Returns the arguments of the client for a prompt. Raises InvalidRequestError if some contradict."""
+        if self.max_tokens == 0 and not self.echo:
+            raise ParameterError("max_tokens", "it is 0, which needs echo: true")
+        if self.stream and (self.echo or len(self.prompt) > 1):
+            raise ParameterError("stream", "echo and several prompts are answered as a whole; omit it")
+        if self.echo and self.n not in {None, 1}:
+            raise ParameterError("n", "an answer with echo has one choice; omit it")
         default = _MAX_TOKENS if model.chooses_tokens else None
-        arguments = self.sampling_arguments(model, max_tokens=default if self.max_tokens is None else self.max_tokens)
+        # A stage samples at least one token.
+        most = default if self.max_tokens is None else max(1, self.max_tokens)
+        arguments = self.sampling_arguments(model, max_tokens=most)
         arguments["outputs"] = [model.require_output("text")]
         if self.logprobs is not None:
             arguments["logprobs"] = self.logprobs
-        if isinstance(self.prompt, str):
-            return arguments | {"raw_text": self.prompt}
-        return arguments | {"token_ids": self.prompt}
+        if self.echo:
+            arguments["prompt_logprobs"] = self.logprobs or 0
+        if isinstance(prompt, str):
+            return arguments | {"raw_text": prompt}
+        return arguments | {"token_ids": prompt}
 
 
 @router.post("/v1/completions")
 async def create_completion(request: Request) -> Response:
-    """Continues a text."""
+    """Continues a text, or each of several texts."""
     body = await read_json(request, CompletionBody)
     model = await find_model(request, body.model)
-    events = model.client.generate(**body.arguments(model))
-    fields = {"id": f"cmpl-{events.request_id}", "object": "text_completion", "created": now_s(), "model": model.id}
+    answers = [model.client.generate(**body.arguments(model, prompt)) for prompt in body.prompt]
+    name = f"cmpl-{answers[0].request_id}"
+    fields = {"id": name, "object": "text_completion", "created": now_s(), "model": model.id}
     return await respond(
         request,
-        events,
+        answers[0],
         streams=body.stream,
         chunks=lambda events: _chunks(events, model, fields, includes_usage=body.includes_usage),
-        whole=lambda events: _whole(events, model, fields),
+        whole=lambda _: _whole(answers, body, model, fields),
     )
 
 
@@ -100,13 +117,51 @@ async def _chunks(
     yield DONE
 
 
-async def _whole(events: AsyncResponseStream, model: Model, fields: dict[str, Any]) -> dict[str, Any]:
-    result, output = await events.result(), model.require_output("text")
-    found = [
-        _choice(n, each.text, each.logprobs.get(output, ()), each.text.encode(), each.finishes[output].reason)
-        for n, each in enumerate(result.choices)
-    ]
-    return {**fields, "choices": found, "usage": usage_of(result.finished, model)}
+async def _whole(
+    answers: Sequence[AsyncResponseStream], body: CompletionBody, model: Model, fields: dict[str, Any]
+) -> dict[str, Any]:
+    tasks = [asyncio.create_task(each.result()) for each in answers]
+    try:
+        results = await asyncio.gather(*tasks)
+    finally:
+        await end_tasks(tasks)
+    reports = tuple(chain.from_iterable(result.finished.choices for result in results))
+    choices = chain.from_iterable(result.choices for result in results)
+    output = model.output("text")
+    assert output is not None, "the request has this output"
+    found = list[dict[str, Any]]()
+    for index, (choice, stages) in enumerate(zip(choices, reports, strict=True)):
+        tokens, reason = choice.logprobs.get(output.name, ()), choice.finishes[output.name].reason
+        if body.echo:
+            found.append(_echo(body, index, choice.text, tokens, report=stages[output.stage], reason=reason))
+        else:
+            found.append(_choice(index, choice.text, tokens, choice.text.encode(), reason))
+    usage = usage_of(replace(results[0].finished, choices=reports), model)
+    return {**fields, "choices": found, "usage": usage}
+
+
+def _echo(
+    body: CompletionBody, index: int, text: str, tokens: Sequence[TokenLogprobs], *, report: StageReport, reason: str
+) -> dict[str, Any]:
+    """Returns a choice that begins with its prompt.
+
+    The first token of the prompt has no log-probability, and neither has a generated token without text, such as the
+    one that ends the text.
+    """
+    silent = report.usage.output_tokens - len(tokens)
+    if body.max_tokens == 0:
+        text, tokens, silent = "", (), 0
+    before = "".join(each.sampled.text for each in report.prompt_logprobs)
+    shifted = (replace(each, position=each.position + len(before.encode())) for each in tokens)
+    scored = () if body.logprobs is None else (*report.prompt_logprobs, *shifted)
+    answer = _choice(index, before + text, scored, (before + text).encode(), reason)
+    if scored:
+        logprobs: dict[str, list[Any]] = answer["logprobs"]
+        logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
+        for values, absent in zip(logprobs.values(), ("", None, None, len(before + text)), strict=True):
+            values.extend([absent] * silent)
+    prompt = body.prompt[index]
+    return answer | ({"text": prompt + text} if isinstance(prompt, str) else {})
 
 
 def _choice(

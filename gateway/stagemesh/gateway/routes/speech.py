@@ -10,7 +10,6 @@ from typing import Annotated, Literal, Self, TypeAlias, cast
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field, TypeAdapter, model_validator
-from pydantic_core import PydanticCustomError
 from starlette.websockets import WebSocket
 
 from stagemesh.client import (
@@ -49,7 +48,7 @@ class VoiceBody(StageBody):
 
     voice: VoiceId = None
     speaker: VoiceId = None
-    """Another name of `voice`, as vLLM-Omni has it."""
+    """Another name of `voice`, which is used if both are given."""
     instructions: str | None = None
     language: str | None = None
     ref_text: str | None = None
@@ -62,10 +61,7 @@ class VoiceBody(StageBody):
 
     @model_validator(mode="after")
     def _apply_other_names(self) -> Self:
-        if self.speaker is not None:
-            if self.voice not in {None, self.speaker}:
-                raise PydanticCustomError("speaker", "speaker and voice are two names of one parameter; send one")
-            self.voice, self.speaker = self.speaker, None
+        self.voice = self.speaker if self.voice is None else self.voice
         if self.x_vector_only_mode:
             self.ref_text = None
         return self

@@ -56,6 +56,8 @@ class SamplingOptions:
     logprobs: int | None = None
     """The number of alternative tokens to report with each token's log-probability. None disables log-probabilities."""
     structure: Structure | None = None
+    prompt_logprobs: int | None = None
+    """The number of alternative tokens to report with each token of the prompt. None disables the report."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,11 @@ class Usage:
     """The images and the video frames that were produced, without previews."""
     finish: Finish = END
     """Why the outputs end. Used if the task runs to completion."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """The log-probabilities of the prompt's tokens. Empty unless the task requests them.
+
+    The first token has no alternatives and the log-probability 0.
+    """
 
 
 @dataclass(frozen=True)

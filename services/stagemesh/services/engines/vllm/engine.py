@@ -143,6 +143,10 @@ class VllmEngine:
                     raise outputs.end_error(request, stage=self._config.stage)
                 if not usage.engine_steps:
                     yield usage
+                if output.prompt_logprobs:
+                    usage.prompt_logprobs = outputs.prompt_logprobs_of(
+                        output, request, self.control.llm.get_tokenizer()
+                    )
                 sampled += completion.token_ids
                 usage.output_tokens = usage.engine_steps = count = len(sampled)
                 self._meter.count(request.name, count - before)

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from vllm import SamplingParams
 from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer, IncrementalDetokenizer
@@ -59,6 +59,18 @@ def emission_of_prompt(request: EngineRequest) -> Emission | None:
     if task.wanted is None or PROMPT_IDS not in task.wanted or emitted:
         return None
     return Emission(Packet({PROMPT_IDS: np.array(request.prompt.token_ids, np.int32)}))
+
+
+def prompt_logprobs_of(output: RequestOutput, request: EngineRequest, tokenizer: TokenizerLike) -> list[TokenLogprobs]:
+    """Returns the log-probabilities of a prompt's tokens. Empty if the output has none."""
+    made, position = list[TokenLogprobs](), 0
+    # The log-probabilities of a resumed request continue with the tokens of its checkpoint.
+    for token, known in zip(request.prompt.token_ids, output.prompt_logprobs or (), strict=False):
+        alternatives = 0 if known is None else request.params.prompt_logprobs or 0
+        first = {token: Logprob(0.0, decoded_token=tokenizer.decode([token]))}
+        made.append(_converted(token, known or first, position=position, alternatives=alternatives))
+        position += len(made[-1].sampled.text.encode())
+    return made
 
 
 def end_error(request: EngineRequest, *, stage: str) -> InvalidRequestError | UnavailableError:

@@ -201,6 +201,7 @@ def sampling_params(
     checkpoint.
     """
     sampling, model = task.sampling, config.model_config
+    _check_prompt_logprobs(task, prompt)
     values: dict[str, Any] = {**defaults, **_given(sampling)}
     calls = _calls(task, parsers, backend=config.structured_outputs_config.backend)
     structure = values.setdefault("structured_outputs", calls)
@@ -230,6 +231,25 @@ def sampling_params(
     bad_words = chain.from_iterable(params.bad_words_token_ids or ())
     check_tokens(bad_words, vocabulary=model.get_vocab_size(), field="bad_words")
     return params
+
+
+_MAX_PROMPT_LOGPROBS = 131_072
+"""The maximum number of tokens in the log-probabilities of a prompt. They are one message."""
+
+
+def _check_prompt_logprobs(task: Task, prompt: RequestPrompt) -> None:
+    """Raises the errors of `Sampling.prompt_logprobs`."""
+    alternatives = task.sampling.prompt_logprobs
+    if alternatives is None:
+        return
+    if task.inlets:
+        raise UnsupportedError("prompt_logprobs: the prompt of this stage comes from other stages; omit it")
+    if len(prompt.token_ids) * (alternatives + 1) > _MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"prompt_logprobs is {alternatives} for a prompt of {len(prompt.token_ids)} tokens; at most "
+            f"{_MAX_PROMPT_LOGPROBS:,} tokens can be returned; reduce it, or shorten the prompt",
+            reason="INVALID_SAMPLING",
+        )
 
 
 def _calls(task: Task, parsers: Parsers, *, backend: str) -> StructuredOutputsParams | None:

@@ -118,7 +118,7 @@ class StreamedOutputs:
         part = self._next(name, len(text.encode()))
         part.output.text = text
         if logprobs:
-            _add_logprobs(part.output, logprobs)
+            part.output.logprobs.extend(logprobs_to_wire(logprobs))
         return part
 
     def _message(self, name: str, delta: MessageDelta) -> stage_pb2.ExecuteStepResponse:
@@ -128,13 +128,13 @@ class StreamedOutputs:
             part.output.message.tool_call.CopyFrom(call)
         else:
             setattr(part.output.message, delta.kind, delta.text)
-        _add_logprobs(part.output, delta.logprobs)
+        part.output.logprobs.extend(logprobs_to_wire(delta.logprobs))
         return part
 
     def _tokens(self, name: str, ids: Array, logprobs: Sequence[TokenLogprobs]) -> stage_pb2.ExecuteStepResponse:
         part = self._next(name, len(ids))
         part.output.token_ids.ids.extend(ids.tolist())
-        _add_logprobs(part.output, logprobs)
+        part.output.logprobs.extend(logprobs_to_wire(logprobs))
         return part
 
     def _audio(self, name: str, samples: Array, sample_rate_hz: int) -> Iterator[stage_pb2.ExecuteStepResponse]:
@@ -216,10 +216,12 @@ class ProgressThrottle:
         return True
 
 
-def _add_logprobs(output: request_pb2.Output, logprobs: Sequence[TokenLogprobs]) -> None:
+def logprobs_to_wire(logprobs: Sequence[TokenLogprobs]) -> Iterator[request_pb2.TokenLogprobs]:
+    """Converts log-probabilities to their protobuf messages."""
     for each in logprobs:
-        added = output.logprobs.add(sampled=each.sampled._asdict(), position=each.position)
-        added.top.extend(request_pb2.TokenLogprob(**token._asdict()) for token in each.top)
+        top = (request_pb2.TokenLogprob(**token._asdict()) for token in each.top)
+        sampled = request_pb2.TokenLogprob(**each.sampled._asdict())
+        yield request_pb2.TokenLogprobs(sampled=sampled, top=top, position=each.position)
 
 
 def _is_preview(packet: Packet) -> bool:

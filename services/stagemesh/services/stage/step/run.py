@@ -28,7 +28,13 @@ from stagemesh.services.stage.step.checks import FiniteCheck, ResultCheck
 from stagemesh.services.stage.step.edges import StepEdges
 from stagemesh.services.stage.step.inputs import EdgeInput, opened_media
 from stagemesh.services.stage.step.journal import PausedStates, StepJournal, drained_error, without_large_state
-from stagemesh.services.stage.step.outputs import FileOutputs, ProgressThrottle, StreamedOutputs, finish_to_wire
+from stagemesh.services.stage.step.outputs import (
+    FileOutputs,
+    ProgressThrottle,
+    StreamedOutputs,
+    finish_to_wire,
+    logprobs_to_wire,
+)
 from stagemesh.services.stage.step.spec import STATE_EDGE, StepSpec, checkpoint_to_wire
 from stagemesh.services.stage.step.timings import FrameIntervals, RowTimer, Stopwatch
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
@@ -395,8 +401,8 @@ class StepRun:
 
     def usage(self) -> request_pb2.Usage:
         """Returns the work that the run has done so far."""
-        counts = asdict(self._usage)
-        del counts["finish"]
+        counts = asdict(replace(self._usage, prompt_logprobs=()))
+        del counts["finish"], counts["prompt_logprobs"]
         return request_pb2.Usage(**counts, audio_s=self._audio_s)
 
     def _with_counts(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -433,6 +439,7 @@ class StepRun:
             edges=outlets.usages if outlets else (),
             finish=finish_to_wire(finish),
             warnings=self._finite.warnings,
+            prompt_logprobs=logprobs_to_wire(self._usage.prompt_logprobs),
         )
         self._events.append(stage_pb2.ExecuteStepResponse(finished=finished))
 
