@@ -309,13 +309,17 @@ async def test_warnings_reach_the_caller_the_log_and_the_metrics(caplog: pytest.
             for stream in (False, True):
                 raw = await create(
                     model="p",
-                    messages=[{"role": "user", "content": "hi", "name": "ada"}],
+                    messages=[{"role": "user", "content": "hi", "name": "ada", "cache_control": {}}],
                     stream=stream,
                     seed=1,
                     store=True,
                 )
                 header = raw.headers["stagemesh-warnings"]
-                assert header == "'store' is not supported and was ignored; 'name' is not supported and was ignored"
+                assert (
+                    header
+                    == "'store' is not supported and was ignored; 'cache_control' is not supported and was ignored"
+                )
+                assert orchestrator.requests[-1].input.conversation.messages[0].name == "ada"
                 if not stream:
                     assert "; ".join(raw.parse().model_extra["warnings"]) == header
         assert len(caplog.records) == 2

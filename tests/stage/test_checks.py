@@ -186,7 +186,7 @@ def test_a_valid_request_is_converted_completely() -> None:
 def test_a_conversation_is_converted_with_its_tools() -> None:
     request = step_request()
     conversation = request.input.conversation
-    conversation.messages.add(role=request_pb2.ROLE_DEVELOPER, content="be brief")
+    conversation.messages.add(role=request_pb2.ROLE_DEVELOPER, content="be brief", name="ada")
     for city in ("Bern", "Rom"):
         made = request_pb2.ToolCall(id="c1", name="weather", arguments=f'{{"city": "{city}"}}')
         conversation.messages.add(role=request_pb2.ROLE_ASSISTANT, tool_calls=[made])
@@ -196,7 +196,7 @@ def test_a_conversation_is_converted_with_its_tools() -> None:
     calls = [ToolCall("c1", "weather", {"city": city}) for city in ("Bern", "Rom")]
     assert spec_from_wire(request).task.prompt == Conversation(
         (
-            ChatMessage("developer", "be brief"),
+            ChatMessage("developer", "be brief", name="ada"),
             ChatMessage("assistant", tool_calls=(calls[0],)),
             ChatMessage("tool", "12", result_of=calls[0]),
             ChatMessage("assistant", tool_calls=(calls[1],)),

@@ -142,6 +142,8 @@ class MessageBody(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    name: str | None = None
+    """The name of the author, for chat templates that read it."""
 
     def to_message(self, index: int) -> Message:
         """Returns the client's message. `index` is that of the message in the conversation."""
@@ -159,6 +161,7 @@ class MessageBody(Body):
             ],
             tool_call_id=self.tool_call_id or "",
             reasoning=self.reasoning_content or self.reasoning or "",
+            name=self.name or "",
         )
 
 

@@ -73,6 +73,14 @@ async def test_invalid_task_is_rejected(text_engine: VllmEngine, wrong: Task, me
         await collect(text_engine.submit(wrong))
 
 
+async def test_a_template_reads_the_name_of_an_author(text_engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% for message in messages %}{{ message.name }}{% endfor %}"
+    monkeypatch.setattr(text_engine.control.llm.get_tokenizer(), "chat_template", template)
+    named = Conversation([ChatMessage("user", "hi", name="ada")])
+    events = await collect(text_engine.submit(task(named, prompt_logprobs=0, max_tokens=1)))
+    assert "".join(each.sampled.text for each in usage_of(events).prompt_logprobs) == "ada"
+
+
 async def test_tools_need_a_template_that_has_them(text_engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_engine.control.llm.get_tokenizer(), "chat_template", CHAT_TEMPLATE)
     with pytest.raises(UnsupportedError, match="the model's chat template accepts no tools") as caught:

@@ -125,6 +125,8 @@ class Message:
     """The id of the tool call of which a tool's message is the result."""
     reasoning: str = ""
     """The reasoning that preceded an assistant's message, for chat templates that read it."""
+    name: str = ""
+    """The name of the author, for chat templates that read it."""
 
 
 Conversation: TypeAlias = Sequence[Message | tuple[str, Content]]
@@ -187,6 +189,7 @@ def to_message(message: Message) -> request_pb2.Message:
         ],
         tool_call_id=message.tool_call_id,
         reasoning=message.reasoning,
+        name=message.name,
     )
 
 

@@ -94,6 +94,8 @@ class ChatMessage:
     """The tool call of which a tool's message is the result."""
     reasoning: str = ""
     """The reasoning that preceded an assistant's message."""
+    name: str = ""
+    """The name of the author."""
 
 
 @dataclass(frozen=True)

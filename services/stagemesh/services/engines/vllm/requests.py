@@ -161,6 +161,8 @@ def _message(message: prompts.ChatMessage) -> Mapping[str, object]:
         given |= {"content": content or None, "tool_calls": calls}
     if message.reasoning:
         given |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+    if message.name:
+        given["name"] = message.name
     if message.result_of is not None:
         given |= {"tool_call_id": message.result_of.id, "name": message.result_of.name}
     return given

@@ -344,7 +344,7 @@ def _conversation(message: request_pb2.Conversation) -> Conversation:
         made = [ToolCall(call.id, call.name, read_json_object(call.arguments, "arguments")) for call in each.tool_calls]
         parts, result_of = tuple(map(_part, each.parts)), calls.get(each.tool_call_id)
         messages.append(
-            ChatMessage(_ROLES[each.role], each.content, parts, tuple(made), result_of, reasoning=each.reasoning)
+            ChatMessage(_ROLES[each.role], each.content, parts, tuple(made), result_of, each.reasoning, each.name)
         )
         calls |= {call.id: call for call in made}
     return Conversation(
