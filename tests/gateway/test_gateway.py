@@ -196,7 +196,7 @@ TOOL = {"type": "function", "function": {"name": "find"}}
         ({"options": {"tempo": 3}}, None, "tempo"),
         ({"tool_choice": "required"}, "tools", "needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
-        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "co"),
+        ({"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice", "contra"),
         ({"max_tokens": 5}, None, "without sampling parameters"),
     ],
 )

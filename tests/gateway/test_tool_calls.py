@@ -85,6 +85,13 @@ async def test_the_request_says_how_tools_are_used(arguments: dict[str, object],
         assert orchestrator.requests[0].input.conversation.tool_choice == expected
 
 
+async def test_the_structure_of_the_text_has_no_effect_if_a_call_is_required() -> None:
+    async with served() as orchestrator, asking(orchestrator) as ai:
+        orchestrator.scripts.append(ANSWER)
+        await ask(ai, tools=[TOOL], tool_choice="required", response_format={"type": "json_object"})
+        assert not orchestrator.requests[0].parameters.sampling.json_schema
+
+
 async def test_a_call_that_is_cut_off_has_the_reason_length() -> None:
     end = GenerateResponse(output=Output(name="text", finish=Finish(reason=FINISH_REASON_LENGTH)))
     async with served() as orchestrator, asking(orchestrator) as ai:

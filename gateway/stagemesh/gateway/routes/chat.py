@@ -169,8 +169,11 @@ class ChatBody(SamplingBody):
 
     def _structure(self) -> GenerateArguments:
         wanted, given = self.response_format, self.structured_outputs
-        if self._requires_call and (given is not None or (wanted is not None and wanted.type != "text")):
-            raise ParameterError("tool_choice", "a required call contradicts response_format and structured_outputs")
+        if self._requires_call:
+            if given is not None:
+                raise ParameterError("tool_choice", "a required call contradicts structured_outputs")
+            # It is the structure of a text, and the answer has none.
+            return {}
         if wanted is not None and wanted.type != "text":
             if given is not None:
                 raise ParameterError("structured_outputs", "it contradicts response_format; send one of them")
