@@ -11,6 +11,7 @@ MINUTES ?= 30
 SOAKS ?= tests
 FUZZ_MESSAGES ?= 100000
 FUZZ_SECONDS ?= 600
+CLIENTS ?= $(sort $(notdir $(patsubst %/,%,$(dir $(wildcard tests/clients/*/client.*)))))
 
 BIN := $(CURDIR)/.venv/bin
 PROTOS := $(wildcard protos/stagemesh/*/*.proto)
@@ -44,7 +45,7 @@ COMPARED = $(addprefix tests/, $(patsubst %, diffusion/test_%.py, adapters ident
 	$(patsubst %, models/%.py, test_code2wav test_hibari test_vocoders qwen2_5_omni/test_token2wav qwen3_tts/test_codec_decoder))
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight venv typescript kubernetes livekit browser go cpp models demo demo-image test test-durations models-check packages-check deployments-check avx2-check soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
+.PHONY: help preflight venv typescript kubernetes livekit browser go cpp models demo demo-image test test-durations models-check packages-check deployments-check avx2-check sampled-clients clients soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -87,6 +88,16 @@ livekit: .venv/.livekit ## Install livekit-agents, whose agent calls the gateway
 	$(call installing,python -m pip --python .venv/livekit/bin/python $(LOCKED) -r requirements/livekit.txt)
 	@touch $@
 
+sampled-clients: .venv/.stamp # Install the clients that packages-check runs, each into an environment of its own
+	$(call installing,python -m tests.clients.environments --sampled)
+
+clients: AT_ONCE = 1
+clients: models ## Run the stock clients CLIENTS="openai langchain" (all) against the gateway and write docs/clients-matrix.md, or only try their newest versions with NEWEST=1
+	$(call installing,python -m tests.clients.environments $(if $(NEWEST),--newest) $(CLIENTS))
+	@export STAGEMESH_CLIENTS="$(CLIENTS)" STAGEMESH_CLIENTS_NEWEST=$(NEWEST); status=0; \
+	pytest tests/clients/test_clients.py $(PROCESSES) $(if $(NEWEST),,--resume) || status=$$?; \
+	$(if $(NEWEST),,python -m tools.docs_site.clients &&) exit $$status
+
 browser: ## Install Chromium, in which the tests open the page of the gateway, if the user may install packages of Debian
 	@if ! command -v chromium && [ "$$(id -u)" = 0 ] && command -v apt-get; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium \
@@ -128,7 +139,7 @@ test: models typescript ## Run the tests that need no GPU, but not those of the 
 	$(TESTS)
 
 models-check: models ## Run the tests of engines with models, without those that passed since the last change
-packages-check: models typescript livekit browser go cpp ## Run the tests of packages, of clients in other languages and of the page, in the same way
+packages-check: models typescript livekit sampled-clients browser go cpp ## Run the tests of packages, of clients in other languages and of the page, in the same way
 deployments-check: models kubernetes ## Run the tests of deployments that are killed and upgraded, and of the chart, in the same way
 models-check avx2-check fuzz: AT_ONCE = 2
 models-check packages-check deployments-check:

@@ -11,10 +11,11 @@
 - torchvision.txt: torchvision, in a folder of its own.
 - checkov.txt: Checkov, in an environment of its own.
 - livekit.txt: an agent of livekit-agents, in an environment of its own.
+- clients/NAME.txt: a client of tests/clients/clients.toml, in an environment of its own.
 - fuzz.txt: the fuzzer of `make fuzz`.
 
 Each is installed with `pip install --require-hashes --no-deps`, so that pip installs nothing else, and no other file.
-Run by `make lock`.
+Run by `make lock`. `python requirements/lock.py NAME...` writes the files of clients alone.
 
 The versions in the existing files remain. To update a package, delete its lines from each file that lists it. To update
 all packages, delete the files.
@@ -33,6 +34,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -62,6 +64,7 @@ Checkov, which checks the rendered chart. It has an environment of its own, beca
 # those of the project."""
 LIVEKIT_WHAT = """\
 An agent of livekit-agents, which calls the gateway in the tests. Its environment contains nothing of Stagemesh."""
+CLIENT_WHAT = "The client {} of the matrix. Its environment contains nothing of Stagemesh."
 TORCHVISION_WHAT = """\
 torchvision, for tests of models that process images and video. `make venv` installs it into .venv/torchvision, apart
 # from cpu.txt: transformers imports it wherever it is installed, and it is a CUDA build."""
@@ -79,9 +82,9 @@ class Pin(NamedTuple):
 
 
 def resolve(
-    requirement: str, *, constraints: Mapping[str, Pin], environment: Mapping[str, str] | None = None
+    *requirements: str, constraints: Mapping[str, Pin], environment: Mapping[str, str] | None = None
 ) -> dict[str, Pin]:
-    """Returns what pip would install for `requirement`, by normalized name, except the project itself.
+    """Returns what pip would install for `requirements`, by normalized name, except the project itself.
 
     The hash of each is that of the file that pip would install.
     """
@@ -89,7 +92,7 @@ def resolve(
         report, constraints_file = Path(folder) / "report.json", Path(folder) / "constraints.txt"
         constraints_file.write_text("".join(f"{name}=={pin.version}\n" for name, pin in constraints.items()))
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-        command += ["--report", str(report), "--constraint", str(constraints_file), requirement]
+        command += ["--report", str(report), "--constraint", str(constraints_file), *requirements]
         if subprocess.run(command, check=False, env={**os.environ, **(environment or {})}).returncode:
             raise SystemExit(FAILED)
         installs = json.loads(report.read_text())["install"]
@@ -181,7 +184,18 @@ def main() -> None:
     write("livekit.txt", what=LIVEKIT_WHAT, pins=livekit)
     fuzz = resolve("atheris", constraints=read("fuzz.txt"))
     write("fuzz.txt", what="The coverage-guided fuzzer of `make fuzz`.", pins=fuzz)
+    lock_clients()
+
+
+def lock_clients(*names: str) -> None:
+    """Writes the files of these clients, or of all, without the packages that are linked into their environments."""
+    for name, client in tomllib.loads((HERE.parent / "tests/clients/clients.toml").read_text()).items():
+        if "packages" in client and name in (names or {name}):
+            file, linked = f"clients/{name}.txt", frozenset[str](client.get("linked", ()))
+            own = {package: pin for package, pin in read("cpu.txt").items() if package in linked}
+            pins = resolve(*client["packages"], constraints=read(file) | own)
+            write(file, what=CLIENT_WHAT.format(name), pins=pins, excluded=linked)
 
 
 if __name__ == "__main__":
-    main()
+    lock_clients(*sys.argv[1:]) if sys.argv[1:] else main()

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 _GIT = ("git",)
+_FILES = ". :!tests/clients/results"
+"""The files that count: not those that tests write."""
 _ROOT = Path(__file__).parents[1]
 
 
@@ -55,9 +57,9 @@ def _file_of(node_id: str) -> str:
 def _version() -> str:
     """Returns a digest of all files of the repository, with the changes that are not committed."""
     digest = hashlib.sha256()
-    for command in ("rev-parse HEAD^{tree}", "diff HEAD --binary"):
+    for command in ("rev-parse HEAD^{tree}", f"diff HEAD --binary -- {_FILES}"):
         digest.update(_git(command))
-    for name in _git("ls-files --others -z --exclude-standard").split(b"\0")[:-1]:
+    for name in _git(f"ls-files --others -z --exclude-standard -- {_FILES}").split(b"\0")[:-1]:
         digest.update(name + b"\0" + (_ROOT / os.fsdecode(name)).read_bytes())
     return digest.hexdigest()[:16]
 

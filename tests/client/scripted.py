@@ -88,7 +88,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
             self.requests.append(request)
             self.deadlines_s.append(context.time_remaining())
             positions = Counter[OutputKey]({(each.name, each.index): each.position for each in request.next_positions})
-            for item in self.scripts.popleft() if len(self.scripts) > 1 else self.scripts[0]:
+            for item in self.script_of(request):
                 if isinstance(item, StagemeshError):
                     raise item
                 if item is Pause.BREAK:
@@ -99,6 +99,10 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
                     await self._pause()
                 else:
                     yield _placed(item, positions)
+
+    def script_of(self, request: GenerateRequest) -> Script:
+        """Returns the script of a call of Generate."""
+        return self.scripts.popleft() if len(self.scripts) > 1 else self.scripts[0]
 
     @streaming
     async def Converse(  # type: ignore[override]
@@ -139,9 +143,11 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
 
 
 @asynccontextmanager
-async def served(*, tokens: TokenChecker | None = None) -> AsyncGenerator[ScriptedOrchestrator]:
-    """Serves a scripted orchestrator on a free port. With `tokens`, clients need one of these."""
-    service = ScriptedOrchestrator()
+async def served(
+    service: ScriptedOrchestrator | None = None, *, tokens: TokenChecker | None = None
+) -> AsyncGenerator[ScriptedOrchestrator]:
+    """Serves a scripted orchestrator on a free port, by default a new one. With `tokens`, clients need one of them."""
+    service = service or ScriptedOrchestrator()
     server = Server("127.0.0.1:0", tokens=tokens)
     add_OrchestratorServiceServicer_to_server(service, server.grpc)
     service.endpoint = f"127.0.0.1:{await server.start()}"

@@ -22,7 +22,7 @@ from tests.repository.commands import ROOT
 _SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, BUILD = _SETTINGS["project"], _SETTINGS["build-system"]["requires"]
 EXTRAS = PROJECT["optional-dependencies"]
-LOCKS = sorted(path.name for path in (ROOT / "requirements").glob("*.txt"))
+LOCKS = sorted(str(path.relative_to(ROOT / "requirements")) for path in (ROOT / "requirements").rglob("*.txt"))
 # What installs packages: commands for developers, for CI, and in images.
 INSTALLERS = [ROOT / "Makefile", ROOT / ".ci/run", *sorted((ROOT / "k8s/images").glob("*Dockerfile"))]
 
