@@ -6,13 +6,19 @@ import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import openai
 import pytest
 from openai import NOT_GIVEN
-from openai.types import completion_create_params, image_edit_params, image_generate_params, video_create_params
-from openai.types.audio import speech_create_params, transcription_create_params
+from openai.types import (
+    AudioModel,
+    completion_create_params,
+    image_edit_params,
+    image_generate_params,
+    video_create_params,
+)
+from openai.types.audio import SpeechModel, speech_create_params, transcription_create_params
 from openai.types.chat import (
     ChatCompletionContentPartImageParam,
     ChatCompletionMessage,
@@ -349,6 +355,14 @@ async def test_voices_and_models_of_openai_have_defaults() -> None:
         assert (await ask(ai, model="gpt-4o")).model == "gpt-4o"
         with pytest.raises(openai.NotFoundError):
             await ask(ai, model="whisper-1")
+
+
+async def test_every_audio_model_of_openai_is_the_pipeline_that_can_replace_it() -> None:
+    async with served() as orchestrator, asking(orchestrator) as ai:
+        describe(orchestrator, "text", "audio", signature=Signature(media=True))
+        orchestrator.scripts.append([admitted(), ended(), finished()])
+        for model in (*get_args(AudioModel), *get_args(SpeechModel)):
+            assert (await ask(ai, model=model)).model == model
 
 
 TOOL = {"type": "function", "function": {"name": "find"}}

@@ -145,9 +145,15 @@ class Model:
 
 
 _DEFAULT_ALIASES: Mapping[str, Callable[[Model], bool]] = {
-    **dict.fromkeys(("tts-1", "tts-1-hd", "gpt-4o-mini-tts"), lambda model: model.output("audio") is not None),
     **dict.fromkeys(
-        ("whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe"),
+        ("tts-1", "tts-1-hd", "gpt-4o-mini-tts", "gpt-4o-mini-tts-2025-12-15"),
+        lambda model: model.output("audio") is not None,
+    ),
+    **dict.fromkeys(
+        (
+            *("whisper-1", "gpt-transcribe", "gpt-4o-transcribe", "gpt-4o-transcribe-diarize"),
+            *("gpt-4o-mini-transcribe", "gpt-4o-mini-transcribe-2025-12-15"),
+        ),
         lambda model: model.reads_media and model.output("text") is not None,
     ),
 }
