@@ -4,7 +4,7 @@ import base64
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -43,6 +43,8 @@ class PartOfMessage(Body):
 
 class TextPart(PartOfMessage):
     """Text."""
+
+    rules: ClassVar[parameters.Rules] = {**PartOfMessage.rules, **parameters.RULES["text_part"]}
 
     type: Literal["text"]
     text: str
