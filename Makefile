@@ -45,7 +45,7 @@ COMPARED = $(addprefix tests/, $(patsubst %, diffusion/test_%.py, adapters ident
 	$(patsubst %, models/%.py, test_code2wav test_hibari test_vocoders qwen2_5_omni/test_token2wav qwen3_tts/test_codec_decoder))
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight venv typescript kubernetes livekit browser go cpp models demo demo-image test test-durations models-check packages-check deployments-check avx2-check sampled-clients clients soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
+.PHONY: help preflight venv typescript kubernetes browser go cpp models demo demo-image test test-durations models-check packages-check deployments-check avx2-check sampled-clients clients soak fuzz cluster cluster-down check docs release protos stubs bench bench-compare lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -79,13 +79,6 @@ kubernetes: .venv/.kubernetes ## Install helm 3, helm 4 and checkov, which check
 	$(call installing,python -m tools.install_helm "$(BIN)")
 	python -m venv --clear --without-pip .venv/checkov
 	$(call installing,python -m pip --python .venv/checkov/bin/python $(LOCKED) -r requirements/checkov.txt)
-	@touch $@
-
-livekit: .venv/.livekit ## Install livekit-agents, whose agent calls the gateway in the tests, into .venv
-
-.venv/.livekit: requirements/livekit.txt | .venv/.stamp
-	python -m venv --clear --without-pip .venv/livekit
-	$(call installing,python -m pip --python .venv/livekit/bin/python $(LOCKED) -r requirements/livekit.txt)
 	@touch $@
 
 sampled-clients: .venv/.stamp # Install the clients that packages-check runs, each into an environment of its own
@@ -139,7 +132,7 @@ test: models typescript ## Run the tests that need no GPU, but not those of the 
 	$(TESTS)
 
 models-check: models ## Run the tests of engines with models, without those that passed since the last change
-packages-check: models typescript livekit sampled-clients browser go cpp ## Run the tests of packages, of clients in other languages and of the page, in the same way
+packages-check: models typescript sampled-clients browser go cpp ## Run the tests of packages, of clients in other languages and of the page, in the same way
 deployments-check: models kubernetes ## Run the tests of deployments that are killed and upgraded, and of the chart, in the same way
 models-check avx2-check fuzz: AT_ONCE = 2
 models-check packages-check deployments-check:

@@ -10,7 +10,6 @@
 - build.txt: what builds the project's wheel. The images install it before they build without isolation.
 - torchvision.txt: torchvision, in a folder of its own.
 - checkov.txt: Checkov, in an environment of its own.
-- livekit.txt: an agent of livekit-agents, in an environment of its own.
 - clients/NAME.txt: a client of tests/clients/clients.toml, in an environment of its own.
 - fuzz.txt: the fuzzer of `make fuzz`.
 
@@ -62,8 +61,6 @@ All parts of Stagemesh, without a GPU. torch must be the CPU build: if the packa
 CHECKOV_WHAT = """\
 Checkov, which checks the rendered chart. It has an environment of its own, because its requirements contradict
 # those of the project."""
-LIVEKIT_WHAT = """\
-An agent of livekit-agents, which calls the gateway in the tests. Its environment contains nothing of Stagemesh."""
 CLIENT_WHAT = "The client {} of the matrix. Its environment contains nothing of Stagemesh."
 TORCHVISION_WHAT = """\
 torchvision, for tests of models that process images and video. `make venv` installs it into .venv/torchvision, apart
@@ -180,8 +177,6 @@ def main() -> None:
     write("torchvision.txt", what=TORCHVISION_WHAT, pins={"torchvision": cpu["torchvision"]})
     checkov = resolve("checkov", constraints=read("checkov.txt"))
     write("checkov.txt", what=CHECKOV_WHAT, pins=checkov)
-    livekit = resolve("livekit-agents[openai]", constraints=read("livekit.txt"))
-    write("livekit.txt", what=LIVEKIT_WHAT, pins=livekit)
     fuzz = resolve("atheris", constraints=read("fuzz.txt"))
     write("fuzz.txt", what="The coverage-guided fuzzer of `make fuzz`.", pins=fuzz)
     lock_clients()

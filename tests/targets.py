@@ -35,7 +35,6 @@ TARGETS = {
         "tests/conformance/test_other_languages.py",
         "tests/gateway/page",
         "tests/clients/test_clients.py",
-        "tests/gateway/test_livekit.py",
         "tests/cpp",
         "tests/go",
         "tests/typescript",
