@@ -181,7 +181,8 @@ class ExecuteStepRequest(_message.Message):
     """
     lowest_attempt: _builtins.int
     """The lowest attempt of the caller's rebindings, set by an orchestrator that takes over a request. From then on,
-    RebindStep fails for this step with a lower one (STALE_ATTEMPT): the orchestrator before may still recover the request.
+    RebindStep fails for this step with a lower one (STALE_ATTEMPT): the previous orchestrator may still recover the
+    request.
     """
     @_builtins.property
     def input(self) -> _request_pb2.Input:

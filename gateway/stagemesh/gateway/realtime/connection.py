@@ -321,7 +321,7 @@ class Connection:
                 await response.cancel(reason)
                 return
         name = "the conversation" if response_id is None else repr(response_id)
-        # A client of livekit-agents ignores the error by the begin of its text.
+        # A client of livekit-agents recognizes the error by the start of its text, and ignores it.
         problem = f"Cancellation failed: no response of {name} is in progress"
         raise ParameterError(None, problem, code="response_cancel_not_active")
 

@@ -22,7 +22,7 @@ from stagemesh.gateway.tools import Calls, Function, FunctionName, tool_argument
 _TURNS = "turn_detection"
 """The setting that null switches off. For any other setting, null stands for the default."""
 _OBJECTS = frozenset({"audio", "audio.input", "audio.input.turn_detection", "audio.output"})
-"""The settings whose parts are updated one by one. An update of any other setting replaces it."""
+"""The settings whose parts are checked one by one. An update of `turn_detection` or of another setting replaces it."""
 _DB_OF_THRESHOLD = 20.0
 """The level of speech above the noise at a threshold of 1, in dB. OpenAI's default of 0.5 is that of `audio.turns`."""
 

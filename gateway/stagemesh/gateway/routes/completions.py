@@ -24,7 +24,7 @@ from stagemesh.client import (
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway import parameters
 from stagemesh.gateway.answers import DONE, LEAST_LOGPROB, now_s, respond, sse, usage_of
-from stagemesh.gateway.body import SamplingBody, TokenIds, read_json
+from stagemesh.gateway.body import SamplingBody, TokenIds, aside, read_json
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
 from stagemesh.gateway.routes.chat import FINISH_REASONS
@@ -36,7 +36,11 @@ _MAX_TOKENS = 16
 
 
 _MAX_PROMPTS = 64
-"""The maximum number of prompts of a request, which run at the same time."""
+"""The maximum number of prompts of a request, which run at the same time. Also that of the choices of several prompts."""
+_SCORED_BYTES = 200
+"""The approximate size of a token's log-probability in an answer, in bytes."""
+_MAX_SCORED = 1 << 19
+"""The maximum number of log-probabilities of the prompts of a request. A text counts as one token for each byte."""
 
 
 def _as_list(prompt: object) -> object:
@@ -71,6 +75,11 @@ class CompletionBody(SamplingBody):
             raise ParameterError("stream", "echo and several prompts are answered as a whole; omit it")
         if self.echo and self.n not in {None, 1}:
             raise ParameterError("n", "an answer with echo has one choice; omit it")
+        if len(self.prompt) > 1 and len(self.prompt) * (self.n or 1) > _MAX_PROMPTS:
+            raise ParameterError("n", f"the prompts have more than {_MAX_PROMPTS} choices; send several requests")
+        tokens = sum(len(each.encode() if isinstance(each, str) else each) for each in self.prompt)
+        if self.echo and tokens * (1 + (self.logprobs or 0)) > _MAX_SCORED:
+            raise ParameterError("logprobs", f"the prompts have more than {_MAX_SCORED:,}; send several requests")
         default = _MAX_TOKENS if model.chooses_tokens else None
         # A stage samples at least one token.
         most = default if self.max_tokens is None else max(1, self.max_tokens)
@@ -78,7 +87,8 @@ class CompletionBody(SamplingBody):
         arguments["outputs"] = [model.require_output("text")]
         if self.logprobs is not None:
             arguments["logprobs"] = self.logprobs
-        if self.echo:
+        if self.echo and (self.logprobs is not None or not isinstance(prompt, str)):
+            # They also have the text of the tokens.
             arguments["prompt_logprobs"] = self.logprobs or 0
         if isinstance(prompt, str):
             return arguments | {"raw_text": prompt}
@@ -129,15 +139,22 @@ async def _whole(
     choices = chain.from_iterable(result.choices for result in results)
     output = model.output("text")
     assert output is not None, "the request has this output"
-    found = list[dict[str, Any]]()
-    for index, (choice, stages) in enumerate(zip(choices, reports, strict=True)):
-        tokens, reason = choice.logprobs.get(output.name, ()), choice.finishes[output.name].reason
-        if body.echo:
-            found.append(_echo(body, index, choice.text, tokens, report=stages[output.stage], reason=reason))
-        else:
-            found.append(_choice(index, choice.text, tokens, choice.text.encode(), reason))
+
+    def made() -> list[dict[str, Any]]:
+        found = list[dict[str, Any]]()
+        for index, (choice, stages) in enumerate(zip(choices, reports, strict=True)):
+            tokens, reason = choice.logprobs.get(output.name, ()), choice.finishes[output.name].reason
+            if body.echo:
+                found.append(_echo(body, index, choice.text, tokens, report=stages[output.stage], reason=reason))
+            else:
+                found.append(_choice(index, choice.text, tokens, choice.text.encode(), reason))
+        return found
+
     usage = usage_of(replace(results[0].finished, choices=reports), model)
-    return {**fields, "choices": found, "usage": usage}
+    if body.max_tokens == 0:
+        usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+    scored = sum(len(stages[output.stage].prompt_logprobs) for stages in reports) if body.echo else 0
+    return {**fields, "choices": await aside(made, size_bytes=scored * _SCORED_BYTES), "usage": usage}
 
 
 def _echo(
@@ -145,13 +162,20 @@ def _echo(
 ) -> dict[str, Any]:
     """Returns a choice that begins with its prompt.
 
-    The first token of the prompt has no log-probability, and neither has a generated token without text, such as the
-    one that ends the text.
+    The first token of the prompt has no log-probability. A generated token without text, such as the one that ends the
+    text, has none either. The text of a prompt lacks the special tokens that a tokenizer adds at its start, so that
+    they begin at its offset 0.
     """
     silent = report.usage.output_tokens - len(tokens)
     if body.max_tokens == 0:
-        text, tokens, silent = "", (), 0
-    before = "".join(each.sampled.text for each in report.prompt_logprobs)
+        text, tokens, silent, reason = "", (), 0, "length"
+    prompt, before = body.prompt[index], "".join(each.sampled.text for each in report.prompt_logprobs)
+    if isinstance(prompt, str):
+        added = len(before.encode()) - len(prompt.encode())
+        before, known = prompt, report.prompt_logprobs
+        report = replace(
+            report, prompt_logprobs=tuple(replace(each, position=max(0, each.position - added)) for each in known)
+        )
     shifted = (replace(each, position=each.position + len(before.encode())) for each in tokens)
     scored = () if body.logprobs is None else (*report.prompt_logprobs, *shifted)
     answer = _choice(index, before + text, scored, (before + text).encode(), reason)
@@ -160,8 +184,7 @@ def _echo(
         logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
         for values, absent in zip(logprobs.values(), ("", None, None, len(before + text)), strict=True):
             values.extend([absent] * silent)
-    prompt = body.prompt[index]
-    return answer | ({"text": prompt + text} if isinstance(prompt, str) else {})
+    return answer
 
 
 def _choice(

@@ -48,7 +48,7 @@ class VoiceBody(StageBody):
 
     voice: VoiceId = None
     speaker: VoiceId = None
-    """Another name of `voice`, which is used if both are given."""
+    """Another name of `voice`. If both are given, `voice` takes precedence."""
     instructions: str | None = None
     language: str | None = None
     ref_text: str | None = None

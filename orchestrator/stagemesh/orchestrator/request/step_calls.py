@@ -318,14 +318,14 @@ class StepCalls:
         if state.phase is Phase.STARTING:
             notes.note_accepted(accepted)
             state.phase = Phase.RUNNING
-            self._lose_replaced(state, accepted.flow_attempts)
+            self._restart_replaced_peers(state, accepted.flow_attempts)
             self._changed.fire()
 
-    def _lose_replaced(self, state: StepState, flow_attempts: Mapping[str, int]) -> None:
+    def _restart_replaced_peers(self, state: StepState, flow_attempts: Mapping[str, int]) -> None:
         """Restarts the peers of a stage that another orchestrator has replaced before this one continued.
 
-        `flow_attempts` is the attempt in which each flow of the stage's step is bound, by edge name. The other
-        orchestrator took these peers for lost. They may run, and then wait for a flow that no producer opens.
+        `flow_attempts` is the attempt in which each flow of the stage's step is bound, by edge name. To the other
+        orchestrator, these peers were lost. They may run, and then wait for a flow that no producer opens.
         """
         for edge in find_overtaken(self._route, self._states, state.name, flow_attempts):
             state.bound = {**state.bound, edge.name: flow_attempts[edge.name]}

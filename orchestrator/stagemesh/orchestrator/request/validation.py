@@ -235,11 +235,14 @@ def _check_prompt(given: request_pb2.Input) -> None:
 def _check_choices(request: orchestrator_pb2.GenerateRequest, *, most: int) -> None:
     """Raises InvalidRequestError (INVALID_CHOICES) if the number of choices is not from 1 to `most`.
 
-    Also raises this error if the caller's positions name a choice that the request does not have.
+    Also raises this error if the caller's positions name a choice that the request does not have, and if several
+    choices would each report the log-probabilities of their prompt, which is the same.
     """
     choices = request.parameters.choices if request.parameters.HasField("choices") else 1
     if not 1 <= choices <= most:
         problem = f"choices is {choices}; use 1 to {most} (limits.max_choices), or send several requests"
+    elif choices > 1 and request.parameters.sampling.HasField("prompt_logprobs"):
+        problem = f"prompt_logprobs are reported for one choice, and the request has {choices}; send several requests"
     elif (highest := max((each.index for each in request.next_positions), default=0)) >= choices:
         problem = f"next_positions names choice {highest}, but the request has {choices} choices, counted from 0"
     else:

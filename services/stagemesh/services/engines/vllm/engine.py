@@ -144,9 +144,10 @@ class VllmEngine:
                 if not usage.engine_steps:
                     yield usage
                 if output.prompt_logprobs:
-                    usage.prompt_logprobs = outputs.prompt_logprobs_of(
-                        output, request, self.control.llm.get_tokenizer()
-                    )
+                    tokenizer = self.control.llm.get_tokenizer()
+                    # It takes seconds for a long prompt.
+                    converted = asyncio.to_thread(outputs.prompt_logprobs_of, output, request, tokenizer)
+                    usage.prompt_logprobs = await converted
                 sampled += completion.token_ids
                 usage.output_tokens = usage.engine_steps = count = len(sampled)
                 self._meter.count(request.name, count - before)

@@ -61,15 +61,33 @@ def emission_of_prompt(request: EngineRequest) -> Emission | None:
     return Emission(Packet({PROMPT_IDS: np.array(request.prompt.token_ids, np.int32)}))
 
 
+_MAX_PROMPT_BYTES = 5 << 20
+"""The maximum size of the log-probabilities of a prompt, which are in one message, in bytes."""
+_TOKEN_BYTES = 24
+"""The size of a token's log-probability in a message, without its text, in bytes."""
+
+
 def prompt_logprobs_of(output: RequestOutput, request: EngineRequest, tokenizer: TokenizerLike) -> list[TokenLogprobs]:
-    """Returns the log-probabilities of a prompt's tokens. Empty if the output has none."""
-    made, position = list[TokenLogprobs](), 0
+    """Returns the log-probabilities of a prompt's tokens. Empty if the output has none.
+
+    Raises InvalidRequestError (INVALID_SAMPLING) if they do not fit into a message.
+    """
+    made, position, size_bytes = list[TokenLogprobs](), 0, 0
     # The log-probabilities of a resumed request continue with the tokens of its checkpoint.
     for token, known in zip(request.prompt.token_ids, output.prompt_logprobs or (), strict=False):
-        alternatives = 0 if known is None else request.params.prompt_logprobs or 0
-        first = {token: Logprob(0.0, decoded_token=tokenizer.decode([token]))}
-        made.append(_converted(token, known or first, position=position, alternatives=alternatives))
-        position += len(made[-1].sampled.text.encode())
+        if known is None:
+            first = {token: Logprob(0.0, decoded_token=tokenizer.decode([token]))}
+            each = _converted(token, first, position=position, alternatives=0)
+        else:
+            each = _converted(token, known, position=position, alternatives=request.params.prompt_logprobs or 0)
+        made.append(each)
+        position += len(each.sampled.text.encode())
+        size_bytes += sum(_TOKEN_BYTES + len(token.text.encode()) for token in (each.sampled, *each.top))
+        if size_bytes > _MAX_PROMPT_BYTES:
+            problem = (
+                f"the log-probabilities of the prompt have more than {_MAX_PROMPT_BYTES} bytes; shorten the prompt"
+            )
+            raise InvalidRequestError(problem, reason="INVALID_SAMPLING")
     return made
 
 

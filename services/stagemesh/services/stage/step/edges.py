@@ -119,8 +119,8 @@ class StepEdges:
         bindings: list[InputBinding | OutputBinding] = [*self._inputs.values(), *self._outputs.values()]
         return {each.edge: each.attempt for each in bindings}
 
-    def refuse_below(self, attempt: int) -> None:
-        """Refuses rebindings in lower attempts than `attempt` from now on."""
+    def reject_below(self, attempt: int) -> None:
+        """Rejects rebindings in lower attempts than `attempt` from now on."""
         self._lowest_attempt = max(self._lowest_attempt, attempt)
 
     def rebind(self, rebinding: Rebinding) -> None:
@@ -202,7 +202,7 @@ class StepEdges:
         not failed.
 
         Raises NotFoundError if the step does not have the edge, and StaleAttemptError if the edge is already bound in a
-        newer attempt.
+        newer attempt, or if a later orchestrator rejects the attempt (`reject_below`).
         """
         current, flow = bound.get(binding.edge), flows.get(binding.edge)
         if current is None or flow is None:
@@ -219,7 +219,8 @@ class StepEdges:
         attempt, wanted = max(current.attempt, self._lowest_attempt), binding.attempt
         if wanted < attempt:
             raise StaleAttemptError(
-                f"edge {binding.edge} of step {self.step_id} is bound in attempt {attempt}, newer than {wanted}",
+                f"edge {binding.edge} of step {self.step_id} cannot be bound in attempt {wanted}: it is bound in "
+                f"{current.attempt}, and its orchestrator uses attempts from {self._lowest_attempt} on",
                 metadata={"edge": binding.edge},
                 facts={"attempt": attempt},
             )

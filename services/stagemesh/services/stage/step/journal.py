@@ -124,7 +124,12 @@ class StepJournal:
         self.append(stage_pb2.ExecuteStepResponse(accepted=accepted))
 
     def update_accepted(self, flow_attempts: Mapping[str, int]) -> None:
-        """Replaces the first event, which then states the attempts of the step's flows by edge name."""
+        """Replaces the first event, which then states the attempts of the step's flows by edge name.
+
+        Does nothing if there is no event yet: the step has just begun, or has failed before it was accepted.
+        """
+        if not self.journal.items:
+            return
         event = stage_pb2.ExecuteStepResponse.FromString(self.journal.items[0])
         event.accepted.flow_attempts.update(flow_attempts)
         self.journal.replace(0, event.SerializeToString())

@@ -95,7 +95,7 @@ class RunIndex:
                 reason="UNKNOWN_STEP",
             )
         if (edges := self._edges_of(spec.step_id)) is not None:
-            edges.refuse_below(spec.lowest_attempt)
+            edges.reject_below(spec.lowest_attempt)
         return run
 
     def add(self, run: StepRun) -> None:

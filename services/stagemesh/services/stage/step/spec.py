@@ -162,9 +162,9 @@ class StepSpec:
     trace: StepTrace | None = None
     """The spans of the step, or None if it is not traced."""
     attach_only: bool = False
+    """Whether the call must not start the step, because it has been started already."""
     lowest_attempt: int = 0
     """The lowest attempt in which the edges of the step may be rebound from now on."""
-    """Whether the call must not start the step, because it has been started already."""
 
     @property
     def takes_state(self) -> bool:
