@@ -36,7 +36,7 @@ _MAX_TOKENS = 16
 
 
 _MAX_PROMPTS = 64
-"""The maximum number of prompts of a request, which run at the same time. Also that of the choices of several prompts."""
+"""The maximum number of prompts of a request, and of the choices of several prompts. They run at the same time."""
 _SCORED_BYTES = 200
 """The approximate size of a token's log-probability in an answer, in bytes."""
 _MAX_SCORED = 1 << 19
@@ -163,8 +163,8 @@ def _echo(
     """Returns a choice that begins with its prompt.
 
     The first token of the prompt has no log-probability. A generated token without text, such as the one that ends the
-    text, has none either. The text of a prompt lacks the special tokens that a tokenizer adds at its start, so that
-    they begin at its offset 0.
+    text, has none either. The text of a prompt lacks the special tokens that a tokenizer adds at its start. Their
+    offset is 0.
     """
     silent = report.usage.output_tokens - len(tokens)
     if body.max_tokens == 0:
