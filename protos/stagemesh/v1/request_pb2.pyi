@@ -781,10 +781,10 @@ class Sampling(_message.Message):
     """Text of this context-free grammar, in the notation of Lark or GBNF."""
     prompt_logprobs: _builtins.int
     """Return StepFinished.prompt_logprobs, with this number of the most probable tokens at each position, up to the
-    stage's limit (usually 20). 0 returns only the prompt's tokens with their log-probabilities. If absent, no log-probabilities of the prompt
-    are returned. The stage computes the whole prompt then, without a prefix cache. Rejected (INVALID_SAMPLING) if they
-    would have more than 131,072 tokens or 5 MiB in all, (INVALID_CHOICES) with several choices, and (UNSUPPORTED) by a
-    stage whose prompt comes from other stages.
+    stage's limit (usually 20). 0 returns only the prompt's tokens with their log-probabilities. If absent, nothing is
+    returned. The stage computes the whole prompt then, without a prefix cache. Rejected (INVALID_SAMPLING) if they would
+    have more than 131,072 tokens or 5 MiB in all, (INVALID_CHOICES) with several choices, and (UNSUPPORTED) by a stage
+    whose prompt comes from other stages.
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
