@@ -21,6 +21,7 @@ from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.packets import ConsumerAddress
 from stagemesh.connectors.stream.connection import ProducerSession
 from stagemesh.connectors.wire import key_to_wire
+from stagemesh.stage_conformance.content import UNKNOWN_FIELD
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.connectors.handmade_producers import KEY, dialled, hello, opening
 from tests.connectors.hosts import serving, started_host
@@ -51,8 +52,8 @@ def opened(item: stage_pb2.OpenEdge, *, next_seq: int = 0, limit_bytes: int = CR
     return [Reply(opened=opened)]
 
 
-def _acked(item: chunk_pb2.Chunk, *, more: int = 0) -> list[Reply]:
-    ack = Reply(ack=stage_pb2.ChunkAck(key=item.key, next_seq=min(item.seq + 1 + more, HUGE)))
+def _acked(item: chunk_pb2.Chunk) -> list[Reply]:
+    ack = Reply(ack=stage_pb2.ChunkAck(key=item.key, next_seq=item.seq + 1))
     return [ack, *_committed(item)] if item.HasField("end") else [ack]
 
 
@@ -70,6 +71,11 @@ def _acked_so_far(item: Any) -> list[Reply]:
 
 def _rejected(item: Any, **fields: Any) -> list[Reply]:
     return [Reply(rejected=stage_pb2.EdgeRejected(key=item.key, error=chunk_pb2.Error(**fields)))]
+
+
+def _unknown(reply: Reply) -> Reply:
+    reply.MergeFromString(UNKNOWN_FIELD)
+    return reply
 
 
 def _granted(item: Any, limit_bytes: int) -> Reply:
@@ -158,9 +164,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 FALSE_ANSWERS: list[tuple[str, str, Answer, str | None]] = [
-    ("ack beyond all numbers", "chunk", lambda item: _acked(item, more=HUGE), "never sent"),
-    ("opened beyond all numbers", "open", lambda item: opened(item, next_seq=HUGE), "never sent"),
-    ("resync without end", "open", _resync, "again and again"),
+    ("a reply of an unknown kind", "chunk", lambda item: [_unknown(Reply(key=item.key))], "unknown kind"),
     ("acks that say nothing new", "open", lambda item: opened(item) + _acked_so_far(item) + _resync(item), "again"),
     ("resync of every chunk", "chunk", _resync, "again and again"),
     ("failure of an unknown connector", "chunk", lambda item: _resync(item, failed=UNKNOWN), "99 is unknown"),

@@ -22,9 +22,10 @@ from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.fragments import decode_fragment, first_key
 from stagemesh.connectors.packets import EdgeKey
 from stagemesh.connectors.wire import key_to_wire
+from stagemesh.stage_conformance.content import UNKNOWN_FIELD
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from stagemesh.v1.chunk_pb2 import ChunkData
-from tests.connectors.handmade_producers import KEY, WIRE_KEY, Peer, chunk, dialled, hello, open_peer, opening, peer
+from tests.connectors.handmade_producers import KEY, Peer, chunk, dialled, hello, open_peer, opening, peer
 from tests.connectors.hosts import started_host
 from tests.connectors.local_sockets import connect
 from tests.rpc.call_errors import error_of
@@ -47,36 +48,25 @@ def _put(*items: stage_pb2.PutItem) -> stage_pb2.PutChunkRequest:
     return stage_pb2.PutChunkRequest(items=items)
 
 
-def _fragment(**fields: Any) -> stage_pb2.PutItem:
-    return stage_pb2.PutItem(fragment=chunk_pb2.ChunkFragment(**{"payload": b"x", "key": WIRE_KEY, **fields}))
-
-
-def _large_chunk(size_bytes: int) -> stage_pb2.PutItem:
-    data = _tensor(inline=b"1234")
-    data.size_bytes = size_bytes
-    return chunk(data=data)
-
-
-def _demand(size_bytes: int) -> stage_pb2.PutItem:
-    return stage_pb2.PutItem(demand=stage_pb2.CreditDemand(key=WIRE_KEY, size_bytes=size_bytes))
-
-
 GOOD, BAD = chunk(data=_tensor(inline=b"1234")), chunk(data=_tensor(inline=b"12345"))
 
 
-@pytest.mark.parametrize(
-    ("item", "reason"),
-    [
-        pytest.param(_fragment(total_bytes=HUGE), "CREDIT_EXCEEDED", id="huge fragment"),
-        pytest.param(_large_chunk(2 << 20), "CREDIT_EXCEEDED", id="large chunk"),
-        pytest.param(_large_chunk(HUGE), "CREDIT_EXCEEDED", id="huge chunk"),
-        pytest.param(_demand(HUGE), "CHUNK_TOO_LARGE", id="huge demand"),
-    ],
-)
-async def test_message_beyond_all_credit_is_rejected(item: stage_pb2.PutItem, reason: str) -> None:
+@pytest.mark.parametrize("size_bytes", [2 << 20, HUGE])
+async def test_chunk_beyond_all_credit_is_rejected(size_bytes: int) -> None:
+    data = _tensor(inline=b"1234")
+    data.size_bytes = size_bytes
     async with open_peer() as one:
-        await one.put(item)
-        assert await one.reason() == reason
+        await one.put(chunk(data=data))
+        assert await one.reason() == "CREDIT_EXCEEDED"
+
+
+async def test_an_unknown_location_with_a_lease_is_rejected() -> None:
+    data = _tensor()
+    data.lease_id = 5
+    data.tensors[0].MergeFromString(UNKNOWN_FIELD)
+    async with open_peer() as one:
+        await one.put(chunk(data=data))
+        assert await one.reason() == "UNKNOWN_KIND"
 
 
 async def test_chunks_have_a_credit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,21 +107,6 @@ async def test_unread_chunks_without_payload_are_limited(data: ChunkData, monkey
         await one.put(*[chunk(data=data, seq=next(numbers)) for _ in range(most + 1)])
         assert await one.reason() == "CREDIT_EXCEEDED"
         assert one.inlet.report().waiting_chunks == most
-
-
-async def test_fragment_at_a_huge_offset_is_rejected() -> None:
-    async with open_peer() as one:
-        for _ in range(4):
-            await one.put(opening(), _fragment(total_bytes=100, offset=HUGE))
-        assert (await one.answer("rejected")).rejected.error.reason == "FRAGMENT_GAP"
-
-
-async def test_chunk_of_a_closed_flow_is_rejected() -> None:
-    async with open_peer() as one:
-        await one.inlet.aclose()
-        assert (await one.answer("rejected")).rejected.error.reason == "NOT_READ"
-        await one.put(GOOD)
-        assert (await one.answer("rejected")).rejected.error.reason == "UNKNOWN_FLOW"
 
 
 @pytest.mark.parametrize("many", ["tensors", "metadata", "unknown"])

@@ -99,15 +99,6 @@ def test_packet_without_new_rows_is_dropped(count: Receiver) -> None:
     assert count.take(one) is one
 
 
-def test_missing_rows_are_reported(count: Receiver) -> None:
-    count.take(Packet({"x": np.arange(3)}))
-    count.check_rows({"x": 3})
-    with pytest.raises(NotReadyError, match="begins at row 4 of tensor 'x', but only 3 of its rows") as caught:
-        count.check_rows({"x": 4})
-    assert caught.value.reason == "ROWS_MISSING"
-    assert (caught.value.metadata, caught.value.facts) == ({"edge": "e", "tensor": "x"}, {"rows": 3})
-
-
 def test_repeated_context_is_counted_from_the_beginning_alone(count: Receiver) -> None:
     chunks = [_with(Packet({"x": np.arange(start, start + 4)}), context_frames=bool(start)) for start in (0, 3)]
     assert [count.take(one) for one in chunks] == chunks

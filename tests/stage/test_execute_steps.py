@@ -86,16 +86,6 @@ async def calling(config: StageConfig | None = None, *, engine: Engine | None = 
         yield Caller(replica)
 
 
-async def test_each_call_receives_its_own_events() -> None:
-    async with calling(stage_config(steps=2)) as caller:
-        for number in (1, 2, 3):
-            await caller.begin(number, step_request(f"r{number}", text=f"text {number}"))
-        await caller.until_ended(1, 2, 3)
-    for number in (1, 2, 3):
-        assert caller.kinds(number) == ["accepted", "output", "progress", "output", "output", "finished", "ended"]
-        assert not caller.received[number][-1].ended.HasField("error")
-
-
 async def test_a_message_of_many_elements_is_not_parsed() -> None:
     async with served_stage() as replica:
         caller = Caller(replica)

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
 
 from stagemesh.common import errors
@@ -20,7 +19,7 @@ from stagemesh.services.stage.step.spec import STATE_EDGE
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 from stagemesh.v1.signature_pb2 import TENSOR_KIND_TEXT
 from tests.credentials import issue, process_credentials
-from tests.later_contract import later, later_class, today
+from tests.later_contract import later, today
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import Replica, failure_of, loading, served, served_stage, stage_config, step_request
 from tests.stage.test_execute_steps import calling, eventually
@@ -29,17 +28,6 @@ from tests.stage.test_execute_steps import calling, eventually
 async def call_step(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> list[stage_pb2.ExecuteStepResponse]:
     """Returns all events of a step."""
     return [event async for event in replica.stub.ExecuteStep(request)]
-
-
-def kinds_of(events: list[stage_pb2.ExecuteStepResponse]) -> list[str | None]:
-    """Returns the kinds of events."""
-    return [event.WhichOneof("event") for event in events]
-
-
-async def test_a_step_streams_its_events() -> None:
-    async with served_stage(stage_config(steps=2)) as replica:
-        events = await call_step(replica, step_request())
-    assert kinds_of(events) == ["accepted", "output", "progress", "output", "output", "finished"]
 
 
 async def test_an_error_has_its_reason_and_stage() -> None:
@@ -69,16 +57,6 @@ async def test_one_of_two_callers_may_leave(engine: GatedEngine) -> None:
         leaving.cancel()
         engine.gate.set()
         assert [event.WhichOneof("event") async for event in events] == ["output", "output", "finished"]
-
-
-async def test_a_step_ends_at_its_callers_deadline(engine: GatedEngine) -> None:
-    async with served_stage(engine=engine) as replica:
-        events = aiter(replica.stub.ExecuteStep(step_request(), timeout=2))
-        await anext(events)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            [event async for event in events]
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await eventually(lambda: engine.released == ["r"])
 
 
 async def test_cancel_returns_once_the_engine_has_released_the_step(engine: GatedEngine) -> None:
@@ -192,14 +170,6 @@ async def test_closing_ends_the_load_reports() -> None:
         assert [report async for report in reports] == []
 
 
-async def test_an_unknown_flow_is_named() -> None:
-    key = chunk_pb2.EdgeKey(request_id="r", edge="thinker->talker", attempt=1)
-    async with served_stage() as replica:
-        error = await failure_of(anext(aiter(replica.stub.GetChunk(stage_pb2.GetChunkRequest(key=key)))))
-    assert isinstance(error, errors.NotFoundError)
-    assert "thinker->talker" in error.message
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -253,16 +223,9 @@ async def test_an_unknown_connector_is_rejected() -> None:
         assert (await failure_of(_probe(thinker, "127.0.0.1:1", connector=4711))).reason == "UNKNOWN_CONNECTOR"
 
 
-def _action(call: int, *, ignorable: bool = False) -> stage_pb2.ExecuteStepsRequest:
-    later_action = later_class("ExecuteStepsRequest")(call=call, later="pause", ignorable=ignorable)
-    request: stage_pb2.ExecuteStepsRequest = today(later_action, stage_pb2.ExecuteStepsRequest)
-    return request
-
-
-async def test_a_stage_ignores_added_fields_and_ignorable_actions() -> None:
+async def test_a_stage_ignores_added_fields() -> None:
     async with calling(stage_config(steps=2)) as caller:
         request: Any = today(later(step_request("r")), stage_pb2.ExecuteStepRequest)
         await caller.begin(1, request)
-        await caller.call.write(_action(1, ignorable=True))
         await caller.until_ended(1)
     assert not caller.received[1][-1].ended.HasField("error")
