@@ -10,9 +10,9 @@ from anyio.from_thread import start_blocking_portal
 
 from stagemesh.tiny_models import qwen3_omni
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
-from stagemesh.v1.request_pb2 import ROLE_TOOL, ROLE_USER, Message
+from stagemesh.v1.request_pb2 import ROLE_TOOL, ROLE_USER, Message, ToolCallDelta
 from stagemesh.v1.signature_pb2 import Signature
-from tests.client.scripted import Script, ScriptedOrchestrator, admitted, called, ended, finished, message, served, text
+from tests.client.scripted import Script, ScriptedOrchestrator, admitted, ended, finished, message, served, text
 from tests.deployment import deployed
 from tests.gateway.making import describe
 from tests.models.qwen3_omni.deployment import with_torchvision
@@ -45,8 +45,9 @@ def _parts(request: GenerateRequest) -> Iterator[GenerateResponse]:
         tool = next(each for each in conversation.tools if chosen in {"", each.name})
         example = _example(json.loads(tool.parameters or "{}"))
         arguments = said.partition("ARGS ")[2] or json.dumps(example)
-        yield called(tool.name, arguments[:4])
-        yield called("", arguments[4:])
+        call_id = f"call_{sum(len(each.tool_calls) for each in conversation.messages)}"
+        yield message(tool_call=ToolCallDelta(id=call_id, name=tool.name, arguments=arguments[:4]))
+        yield message(tool_call=ToolCallDelta(id=call_id, arguments=arguments[4:]))
     else:
         yield from _pieces("Hello there.")
 
