@@ -8,19 +8,8 @@ from autogen_core import Image
 from autogen_core.models import UserMessage
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from features import run_features
+from inputs import QUESTION, Clock, read_clock
 from PIL import Image as Picture
-from pydantic import BaseModel
-
-QUESTION = "What time is it?"
-
-
-class Clock(BaseModel):
-    zone: str
-
-
-def read_clock(zone: str) -> str:
-    """Returns the time in a zone."""
-    return f"12:00 in {zone}"
 
 
 def model(name="scripted", **settings):

@@ -7,21 +7,11 @@ from haystack.components.agents import Agent
 from haystack.components.generators.chat import OpenAIChatGenerator, OpenAIResponsesChatGenerator
 from haystack.dataclasses import ChatMessage, ImageContent
 from haystack.tools import tool
-from pydantic import BaseModel
+from inputs import QUESTION, Clock, read_clock
 
 URL = os.environ["OPENAI_BASE_URL"]
-MESSAGES = [ChatMessage.from_user("What time is it?")]
+MESSAGES = [ChatMessage.from_user(QUESTION)]
 KINDS = (OpenAIChatGenerator, OpenAIResponsesChatGenerator)
-
-
-class Clock(BaseModel):
-    zone: str
-
-
-@tool
-def read_clock(zone: str) -> str:
-    """Returns the time in a zone."""
-    return f"12:00 in {zone}"
 
 
 def generates(kind, **settings):
@@ -47,7 +37,7 @@ def tools():
     for kind in KINDS:
         for strict in (False, True):
             generator = kind(model="scripted", api_base_url=URL, tools_strict=strict)
-            answer = Agent(chat_generator=generator, tools=[read_clock], system_prompt="Be brief.").run(MESSAGES)
+            answer = Agent(chat_generator=generator, tools=[tool(read_clock)], system_prompt="Be brief.").run(MESSAGES)
             assert answer["last_message"].text == "It is noon."
 
 

@@ -2,14 +2,10 @@
 
 import instructor
 from features import run_features
+from inputs import QUESTION, Clock
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel
 
-MESSAGES = [{"role": "user", "content": "What time is it?"}]
-
-
-class Clock(BaseModel):
-    zone: str
+MESSAGES = [{"role": "user", "content": QUESTION}]
 
 
 def extracts(mode, **settings):

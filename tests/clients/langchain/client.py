@@ -1,27 +1,15 @@
 """LangChain's chat model and agent, and LangGraph's prebuilt agent."""
 
 from features import run_features
+from inputs import QUESTION, Clock, read_clock
 from langchain.agents import create_agent
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
-from pydantic import BaseModel
 
 model = ChatOpenAI(model="scripted")
-QUESTION = "What time is it?"
-
-
-class Clock(BaseModel):
-    """The time in a zone."""
-
-    zone: str
-
-
-@tool
-def read_clock(zone: str) -> str:
-    """Returns the time in a zone."""
-    return f"12:00 in {zone}"
+TOOLS = [tool(read_clock)]
 
 
 def chat():
@@ -39,12 +27,12 @@ def stream():
 
 def tools():
     for settings in ({}, {"strict": True}, {"tool_choice": "read_clock"}, {"parallel_tool_calls": False}):
-        (call,) = model.bind_tools([read_clock], **settings).invoke(QUESTION).tool_calls
+        (call,) = model.bind_tools(TOOLS, **settings).invoke(QUESTION).tool_calls
         assert (call["name"], call["args"]) == ("read_clock", {"zone": "noon"})
 
 
 def agent():
-    graph = create_agent(model, [read_clock], system_prompt="Be brief.", checkpointer=InMemorySaver())
+    graph = create_agent(model, TOOLS, system_prompt="Be brief.", checkpointer=InMemorySaver())
     config = {"configurable": {"thread_id": "1"}}
     for _ in range(2):
         messages = graph.invoke({"messages": [HumanMessage(QUESTION)]}, config)["messages"]
@@ -53,7 +41,7 @@ def agent():
 
 
 def streamed_agent():
-    graph = create_agent(model, [read_clock])
+    graph = create_agent(model, TOOLS)
     parts = list(graph.stream({"messages": [HumanMessage(QUESTION)]}, stream_mode="messages"))
     assert "".join(part.content for part, _ in parts if part.type == "AIMessageChunk") == "It is noon."
 
@@ -72,7 +60,7 @@ def responses():
     model = ChatOpenAI(model="scripted", use_responses_api=True)
     assert model.invoke(QUESTION).text == "Hello there."
     assert "".join(piece.text for piece in model.stream(QUESTION)) == "Hello there."
-    messages = create_agent(model, [read_clock]).invoke({"messages": [HumanMessage(QUESTION)]})["messages"]
+    messages = create_agent(model, TOOLS).invoke({"messages": [HumanMessage(QUESTION)]})["messages"]
     assert messages[-1].text == "It is noon."
 
 

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-import wave
 from pathlib import Path
 
 # The prices of models would come from another host.
@@ -15,22 +14,16 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"
 import litellm
 import openai
 from features import run_features
-from pydantic import BaseModel
+from inputs import QUESTION, Clock, silence
 
 URL = os.environ["OPENAI_BASE_URL"]
-MESSAGES = [{"role": "user", "content": "What time is it?"}]
+MESSAGES = [{"role": "user", "content": QUESTION}]
 TOOL = openai.pydantic_function_tool
 CONFIG = """\
 model_list:
   - {{model_name: scripted, litellm_params: {{model: openai/scripted, api_base: "{0}", api_key: none}}}}
   - {{model_name: speech, litellm_params: {{model: openai/speech, api_base: "{0}", api_key: none}}}}
 """
-
-
-class Clock(BaseModel):
-    """The time in a zone."""
-
-    zone: str
 
 
 def completion(**settings):
@@ -85,12 +78,8 @@ def speech():
 
 
 def transcription():
-    sound = io.BytesIO()
+    sound = io.BytesIO(silence())
     sound.name = "sound.wav"
-    with wave.open(sound, "wb") as file:
-        file.setparams((1, 2, 16_000, 0, "NONE", ""))
-        file.writeframes(bytes(32_000))
-    sound.seek(0)
     litellm.transcription(model="openai/omni", file=sound)
 
 

@@ -3,27 +3,15 @@
 import os
 
 from features import run_features
+from inputs import QUESTION, Clock, read_clock
 from llama_index.core.agent.workflow import AgentStream, FunctionAgent
 from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel
 
 SETTINGS = {"api_base": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
 model = OpenAILike(model="scripted", is_chat_model=True, is_function_calling_model=True, **SETTINGS)
-QUESTION = "What time is it?"
 MESSAGES = [ChatMessage(QUESTION)]
-
-
-class Clock(BaseModel):
-    """The time in a zone."""
-
-    zone: str
-
-
-def read_clock(zone: str) -> str:
-    """Returns the time in a zone."""
-    return f"12:00 in {zone}"
 
 
 def chat():

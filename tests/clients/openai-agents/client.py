@@ -2,23 +2,13 @@
 
 from agents import Agent, OpenAIChatCompletionsModel, Runner, SQLiteSession, function_tool, set_tracing_disabled
 from features import run_features
+from inputs import QUESTION, Clock, read_clock
 from openai import AsyncOpenAI
-from pydantic import BaseModel
 
 # Traces go to OpenAI's own host.
 set_tracing_disabled(True)
+TOOLS = [function_tool(read_clock)]
 MODELS = ("scripted", OpenAIChatCompletionsModel("scripted", AsyncOpenAI()))
-QUESTION = "What time is it?"
-
-
-class Clock(BaseModel):
-    zone: str
-
-
-@function_tool
-def read_clock(zone: str) -> str:
-    """Returns the time in a zone."""
-    return f"12:00 in {zone}"
 
 
 def answers(model, **settings):
@@ -35,14 +25,14 @@ def chat():
 
 def tools():
     for model in MODELS:
-        result = answers(model, tools=[read_clock])
+        result = answers(model, tools=TOOLS)
         assert result.final_output == "It is noon."
         assert result.new_items[1].output == "12:00 in noon"
 
 
 async def stream():
     for model in MODELS:
-        result = Runner.run_streamed(Agent("clock", model=model, tools=[read_clock]), QUESTION)
+        result = Runner.run_streamed(Agent("clock", model=model, tools=TOOLS), QUESTION)
         events = [event async for event in result.stream_events() if event.type == "raw_response_event"]
         deltas = [event.data.delta for event in events if event.data.type == "response.output_text.delta"]
         assert len(deltas) > 1
@@ -64,7 +54,7 @@ def handoffs():
 async def sessions():
     for number, model in enumerate(MODELS):
         session = SQLiteSession(str(number))
-        agent = Agent("clock", model=model, tools=[read_clock])
+        agent = Agent("clock", model=model, tools=TOOLS)
         for _ in range(2):
             assert (await Runner.run(agent, QUESTION, session=session)).final_output == "It is noon."
         assert len(await session.get_items()) == 8

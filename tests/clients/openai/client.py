@@ -1,36 +1,25 @@
 """openai-python: chat, responses, audio, images and realtime."""
 
 import base64
-import io
 import json
-import wave
 
 import openai
 from features import run_features
-from pydantic import BaseModel
+from inputs import QUESTION, Clock, silence
 
 ai = openai.OpenAI()
-QUESTION = {"role": "user", "content": "What time is it?"}
-WAV = io.BytesIO()
-with wave.open(WAV, "wb") as file:
-    file.setparams((1, 2, 16_000, 0, "NONE", ""))
-    file.writeframes(bytes(32_000))
-
-
-class Clock(BaseModel):
-    """Reads the clock."""
-
-    zone: str
+MESSAGE = {"role": "user", "content": QUESTION}
+WAV = silence()
 
 
 def chat():
-    answer = ai.chat.completions.create(model="scripted", messages=[QUESTION])
-    again = ai.chat.completions.create(model="scripted", messages=[QUESTION, answer.choices[0].message, QUESTION])
+    answer = ai.chat.completions.create(model="scripted", messages=[MESSAGE])
+    again = ai.chat.completions.create(model="scripted", messages=[MESSAGE, answer.choices[0].message, MESSAGE])
     assert again.choices[0].message.content == "Hello there."
 
 
 def stream():
-    with ai.chat.completions.stream(model="scripted", messages=[QUESTION]) as events:
+    with ai.chat.completions.stream(model="scripted", messages=[MESSAGE]) as events:
         deltas = [event.delta for event in events if event.type == "content.delta"]
         final = events.get_final_completion()
     assert len(deltas) > 1
@@ -39,17 +28,17 @@ def stream():
 
 def tools():
     tool = openai.pydantic_function_tool(Clock)
-    answer = ai.chat.completions.parse(model="scripted", messages=[QUESTION], tools=[tool])
+    answer = ai.chat.completions.parse(model="scripted", messages=[MESSAGE], tools=[tool])
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.parsed_arguments == Clock(zone="noon")
     result = {"role": "tool", "tool_call_id": call.id, "content": "12:00"}
-    messages = [QUESTION, answer.choices[0].message, result]
+    messages = [MESSAGE, answer.choices[0].message, result]
     answer = ai.chat.completions.parse(model="scripted", messages=messages, tools=[tool])
     assert answer.choices[0].message.content == "It is noon."
 
 
 def structured_output():
-    answer = ai.chat.completions.parse(model="scripted", messages=[QUESTION], response_format=Clock)
+    answer = ai.chat.completions.parse(model="scripted", messages=[MESSAGE], response_format=Clock)
     assert answer.choices[0].message.parsed == Clock(zone="noon")
 
 
@@ -73,7 +62,7 @@ def image_and_audio_input():
     parts = [
         {"type": "text", "text": "What is it?"},
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}},
-        {"type": "input_audio", "input_audio": {"data": base64.b64encode(WAV.getvalue()).decode(), "format": "wav"}},
+        {"type": "input_audio", "input_audio": {"data": base64.b64encode(WAV).decode(), "format": "wav"}},
     ]
     answer = ai.chat.completions.create(model="omni", messages=[{"role": "user", "content": parts}], max_tokens=8)
     assert answer.usage.completion_tokens in range(1, 9)
@@ -81,7 +70,7 @@ def image_and_audio_input():
 
 def spoken_answer():
     audio = {"voice": "alloy", "format": "wav"}
-    arguments = {"messages": [QUESTION], "modalities": ["text", "audio"], "audio": audio, "max_tokens": 8}
+    arguments = {"messages": [MESSAGE], "modalities": ["text", "audio"], "audio": audio, "max_tokens": 8}
     message = ai.chat.completions.create(model="omni", **arguments).choices[0].message
     assert base64.b64decode(message.audio.data).startswith(b"RIFF")
 
@@ -94,7 +83,7 @@ def speech():
 
 def transcription():
     for model in ("omni", "whisper-1"):
-        ai.audio.transcriptions.create(model=model, file=WAV.getvalue())
+        ai.audio.transcriptions.create(model=model, file=WAV)
 
 
 def image():

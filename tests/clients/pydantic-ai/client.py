@@ -1,24 +1,10 @@
 """pydantic-ai: agents on the Responses API, which `openai:` stands for, and on chat completions."""
 
-import io
-import struct
-import wave
-
 from features import run_features
-from pydantic import BaseModel
+from inputs import QUESTION, Clock, read_clock, silence
 from pydantic_ai import Agent, BinaryContent, NativeOutput
 
 MODELS = ("openai:scripted", "openai-chat:scripted")
-QUESTION = "What time is it?"
-
-
-class Clock(BaseModel):
-    zone: str
-
-
-def read_clock(zone: str) -> str:
-    """Returns the time in a zone."""
-    return f"12:00 in {zone}"
 
 
 def responses():
@@ -52,12 +38,8 @@ def structured_output():
 
 
 def audio_input():
-    sound = io.BytesIO()
-    with wave.open(sound, "wb") as file:
-        file.setparams((1, 2, 16_000, 0, "NONE", ""))
-        file.writeframes(struct.pack("<h", 0) * 16_000)
     settings = {"max_tokens": 4}
-    prompt = [QUESTION, BinaryContent(sound.getvalue(), media_type="audio/wav")]
+    prompt = [QUESTION, BinaryContent(silence(), media_type="audio/wav")]
     assert Agent("openai-chat:omni", model_settings=settings).run_sync(prompt).usage.output_tokens in range(1, 5)
 
 
