@@ -191,12 +191,14 @@ async def _execute(data: bytes, pipeline: Pipeline) -> bool:
     replica = fleet.create_replica(member, cast("Any", None))
     fleet.registry.add(replica)
     route, changed = pipeline.route(["text"]), Notifier()
-    step = PlannedStep(pipeline.stages["relay"], replica, lambda: None)
-    state = StepState(step=step, attempt=1, budget=CheckpointBudget(1 << 20))
+    states: Any = {
+        name: StepState(step=PlannedStep(stage, replica, lambda: None), attempt=1, budget=CheckpointBudget(1 << 20))
+        for name, stage in pipeline.stages.items()
+    }
+    state = states["relay"]
     state.notes = StepNotes(stage="relay", replica="relay-0", attempt=1, began_s=0.0, clock=time.monotonic)
     state.phase = Phase.STARTING
     request = ValidRequest("r", request_pb2.Input(), request_pb2.Parameters(), ())
-    states: Any = {"relay": state}
     calls = StepCalls(
         request,
         route,

@@ -88,7 +88,7 @@ def _never(error: StagemeshError | None) -> bool:
 _NEXT_ACTIONS, _EXECUTE = recovery.next_actions, Model.execute
 _KEY = "two attempts of a stage share a flow's key"
 _DEFECTS: dict[str, tuple[str, object, str, object]] = {
-    "attempts restart at 1": ("a row is left out", validation, "first_attempt", _one),
+    "attempts restart at 1": ("the request fails: CANCELLED", validation, "first_attempt", _one),
     "attaching calls start a step": ("the request hangs", Model, "execute", _attached_or_started),
     "a flow has its producer's attempt": (_KEY, recovery, "attempt_of", _attempt_of_producer),
     "a resumed producer goes on": ("a row is left out", recovery, "_with_producers", _without_producers),
@@ -101,7 +101,7 @@ _DEFECTS: dict[str, tuple[str, object, str, object]] = {
 def test_a_planted_defect_is_found(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     effect, target, name, planted = _DEFECTS[defect]
     monkeypatch.setattr(target, name, planted)
-    size = {"crashes": 1, "faults": 1} if "STALE" in effect else {"crashes": 2, "faults": 0}
+    size = {"crashes": 1, "faults": 1} if "request fails" in effect else {"crashes": 2, "faults": 0}
     explored = explore(Model(_EDGE), **size)
     assert explored.trace, f"none of {explored.states:,} states shows that {defect}"
     assert (explored.trace[-1], len(explored.trace) < 30) == (effect, True), explored.trace
