@@ -128,7 +128,7 @@ def test_the_page_says_that_there_are_no_figures(tmp_path: Path) -> None:
 def test_a_code_block_in_a_list_is_a_code_block(site: Path) -> None:
     text = (site / "extending.html").read_text()
     assert "```" not in text
-    assert text.count("<ol>") == 5
+    assert text.count("<ol>") == 6
 
 
 def test_every_key_of_a_pipeline_file_has_a_meaning() -> None:
