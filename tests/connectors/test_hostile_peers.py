@@ -358,6 +358,7 @@ async def test_reader_that_connects_after_its_producer_was_lost_is_closed() -> N
         await connector.together.wait()
         await connector.readers[0].closing.wait()
         connector.readers[0].may_close.set()
+        assert len(connector.readers) == 1
 
 
 @pytest.mark.parametrize("begun", [b"\0", b"\0\x10"], ids=["a byte", "a part of a message"])

@@ -443,9 +443,11 @@ async def test_a_completion_echoes_its_prompt(most: int, generated: list[str]) -
             sampling = orchestrator.requests[-1].parameters.sampling
             assert (sampling.max_tokens, sampling.logprobs, sampling.prompt_logprobs) == (max(most, 1), 1, 1)
         create: Any = ai.completions.create
-        for wrong in ({"echo": True, "stream": True}, {"echo": True, "n": 2}, {"max_tokens": 0}):
+        many = {"prompt": [[5] * 5000] * 64, "echo": True, "logprobs": 1}
+        contradictions = ({"echo": True, "stream": True}, {"echo": True, "n": 2}, {"max_tokens": 0})
+        for wrong in (*contradictions, {"prompt": ["a", "b"], "n": 33}, many):
             with pytest.raises(openai.BadRequestError):
-                await create(model="p", prompt="x", **wrong)
+                await create(**{"model": "p", "prompt": "x", **wrong})
 
 
 @pytest.mark.parametrize(

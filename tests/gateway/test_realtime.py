@@ -368,6 +368,7 @@ async def test_a_client_that_leaves_cancels_its_response() -> None:
             await talker.say("Hello")
             await talker.send("response.create")
             await talker.until("response.output_audio_transcript.delta")
+            assert not orchestrator.hung_up.is_set()
         await asyncio.wait_for(orchestrator.hung_up.wait(), 10)
 
 

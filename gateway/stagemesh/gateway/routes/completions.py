@@ -40,7 +40,7 @@ _MAX_PROMPTS = 64
 _SCORED_BYTES = 200
 """The approximate size of a token's log-probability in an answer, in bytes."""
 _MAX_SCORED = 1 << 19
-"""The maximum number of log-probabilities of the prompts of a request. A text counts as one token for each byte."""
+"""The maximum number of log-probabilities of a request's prompts. A text counts as one token for each character."""
 
 
 def _as_list(prompt: object) -> object:
@@ -77,8 +77,7 @@ class CompletionBody(SamplingBody):
             raise ParameterError("n", "an answer with echo has one choice; omit it")
         if len(self.prompt) > 1 and len(self.prompt) * (self.n or 1) > _MAX_PROMPTS:
             raise ParameterError("n", f"the prompts have more than {_MAX_PROMPTS} choices; send several requests")
-        tokens = sum(len(each.encode() if isinstance(each, str) else each) for each in self.prompt)
-        if self.echo and tokens * (1 + (self.logprobs or 0)) > _MAX_SCORED:
+        if self.echo and sum(map(len, self.prompt)) * (1 + (self.logprobs or 0)) > _MAX_SCORED:
             raise ParameterError("logprobs", f"the prompts have more than {_MAX_SCORED:,}; send several requests")
         default = _MAX_TOKENS if model.chooses_tokens else None
         # A stage samples at least one token.

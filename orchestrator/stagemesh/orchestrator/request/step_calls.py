@@ -218,7 +218,7 @@ class StepCalls:
                 refuse_unknown(event, of=f"replica {state.replica.name}")
 
     def finish(self, state: StepState) -> None:
-        """Marks a stage as finished, and releases its replica.
+        """Ends the work of a stage, and releases its replica.
 
         The stage has finished, or it is lost and its results are no longer needed.
         """
@@ -365,10 +365,12 @@ def _check_content(output: request_pb2.Output, declared: PipelineOutput, *, stag
 
     Stages of Stagemesh check their results themselves, and external stages may not.
     """
-    content, problem, expected = output.WhichOneof("content"), "", _CONTENTS[declared.kind]
+    content, problem = output.WhichOneof("content"), ""
     if declared.stored or declared.file_type:
         file = "file" if declared.stored else "media"
-        expected = (file, "image") if declared.kind == "image" else (file,)
+        expected: Sequence[str] = (file, "image") if declared.kind == "image" else (file,)
+    else:
+        expected = _CONTENTS[declared.kind]
     if content is not None and content not in expected:
         problem = f"it is {content}, and must be {expected[0]}"
     elif content in ("audio", "tensor"):
