@@ -86,7 +86,8 @@ def test_a_thousand_packets_of_a_worker_arrive_complete_and_in_order(arena: Aren
             assert written.tensors.keys() == expected.keys()
             assert all(np.array_equal(written.tensors[name], expected[name]) for name in expected)
             held.append(written.region.release)
-            if len(held) > 3:
+            # Two held packets of at most 44 of the 256 pages always leave a gap for a third one.
+            if len(held) > 2:
                 held.rotate(number)
                 held.popleft()()
     while held:
