@@ -13,6 +13,7 @@ from stagemesh.common.plugins.descriptors import Emitted
 from stagemesh.common.wire.tensors import Array, TensorSpec, as_bytes
 
 if TYPE_CHECKING:
+    from av.audio.frame import AudioFrame
     from av.audio.stream import AudioStream
     from av.container import OutputContainer
     from av.video.stream import VideoStream
@@ -58,6 +59,9 @@ Buffer: TypeAlias = bytes | memoryview
 _BLOCK_SAMPLES = 1 << 16
 """The number of samples that are converted at a time. Limits the memory for the conversion."""
 _MONO, _STEREO = 1, 2
+_SOUND_RATE_HZ = 48_000
+_SOUND_CODECS: Mapping[str, str] = {"video/mp4": "aac", "video/webm": "libopus"}
+"""The codec of the sound of a video, by the file's media type."""
 _THREADS = 4
 """The number of threads of a video encoder. A fixed number, because the encoded bytes depend on it."""
 
@@ -139,6 +143,17 @@ class _FileEncoder:
         container: Any = self._container
         return container.add_stream(self._format.codec, rate=rate, options=dict(self._format.codec_options))
 
+    def _audio_frame(self, samples: Array, *, rate_hz: int, position: int) -> "AudioFrame":
+        """Returns a frame of samples, an array of shape [samples, channels] with one or two channels.
+
+        `position` is the number of samples before it.
+        """
+        planes = np.ascontiguousarray(samples.T.astype(np.float32, copy=False))
+        layout = "mono" if samples.shape[1] == _MONO else "stereo"
+        frame = self._av.AudioFrame.from_ndarray(planes, format="fltp", layout=layout)
+        frame.sample_rate, frame.pts, frame.time_base = rate_hz, position, Fraction(1, rate_hz)
+        return frame
+
     def _take(self) -> bytes:
         taken = bytes(self._complete)
         self._complete.clear()
@@ -188,17 +203,14 @@ class AudioEncoder(_FileEncoder):
         rates_hz = self._rates_hz or self._av.Codec(self._format.codec, "w").audio_rates
         # The encoder resamples to a rate that the file may have.
         rate_hz = self._rate_hz if not rates_hz or self._rate_hz in rates_hz else max(rates_hz)
-        self._layout = "mono" if channels == _MONO else "stereo"
         with self._encoding():
             stream = cast("AudioStream", self._add_stream(rate_hz))
-            stream.codec_context.layout = self._layout
+            stream.codec_context.layout = "mono" if channels == _MONO else "stereo"
             _make_bitexact(stream)
         self._stream, self._channels = stream, channels
 
     def _encode(self, samples: Array) -> None:
-        planes = np.ascontiguousarray(samples.T.astype(np.float32, copy=False))
-        frame = self._av.AudioFrame.from_ndarray(planes, format="fltp", layout=self._layout)
-        frame.sample_rate, frame.pts, frame.time_base = self._rate_hz, self._units, Fraction(1, self._rate_hz)
+        frame = self._audio_frame(samples, rate_hz=self._rate_hz, position=self._units)
         self._units += len(samples)
         assert self._stream is not None, "`push` has opened the stream"
         self._container.mux(cast("AudioStream", self._stream).encode(frame))
@@ -236,6 +248,55 @@ class VideoEncoder(_FileEncoder):
         stream.codec_context.thread_count = _THREADS
         _make_bitexact(stream)
         self._stream, self._size = stream, (height, width)
+
+
+class MovieEncoder(VideoEncoder):
+    """The encoder of RGB frames with sound. The file's sound is stereo at 48 kHz, whatever arrives.
+
+    The file does not depend on whether frames or sound arrive first. Sound that arrives before the first frame is
+    retained. Afterwards only as much is retained, encoded, as one of the two is ahead of the other.
+    """
+
+    def __init__(self, media_type: str, *, frame_rate: float) -> None:
+        super().__init__(media_type, frame_rate=frame_rate)
+        # Without a limit for the time, packets are interleaved in the order of their times in every run.
+        self._container.options["max_interleave_delta"] = "0"
+        self._early: list[tuple[Array, int]] = []
+        self._sound: AudioStream | None = None
+        self._samples = 0
+
+    def push_sound(self, samples: Array, *, sample_rate_hz: int) -> Buffer:
+        """Adds float32[samples], or float32[samples, channels] of one or two channels, at one rate for all calls."""
+        samples = samples[:, None] if samples.ndim == 1 else samples
+        if samples.shape[1] not in {_MONO, _STEREO}:
+            raise self._not_encodable(f"its sound has {samples.shape[1]} channels, but one or two are supported")
+        if self._sound is None:
+            self._early.append((np.array(samples), sample_rate_hz))
+            return b""
+        with self._encoding():
+            for start in range(0, len(samples), _BLOCK_SAMPLES):
+                block = samples[start : start + _BLOCK_SAMPLES]
+                frame = self._audio_frame(block, rate_hz=sample_rate_hz, position=self._samples)
+                self._samples += len(block)
+                self._container.mux(self._sound.encode(frame))
+        return self._take()
+
+    def finish(self) -> Buffer:
+        if self._stream is None:
+            raise self._not_encodable("it has no frames")
+        with self._encoding():
+            self._container.mux(cast("AudioStream", self._sound).encode(None))
+        return super().finish()
+
+    def _open(self, height: int, width: int) -> None:
+        super()._open(height, width)
+        container: Any = self._container
+        self._sound = cast("AudioStream", container.add_stream(_SOUND_CODECS[self._media_type], rate=_SOUND_RATE_HZ))
+        self._sound.codec_context.layout = "stereo"
+        _make_bitexact(self._sound)
+        early, self._early = self._early, []
+        for samples, rate_hz in early:
+            self._complete.extend(self.push_sound(samples, sample_rate_hz=rate_hz))
 
 
 Encoder: TypeAlias = RawEncoder | AudioEncoder | VideoEncoder
