@@ -55,7 +55,7 @@ def test_a_file_has_frames_and_sound_and_does_not_depend_on_their_order(kind: ty
                 expected = (FRAMES[frames].transpose(1, 2, 0) * 255).round()
                 assert np.abs(frame.to_ndarray(format="rgb24") - expected).mean() < 8
                 frames += 1
-            else:
+            elif isinstance(frame, av.AudioFrame):
                 samples += frame.samples
         assert (frames, streams.audio[0].rate, streams.audio[0].layout.nb_channels) == (72, 48_000, 2)
         assert samples / 48_000 == pytest.approx(3, abs=0.05)

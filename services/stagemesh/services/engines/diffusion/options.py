@@ -17,12 +17,12 @@ _STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, config=_STRICT)
 class QuantizationOptions:
-    """Quantization of the transformer's weights by one of the libraries that diffusers supports.
+    """Quantization of the transformers' weights by one of the libraries that diffusers supports.
 
     The library must be installed in addition to Stagemesh.
     """
 
-    backend: Literal["torchao", "bitsandbytes_4bit", "bitsandbytes_8bit", "quanto"]
+    backend: Literal["torchao", "bitsandbytes_4bit", "bitsandbytes_8bit", "quanto", "modelopt"]
     parameters: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     """Arguments for the backend's configuration class in diffusers. For torchao, `quant_type` is the name of a class in
     torchao.quantization, such as Int8WeightOnlyConfig."""
@@ -52,11 +52,34 @@ class LoadOptions:
     """Data type in which the transformer's weights are stored. The weights of a layer are converted to the data type
     `dtype` while the layer computes. The conversion loses some precision. `none` disables the conversion."""
     quantization: QuantizationOptions | None = None
+    weights: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Files with the weights of single components, as absolute paths by the component's name. The files are in the
+    format safetensors or GGUF, with the names of diffusers or of the model's authors. The folder still contains the
+    components' configurations. A GGUF file's weights remain quantized, and are expanded while a layer computes."""
+    vae_tiling: bool = False
+    """Whether the VAE encodes and decodes large images and videos in overlapping tiles. This uses less memory and
+    changes the result slightly."""
+    vae_slicing: bool = False
+    """Whether the VAE decodes one image of a batch at a time. This uses less memory."""
+    attention_backend: str | None = None
+    """Name of diffusers' implementation of attention for the transformer, such as `native`, `flash` or `sage`. None
+    selects diffusers' default."""
+    channels_last: bool = False
+    """Whether the VAE's weights are stored with the channels as the last axis, which is faster on some GPUs."""
     compile: bool = False
-    """Whether the transformer's blocks are compiled at the first step. Compilation changes the results by rounding
-    errors."""
+    """Whether the transformer's blocks are compiled. Compilation changes the results by rounding errors."""
+    warmup_sizes: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
+    """Heights and widths in pixels for which the stage runs one request of two steps before it is ready. Compiled
+    blocks are then fast from the first request of such a size."""
 
     def __post_init__(self) -> None:
+        for name, file in self.weights.items():
+            if not Path(file).is_absolute() or Path(file).suffix not in {".safetensors", ".gguf"}:
+                raise ValueError(
+                    f"load.weights.{name} is {file!r}; it must be the absolute path of a .safetensors or .gguf file"
+                )
+        if self.weights and (self.format == "dummy" or self.quantization is not None):
+            raise ValueError("load.weights excludes load.format dummy and load.quantization; omit one of them")
         if (self.format == "custom_pipeline") != (self.custom_pipeline is not None):
             raise ValueError("set load.custom_pipeline if, and only if, load.format is custom_pipeline")
         if self.quantization is not None:
@@ -69,7 +92,8 @@ class LoadOptions:
     @property
     def changes_weights(self) -> bool:
         """Whether these options modify the transformer's weights, or store some of the weights outside the device."""
-        return self.offload in {"group", "disk"} or self.layerwise_casting != "none" or self.quantization is not None
+        is_quantized = self.quantization is not None or any(file.endswith(".gguf") for file in self.weights.values())
+        return self.offload in {"group", "disk"} or self.layerwise_casting != "none" or is_quantized
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -246,6 +270,8 @@ class DiffusionOptions:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
+        if self.load.warmup_sizes and self.part != "all":
+            raise ValueError(f"load.warmup_sizes is for stages with part all; this stage has part {self.part}; omit it")
         if self.enable_lora and self.part in {"encode", "decode"}:
             raise ValueError(f"enable_lora is for stages that denoise; this stage has part {self.part}; omit it")
         if self.load.changes_weights and (self.enable_lora or self.parallel.ranks > 1):

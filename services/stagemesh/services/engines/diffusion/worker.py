@@ -2,6 +2,7 @@
 requests on the loaded model.
 """
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import methodcaller
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL import Image
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from stagemesh.common.errors import NotReadyError, StagemeshError
@@ -122,6 +124,32 @@ class DiffusionRunner:
         self._prepare(request)
         return self._decode(request)
 
+    def warm_up(self, height: int, width: int, *, guidance_scale: float) -> None:
+        """Runs a request of two steps. Raises NotReadyError (UNUSABLE_OPTION) if the model cannot make this size."""
+        name, image = "warm-up", io.BytesIO()
+        Image.new("RGB", (width, height)).save(image, "PNG")
+        inputs = DiffusionInputs(
+            seed=0,
+            prompt=name,
+            image=image.getvalue() if self.pipeline.family.takes_image else None,
+            height=height,
+            width=width,
+            num_inference_steps=2,
+            guidance_scale=guidance_scale,
+        )
+        try:
+            for _ in range(self.begin(name, inputs).total_steps):
+                for error in self.step([name]):
+                    if error is not None:
+                        raise error
+            self.decode(name)
+        except StagemeshError as exc:
+            raise torch_setup.UnusableOptionError(
+                f"load.warmup_sizes contains {height} by {width} pixels, which the model cannot make: {exc.message}"
+            ) from exc
+        finally:
+            self.drop(name)
+
     def serialize(self, name: str, kind: str) -> Array:
         """Returns data of a request, serialized as uint8[bytes]. `kind` selects the data: CONDITIONING, LATENTS or
         STATE.
@@ -184,6 +212,8 @@ class DiffusionWorker:
         )
         if self._rank_group is not None:
             self._rank_group.distribute(runner.pipeline.forwards)
+        for height, width in self._options.load.warmup_sizes:
+            runner.warm_up(height, width, guidance_scale=self._options.guidance_scale)
         return model_facts(runner.pipeline)
 
     @property

@@ -23,12 +23,14 @@ from stagemesh.services.engines.torch_setup import UnusableOptionError
 
 diffusers: Any = _diffusers
 
-_TRANSFORMER = "transformer"
+_DENOISERS = ("transformer", "transformer_2", "unet")
+"""The names of the components that predict the noise. A pipeline has one or two of them."""
 _QUANTIZATION: Mapping[str, tuple[str, str]] = {
     "torchao": ("TorchAoConfig", "torchao"),
     "bitsandbytes_4bit": ("BitsAndBytesConfig", "bitsandbytes"),
     "bitsandbytes_8bit": ("BitsAndBytesConfig", "bitsandbytes"),
     "quanto": ("QuantoConfig", "optimum.quanto"),
+    "modelopt": ("NVIDIAModelOptConfig", "modelopt"),
 }
 """For each quantization backend, the name of its configuration class in diffusers and the name of the Python module
 that must be installed."""
@@ -62,16 +64,13 @@ class Loader:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_SEED)
                 self._load_dummy(components)
-        elif self._options.quantization is not None and _TRANSFORMER in components.component_names:
+        elif self._options.quantization is not None:
             self._quantize(components, self._options.quantization)
+        for name, file in self._options.weights.items():
+            self._load_file(components, name, Path(file))
         components.load_components(dtype=self._dtype)
         self._check_loaded(components)
-        model = getattr(components, _TRANSFORMER, None)
-        if model is not None and self._options.layerwise_casting != "none":
-            storage = getattr(torch, self._options.layerwise_casting)
-            model.enable_layerwise_casting(storage_dtype=storage, compute_dtype=self._dtype)
-        if model is not None and self._options.compile:
-            model.compile_repeated_blocks(dynamic=True)
+        self._modify(components)
         self._place(components)
 
     # -- inner workings
@@ -90,6 +89,38 @@ class Loader:
                     "complete",
                     reason="LOAD_FAILED",
                 ) from exc
+
+    def _modify(self, components: Any) -> None:
+        """Applies the options that change how the loaded models compute."""
+        for name, model in _models(components).items():
+            if name in _DENOISERS:
+                self._modify_denoiser(model)
+            if "vae" in name:
+                self._modify_vae(model)
+
+    def _modify_denoiser(self, model: Any) -> None:
+        options = self._options
+        if options.layerwise_casting != "none":
+            storage = getattr(torch, options.layerwise_casting)
+            model.enable_layerwise_casting(storage_dtype=storage, compute_dtype=self._dtype)
+        if options.attention_backend is not None:
+            try:
+                model.set_attention_backend(options.attention_backend)
+            except (ImportError, RuntimeError, ValueError) as exc:
+                raise UnusableOptionError(
+                    f"load.attention_backend {options.attention_backend} cannot be used: {exc}"
+                ) from exc
+        if options.compile:
+            model.compile_repeated_blocks(dynamic=True)
+
+    def _modify_vae(self, vae: Any) -> None:
+        for is_wanted, name in ((self._options.vae_tiling, "tiling"), (self._options.vae_slicing, "slicing")):
+            if is_wanted and not hasattr(vae, f"enable_{name}"):
+                raise UnusableOptionError(f"{type(vae).__name__} has no {name}; omit load.vae_{name}")
+            if is_wanted:
+                getattr(vae, f"enable_{name}")()
+        if self._options.channels_last:
+            vae.to(memory_format=torch.channels_last)
 
     def _place(self, components: Any) -> None:
         models = _models(components)
@@ -126,19 +157,43 @@ class Loader:
                     models[name] = model.to(self._dtype).eval()
         components.register_components(**models)
 
-    def _quantize(self, components: Any, options: QuantizationOptions) -> None:
-        spec = components.get_component_spec(_TRANSFORMER)
+    def _load_file(self, components: Any, name: str, file: Path) -> None:
+        """Loads a component's weights from one file. Takes the component's configuration from the folder."""
+        if name not in components.component_names:
+            raise UnusableOptionError(
+                f"load.weights names the component {name!r}; the stage has {', '.join(components.component_names)}"
+            )
+        kind = components.get_component_spec(name).type_hint
+        if not hasattr(kind, "from_single_file"):
+            raise UnusableOptionError(f"load.weights.{name}: diffusers reads no single file for {kind.__name__}")
+        quantized = {}
+        if file.suffix == ".gguf":
+            config = diffusers.GGUFQuantizationConfig(compute_dtype=self._dtype)
+            quantized = {"quantization_config": config}
         try:
-            model = spec.load(dtype=self._dtype, quantization_config=_quantization_config(options))
-        except (ImportError, RuntimeError, TypeError, ValueError) as exc:
+            model = kind.from_single_file(
+                str(file), config=str(self._folder / name), dtype=self._dtype, local_files_only=True, **quantized
+            )
+        except Exception as exc:
             raise NotReadyError(
-                f"the transformer of {self._folder} cannot be loaded with load.quantization {options.backend}: {exc}",
-                reason="LOAD_FAILED",
+                f"load.weights.{name}: {file} cannot be loaded as {kind.__name__}: {exc}", reason="LOAD_FAILED"
             ) from exc
-        components.register_components(**{_TRANSFORMER: model})
+        components.register_components(**{name: model})
+
+    def _quantize(self, components: Any, options: QuantizationOptions) -> None:
+        for name in set(_DENOISERS) & set(components.component_names):
+            spec = components.get_component_spec(name)
+            try:
+                model = spec.load(dtype=self._dtype, quantization_config=_quantization_config(options))
+            except (ImportError, RuntimeError, TypeError, ValueError) as exc:
+                raise NotReadyError(
+                    f"the {name} of {self._folder} cannot be loaded with load.quantization {options.backend}: {exc}",
+                    reason="LOAD_FAILED",
+                ) from exc
+            components.register_components(**{name: model})
 
     def _offload(self, name: str, model: torch.nn.Module, disk: Path | None) -> None:
-        by_block = name == _TRANSFORMER and self._options.offload_by == "block"
+        by_block = name in _DENOISERS and self._options.offload_by == "block"
         apply_group_offloading(
             model,
             onload_device=self._device,
