@@ -3,12 +3,15 @@
 import asyncio
 import base64
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import openai
 import pytest
+import websockets
 from pydantic import BaseModel
 
 from stagemesh.common.errors import CancelledRequestError, OverloadedError
@@ -353,3 +356,100 @@ async def test_a_running_stream_can_be_cancelled() -> None:
                 await orchestrator.hung_up.wait()
             ended_events = await events_of(await respond(ai, stream=True))
             assert (ended_events[-1].type, ended_events[-1].response.status) == ("response.incomplete", "cancelled")
+
+
+class Socket:
+    """A client of responses over a WebSocket."""
+
+    def __init__(self, connection: websockets.ClientConnection) -> None:
+        self._connection = connection
+
+    async def ask(self, **fields: Any) -> None:
+        """Asks the model "p" for a response to "hello", or sends another event."""
+        event = fields if "type" in fields else {"type": "response.create", "model": "p", "input": "hello", **fields}
+        await self._connection.send(json.dumps(event))
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def next(self) -> Any:
+        """Returns the next event."""
+        async with asyncio.timeout(10):
+            return json.loads(await self._connection.recv())
+
+    async def response(self) -> Any:
+        """Returns the next response when it has ended."""
+        events = [await self.next()]
+        while events[-1]["type"] not in {"response.completed", "response.failed", "response.incomplete"}:
+            events.append(await self.next())
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        return events[-1]["response"]
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncGenerator[Socket]:
+    """Yields a client that is connected to a gateway."""
+    async with websockets.connect(f"ws://{address}/v1/responses?model=p") as connection:
+        yield Socket(connection)
+
+
+async def test_responses_over_a_websocket_continue_each_other() -> None:
+    async with attacked() as (orchestrator, address), connected(address) as socket:
+        orchestrator.scripts.append(HELLO)
+        await socket.ask(store=False, reasoning={"effort": "low"})
+        first = await socket.response()
+        assert (first["store"], len(first["warnings"])) == (False, 1)
+        await socket.ask(input="why?", previous_response_id=first["id"], stream_options={"include_obfuscation": False})
+        second = await socket.response()
+        assert messages(orchestrator) == [("user", "hello"), ("assistant", "\nGood day."), ("user", "why?")]
+        assert "warnings" not in second
+        async with connected(address) as other, httpx.AsyncClient(base_url=f"http://{address}/v1/responses/") as http:
+            assert [(await http.get(each["id"])).status_code for each in (first, second)] == [404, 200]
+            await other.ask(input="go on", previous_response_id=second["id"])
+            assert (await other.response())["status"] == "completed"
+            await socket.close()
+            await other.ask(previous_response_id=first["id"])
+            assert (await other.next())["error"]["code"] == "previous_response_not_found"
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "message"),
+    [
+        ({"type": "response.steer"}, "type", "'response.steer' is unknown"),
+        ({"type": "response.cancel", "response_id": "resp_1"}, None, "no stored response"),
+        ({"temprature": 1}, "temprature", "did you mean temperature"),
+        ({"model": "q"}, "model", "does not exist"),
+        ({"generate": False}, "generate", "not supported"),
+    ],
+)
+async def test_a_bad_event_of_a_websocket_is_an_error(given: Any, param: str, message: str) -> None:
+    async with attacked() as (orchestrator, address), connected(address) as socket:
+        orchestrator.scripts.append(HELLO)
+        await socket.ask(**given)
+        event = await socket.next()
+        assert (event["type"], event["error"]["param"]) == ("error", param)
+        assert message in event["error"]["message"]
+        await socket.ask()
+        assert (await socket.response())["status"] == "completed"
+
+
+async def test_a_response_over_a_websocket_ends_once() -> None:
+    slow, cancelled = OverloadedError("too slow", reason="CLIENT_TOO_SLOW"), CancelledRequestError("x")
+    async with attacked() as (orchestrator, address), connected(address) as socket:
+        so = (admitted(), text("so"))
+        orchestrator.scripts.extend([[admitted(), slow], [*so, slow], [*so, cancelled], [*so, Pause.FOREVER]])
+        for _ in range(4):
+            await socket.ask()
+        assert (await socket.next())["error"]["code"] == "client_too_slow"
+        assert [(await socket.response())["status"] for _ in range(2)] == ["failed", "cancelled"]
+        created = await socket.next()
+        await socket.ask(type="response.cancel", response_id=created["response"]["id"])
+        for _ in range(17):
+            await socket.ask()
+        while (event := await socket.next())["type"] != "error":
+            pass
+        assert event["error"]["code"] == "rate_limit_exceeded"
+        assert [f"resp_{each.request_id}" for each in orchestrator.cancels] == [created["response"]["id"]]
+        await socket.close()
+        async with asyncio.timeout(10):
+            await orchestrator.hung_up.wait()

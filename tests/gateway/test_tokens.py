@@ -26,7 +26,7 @@ async def test_nothing_is_read_before_the_token_is_accepted(tmp_path: Path) -> N
                 assert answer.status == 401, (path, token)
             for path in ("/v1/models", "/v1/videos", "/v1/none", "/metrics", "/openapi.json", "/docs"):
                 assert (await exchange(address, head("GET", path, headers))).status == 401, path
-            for path in ("realtime", "audio/speech/stream"):
+            for path in ("realtime", "responses", "audio/speech/stream"):
                 with pytest.raises(websockets.InvalidStatus, match="401"):
                     await websockets.connect(f"ws://{address}/v1/{path}", additional_headers=headers)
         for path in ("/", "/health", "/assets/main.js"):

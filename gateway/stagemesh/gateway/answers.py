@@ -64,7 +64,7 @@ async def stream(
     caller does not take it for complete then.
     """
     heartbeat_s = HEARTBEAT_S if media_type == EVENT_STREAM else None
-    first = asyncio.create_task(_first_output(events))
+    first = asyncio.create_task(first_output(events))
     try:
         await until_disconnected(request, asyncio.wait([first], timeout=heartbeat_s))
         if first.done():
@@ -74,13 +74,13 @@ async def stream(
         raise
 
     async def parts() -> AsyncGenerator[bytes]:
-        async with aclosing(events), aclosing(_continued(first, events)) as continued:
+        async with aclosing(events):
             try:
                 while not first.done():
                     yield HEARTBEAT
                     await asyncio.wait([first], timeout=heartbeat_s)
-                async with aclosing(render(continued)) as rendered:
-                    async for part in rendered:
+                async with aclosing(rendered(first.result(), events, render)) as answer:
+                    async for part in answer:
                         yield part
             except StagemeshError as exc:
                 request.scope["sender"].reject(exc)
@@ -93,7 +93,7 @@ async def stream(
     return StreamingResponse(parts(), media_type=media_type, headers=_STREAM_HEADERS)
 
 
-async def _first_output(events: AsyncIterator[E]) -> E | None:
+async def first_output(events: AsyncIterator[E]) -> E | None:
     """Returns the first event of an output, or the last event if no output has one. Drops the events before it."""
     last: E | None = None
     async for last in events:
@@ -102,10 +102,19 @@ async def _first_output(events: AsyncIterator[E]) -> E | None:
     return last
 
 
-async def _continued(first: Awaitable[E | None], events: AsyncIterator[E]) -> AsyncGenerator[E]:
+async def rendered(
+    first: E | None, events: AsyncIterator[E], render: Callable[[AsyncIterator[E]], AsyncGenerator[bytes]]
+) -> AsyncGenerator[bytes]:
+    """Yields the parts that `render` makes of the `first_output` of events, and of the events after it."""
+    async with aclosing(_continued(first, events)) as continued, aclosing(render(continued)) as parts:
+        async for part in parts:
+            yield part
+
+
+async def _continued(first: E | None, events: AsyncIterator[E]) -> AsyncGenerator[E]:
     """Yields the events from the first output on, without the ends of incomplete outputs, which an error follows."""
-    if (event := await first) is not None:
-        yield event
+    if first is not None:
+        yield first
     async for event in events:
         if not _is_incomplete(event):
             yield event
@@ -137,6 +146,11 @@ def sse(body: Mapping[str, Any], *, event: str = "") -> bytes:
     """Returns a server-sent event."""
     name = b"event: %s\n" % event.encode() if event else b""
     return b"%sdata: %s\n\n" % (name, msgspec.json.encode(body))
+
+
+def sse_data(events: bytes) -> list[str]:
+    """Returns the bodies of server-sent events, as JSON."""
+    return [event.partition("data: ")[2] for event in events.decode().split("\n\n") if event]
 
 
 def list_page(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:

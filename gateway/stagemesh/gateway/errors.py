@@ -98,7 +98,7 @@ async def on_error(request: HTTPConnection, exc: Exception) -> JSONResponse:
     - Other exceptions than StagemeshErrors are defects of the gateway. Its server logs the traceback.
     """
     if isinstance(exc, RecursionError):
-        exc = InvalidRequestError("a value of the body is nested too deeply; nest it less")
+        exc = too_deep()
     if isinstance(exc, HTTPException):
         message = f"{exc.detail}{_hint(request)}" if exc.status_code == HTTPStatus.NOT_FOUND else exc.detail
         fields = {"message": message, "type": _INVALID, "param": None, "code": None}
@@ -109,6 +109,11 @@ async def on_error(request: HTTPConnection, exc: Exception) -> JSONResponse:
     if isinstance(exc, RequestValidationError):
         return error_response(validation_error(exc))
     return error_response(InternalError(f"an unexpected {type(exc).__name__}; the gateway's log has the details"))
+
+
+def too_deep() -> InvalidRequestError:
+    """Returns the error for a RecursionError, which a value of a body caused."""
+    return InvalidRequestError("a value of the body is nested too deeply; nest it less")
 
 
 async def reject_path(scope: Scope, receive: Receive, send: Send) -> None:

@@ -186,6 +186,12 @@ class Sender:
         """Returns the lock within which a file of the caller is decoded."""
         return self._limits.decoders.setdefault(self._caller, asyncio.Semaphore(_DECODERS))
 
+    def for_event(self) -> "Sender":
+        """Returns the same caller as the sender of one event of a WebSocket, which waits for its turn."""
+        waiting = Sender(self._limits, self._caller)
+        waiting.add(self.content_bytes)
+        return waiting
+
     def begin(self, event: bytes) -> None:
         """Begins an event, which is the content that may be rejected from now on."""
         self._size_bytes, self._values = len(event), event.count(b",")

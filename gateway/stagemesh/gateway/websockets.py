@@ -65,7 +65,10 @@ class JsonSocket:
         event = self.translate({"type": event_type, "event_id": f"event_{uuid4().hex}", **fields})
         if event is None:
             return
-        text = await aside(lambda: msgspec.json.encode(event).decode(), size_bytes=size_bytes)
+        await self.send_text(await aside(lambda: msgspec.json.encode(event).decode(), size_bytes=size_bytes))
+
+    async def send_text(self, text: str) -> None:
+        """Sends an event that is encoded. Does nothing if the client has disconnected."""
         with suppress(*_DISCONNECTED):
             await self._websocket.send_text(text)
         self.unread_bytes = len(text)

@@ -28,6 +28,8 @@ class Caller(NamedTuple):
     store: ResponseStore
     owner: str
     sender: Sender
+    private_ids: list[str] | None = None
+    """The ids of the responses that a WebSocket keeps although they were not to be stored. None over HTTP."""
 
 
 class Answer:
@@ -56,7 +58,7 @@ class Answer:
         self._response |= warnings_field()
 
     async def chunks(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes]:
-        """Yields the events of a stream. An error is an event, too."""
+        """Yields the events of a stream. An error is an event, too, except on a WebSocket: it ends responses once."""
         key, running = (self._caller.owner, self._response["id"]), self._caller.store.running
         running[key] = self._cancel
         try:
@@ -196,16 +198,22 @@ class Answer:
         self._response["error"] = {"code": fields["code"], "message": fields["message"]}
         yield from self._end("failed")
         # OpenAI documents an event with the fields of the error. Its server sends an object with them in the event.
-        yield self._event("error", **{**fields, "type": "error"}, error=fields)
+        # A client that reuses its WebSocket would take the event for one of its next response.
+        if self._caller.private_ids is None:
+            yield self._event("error", **{**fields, "type": "error"}, error=fields)
 
     def _end(self, status: str) -> Iterator[bytes]:
         """Ends the output, stores the response if it is to be stored, and reports its end."""
         yield from self._close("completed" if status == "completed" else "incomplete")
         self._response["status"] = status
-        if self._response["store"]:
+        is_public, private_ids, response_id = self._response["store"], self._caller.private_ids, self._response["id"]
+        if is_public or private_ids is not None:
             output = {item["id"]: msgspec.json.encode(item) for item in self._output}
-            previous_id = self._response["previous_response_id"]
-            stored = StoredResponse(msgspec.json.encode(self._response), self._items, output, previous_id)
-            self._response["store"] = self._caller.store.add(self._caller.owner, self._response["id"], stored)
+            previous_id, encoded = self._response["previous_response_id"], msgspec.json.encode(self._response)
+            stored = StoredResponse(encoded, self._items, output, previous_id, is_private=not is_public)
+            is_stored = self._caller.store.add(self._caller.owner, response_id, stored)
+            self._response["store"] = is_public and is_stored
+            if private_ids is not None and is_stored and not is_public:
+                private_ids.append(response_id)
         # A client that does not expect the end of a cancelled response takes it for an incomplete one.
         yield self._event(f"response.{'incomplete' if status == 'cancelled' else status}")

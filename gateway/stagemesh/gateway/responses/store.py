@@ -23,6 +23,8 @@ class StoredResponse:
     output: Mapping[str, bytes]
     """The items that the model made, by id."""
     previous_id: str | None
+    is_private: bool = False
+    """Whether only further responses can use it: the response was not to be stored, and its WebSocket is open."""
     expires_s: float = 0.0
     """The time on the monotonic clock from which it is not used any more."""
 

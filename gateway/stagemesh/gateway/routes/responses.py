@@ -1,43 +1,135 @@
 """`/v1/responses`: OpenAI's Responses API, which answers as `/v1/chat/completions` does, in another form."""
 
+import asyncio
+from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
+from pydantic import TypeAdapter
+from starlette.requests import HTTPConnection
+from starlette.websockets import WebSocket
 
-from stagemesh.client import GenerateArguments
-from stagemesh.common.errors import InvalidRequestError, NotFoundError
-from stagemesh.gateway.answers import list_page, respond
-from stagemesh.gateway.body import aside, read_json
+from stagemesh.client import AsyncResponseStream, GenerateArguments
+from stagemesh.common.errors import InvalidRequestError, NotFoundError, OverloadedError, StagemeshError
+from stagemesh.gateway.answers import first_output, list_page, rendered, respond, sse_data
+from stagemesh.gateway.body import Object, aside, read_json, validate
 from stagemesh.gateway.catalog import catalog_of, find_model
-from stagemesh.gateway.errors import ParameterError
+from stagemesh.gateway.errors import ParameterError, error_body, too_deep
+from stagemesh.gateway.limits import Sender
+from stagemesh.gateway.parameters import collected_warnings
 from stagemesh.gateway.responses.answer import Answer, Caller
 from stagemesh.gateway.responses.body import ResponseBody, encode_item
 from stagemesh.gateway.responses.store import ResponseStore, StoredResponse
+from stagemesh.gateway.websockets import JsonSocket, accept
 
 router = APIRouter()
+
+_MAX_WAITING = 16
+"""The maximum number of requests of a WebSocket that wait."""
+_EVENT = TypeAdapter[Object](dict[str, Any])
+_EVENT_FIELDS = {"type", "event_id"}
+"""The fields of an event in addition to those of a body."""
 
 
 @router.post("/v1/responses")
 async def create_response(request: Request) -> Response:
     """Answers the input of a request, which may continue an earlier response."""
     body = await read_json(request, ResponseBody)
-    model, caller = await find_model(request, body.model), await _caller_of(request)
+    events, answer = await _start(request, body, await _caller_of(request), size_bytes=len(await request.body()))
+    return await respond(request, events, streams=body.stream, chunks=answer.chunks, whole=answer.whole)
+
+
+async def _start(
+    connection: HTTPConnection, body: ResponseBody, caller: Caller, *, size_bytes: int
+) -> tuple[AsyncResponseStream, Answer]:
+    """Returns the events and the answer of a request whose body has this size."""
+    model = await find_model(connection, body.model)
     earlier = _earlier_items(caller, body.previous_response_id)
     own = body.items(partial(caller.store.find_item, caller.owner))
-    size_bytes = sum(len(item) for item in (*earlier, *own) if isinstance(item, bytes))
-    caller.sender.add(size_bytes)
+    stored_bytes = sum(len(item) for item in (*earlier, *own) if isinstance(item, bytes))
+    caller.sender.add(stored_bytes)
+    keeps = body.store or caller.private_ids is not None
 
     def prepare() -> tuple[GenerateArguments, list[bytes]]:
         read, given = map(_decoded, earlier), [_decoded(item) for item in own]
-        return body.arguments(model, [*read], given), [encode_item(item) for item in given if body.store]
+        return body.arguments(model, [*read], given), [encode_item(item) for item in given if keeps]
 
-    arguments, items = await aside(prepare, size_bytes=size_bytes + len(await request.body()))
+    arguments, items = await aside(prepare, size_bytes=stored_bytes + size_bytes)
     events = model.client.generate(**arguments)
-    answer = Answer(events.request_id, model, caller, items, body.echo())
-    return await respond(request, events, streams=body.stream, chunks=answer.chunks, whole=answer.whole)
+    return events, Answer(events.request_id, model, caller, items, body.echo())
+
+
+@router.websocket("/v1/responses")
+async def create_responses(websocket: WebSocket) -> None:
+    """Answers the requests of a WebSocket one after the other, each with the events of a stream."""
+    caller = await accept(websocket, _caller_of(websocket))
+    if caller is not None:
+        await _Connection(websocket, caller).serve()
+
+
+class _Connection:
+    """A WebSocket with requests for responses. The next one waits until the running one has ended."""
+
+    def __init__(self, websocket: WebSocket, caller: Caller) -> None:
+        self._websocket, self._socket = websocket, JsonSocket(websocket)
+        self._caller, self._private_ids = caller, list[str]()
+        self._waiting = asyncio.Queue[tuple[Object, Sender]](_MAX_WAITING)
+
+    async def serve(self) -> None:
+        """Serves the client until it disconnects."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                answering = tasks.create_task(self._answer_all())
+                await self._socket.serve(_EVENT, self._handle, large=("response.create",))
+                answering.cancel()
+        finally:
+            while not self._waiting.empty():
+                self._waiting.get_nowait()[1].hold(0)
+            for each in self._private_ids:
+                self._caller.store.delete(self._caller.owner, each)
+
+    async def _handle(self, event: Object) -> None:
+        match event.get("type"):
+            case "response.create":
+                if self._waiting.full():
+                    problem = f"{_MAX_WAITING} requests of the WebSocket wait, which is the limit; wait for responses"
+                    raise OverloadedError(problem, reason="CALL_LIMIT")
+                self._waiting.put_nowait((event, self._socket.sender.for_event()))
+            case "response.cancel":
+                key = self._caller.owner, str(event.get("response_id"))
+                if cancel := self._caller.store.running.get(key):
+                    await cancel()
+                elif self._caller.store.find(*key) is None:
+                    raise _unknown(key[1])
+            case kind:
+                raise ParameterError("type", f"{str(kind)[:140]!r} is unknown; send response.create or response.cancel")
+
+    async def _answer_all(self) -> None:
+        while True:
+            event, sender = await self._waiting.get()
+            try:
+                await self._answer(event, self._caller._replace(sender=sender, private_ids=self._private_ids))
+            except (StagemeshError, RecursionError) as exc:
+                error = exc if isinstance(exc, StagemeshError) else too_deep()
+                sender.reject(error)
+                await self._socket.send("error", **error_body(error))
+            finally:
+                sender.hold(0)
+
+    async def _answer(self, event: Object, caller: Caller) -> None:
+        fields, size_bytes = {name: event[name] for name in event.keys() - _EVENT_FIELDS}, caller.sender.held_bytes
+        with collected_warnings():
+            body = await aside(partial(validate, ResponseBody, {**fields, "stream": True}), size_bytes=size_bytes)
+            events, answer = await _start(self._websocket, body, caller, size_bytes=size_bytes)
+        async with aclosing(aiter(events)) as received:
+            first = await first_output(received)
+            async with aclosing(rendered(first, received, answer.chunks)) as parts:
+                async for part in parts:
+                    for text in sse_data(part):
+                        await self._socket.send_text(text)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -90,14 +182,15 @@ def _decoded(item: dict[str, Any] | bytes) -> dict[str, Any]:
     return msgspec.json.decode(item) if isinstance(item, bytes) else item
 
 
-async def _caller_of(request: Request) -> Caller:
-    owner = await (await catalog_of(request)).owner()
-    store: ResponseStore = request.app.state.responses
-    return Caller(store, owner, request.scope["sender"])
+async def _caller_of(connection: HTTPConnection) -> Caller:
+    owner = await (await catalog_of(connection)).owner()
+    store: ResponseStore = connection.app.state.responses
+    return Caller(store, owner, connection.scope["sender"])
 
 
 def _find(caller: Caller, response_id: str) -> StoredResponse:
-    if (stored := caller.store.find(caller.owner, response_id)) is None:
+    stored = caller.store.find(caller.owner, response_id)
+    if stored is None or stored.is_private:
         raise _unknown(response_id)
     return stored
 
