@@ -12,7 +12,7 @@ from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
 from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
-from tests.diffusion.pipeline_runs import inputs_of
+from tests.diffusion.pipeline_runs import frames_of, inputs_of
 from tests.diffusion.tiny.calls import ImageSpec
 
 
@@ -29,7 +29,7 @@ def step(pipeline: ModularStepPipeline, spec: ImageSpec) -> torch.Tensor:
     while not state.denoised:
         (noise,) = pipeline.denoise_step([state])
         pipeline.step_scheduler(state, noise)
-    return pipeline.post_decode(state)
+    return frames_of(pipeline.post_decode(state))
 
 
 class StageClient:

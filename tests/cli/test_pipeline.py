@@ -177,7 +177,7 @@ def test_an_unknown_class_of_a_model_is_reported(tmp_path: Path) -> None:
     [
         (None, "cannot be read: No such file or directory"),
         ("{}", "names no pipeline class"),
-        ('{"_class_name": "SoraPipeline"}', "does not support SoraPipeline"),
+        ('{"_class_name": "SoraPipeline"}', "has no class SoraPipeline"),
         ('{"_class_name": "FluxPipeline"}', ""),
     ],
 )

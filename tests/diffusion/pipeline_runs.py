@@ -6,7 +6,7 @@ import torch
 
 from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
-from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState, Outputs
 from stagemesh.services.engines.diffusion.worker import DiffusionRunner
 from tests.diffusion.tiny.calls import WAN_FRAMES, ImageSpec
 
@@ -21,7 +21,7 @@ def inputs_of(model: str, spec: ImageSpec) -> DiffusionInputs:
         num_inference_steps=spec.steps,
         guidance_scale=spec.scale,
         negative_prompt=spec.negative_prompt,
-        num_frames=WAN_FRAMES if model == "wan" else 1,
+        num_frames=WAN_FRAMES if model.startswith("wan") else 1,
     )
 
 
@@ -39,13 +39,19 @@ def run_together(model: str, pipeline: ModularStepPipeline, specs: Sequence[Imag
     while running := [state for state in states if not state.denoised]:
         for state, noise in zip(running, pipeline.denoise_step(running), strict=True):
             pipeline.step_scheduler(state, noise)
-    return [pipeline.post_decode(state) for state in states]
+    return [frames_of(pipeline.post_decode(state)) for state in states]
+
+
+def frames_of(outputs: Outputs) -> torch.Tensor:
+    assert outputs.frames is not None
+    return outputs.frames
 
 
 def run_to_end(runner: DiffusionRunner, inputs: DiffusionInputs) -> Array:
     """Runs one request on a runner and returns its frames."""
     for _ in range(runner.begin("", inputs).total_steps):
         assert runner.step([""]) == [None]
-    frames = runner.decode("")
+    frames = runner.decode("").frames
+    assert frames is not None
     runner.drop("")
     return frames

@@ -33,7 +33,9 @@ READY_TIMEOUT_S = 120
 
 def diffusion_config(model: str, folder: Path, **options: JsonValue) -> StageConfig:
     """Returns a stage that runs one request's step at a time and alternates between requests."""
-    frames: dict[str, JsonValue] = {"max_frames": WAN_FRAMES, "num_frames": WAN_FRAMES} if model == "wan" else {}
+    frames: dict[str, JsonValue] = (
+        {"max_frames": WAN_FRAMES, "num_frames": WAN_FRAMES} if model.startswith("wan") else {}
+    )
     given: dict[str, JsonValue] = {
         "dtype": "float32",
         "device": "cpu",

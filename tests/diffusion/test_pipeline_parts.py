@@ -18,7 +18,7 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions, Part
 from stagemesh.services.engines.diffusion.request_transfer import RequestTransfer
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 from tests.deployment import Deployment, deployed, eventually
-from tests.diffusion.pipeline_runs import inputs_of
+from tests.diffusion.pipeline_runs import frames_of, inputs_of
 from tests.diffusion.stages import diffusion_config, image_options, md5, started
 from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.pipelines import WRITERS
@@ -145,7 +145,7 @@ def test_parts_of_every_model_generate_the_same_image_as_its_call(parts: tuple[s
     made = DiffusionRequestState("r", DiffusionInputs(seed=0))
     carriers["decode"].restore_values(made, LATENTS, carriers["denoise"].serialize(state, LATENTS))
     pipelines["decode"].prepare_encode(made)
-    assert torch.equal(pipelines["decode"].post_decode(made), classic_image(model, load(folder), SPEC))
+    assert torch.equal(frames_of(pipelines["decode"].post_decode(made)), classic_image(model, load(folder), SPEC))
 
 
 def test_a_part_loads_only_its_own_folders(parts: tuple[str, Path, dict[str, Any]]) -> None:

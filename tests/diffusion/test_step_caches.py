@@ -85,7 +85,7 @@ def step(worker: DiffusionWorker, name: str, times: int = 1) -> None:
 
 
 def ended(worker: DiffusionWorker, name: str) -> NDArray[Any]:
-    made = np.array(worker.runner.decode(name))
+    made = np.array(worker.runner.decode(name).frames)
     worker.drop(name)
     return made
 

@@ -21,7 +21,7 @@ def test_the_same_bytes_are_written_again(model: str, tiny_diffusion: Callable[[
 def test_an_image_depends_only_on_its_spec(model: str, tiny_diffusion: Callable[[str], Path]) -> None:
     pipeline = load(tiny_diffusion(model))
     made = classic_image(model, pipeline, ImageSpec())
-    assert made.shape == ((1, 9, 3, 64, 64) if model == "wan" else (1, 3, 64, 64))
+    assert made.shape == ((1, 9, 3, 64, 64) if model.startswith("wan") else (1, 3, 64, 64))
     assert torch.isfinite(made).all()
     others = [ImageSpec(prompt="two dogs"), ImageSpec(seed=1), ImageSpec(scale=5.0)]
     assert not any(torch.equal(classic_image(model, pipeline, spec), made) for spec in others)

@@ -39,7 +39,7 @@ def classic_image(model: str, pipeline: Any, spec: ImageSpec, **more: Any) -> to
     }
     if model != "flux":
         inputs["negative_prompt"] = spec.negative_prompt
-    if model == "wan":
+    if model.startswith("wan"):
         inputs["num_frames"] = WAN_FRAMES
     made: torch.Tensor = pipeline(**inputs, **more)[0]
     return made

@@ -84,7 +84,7 @@ def _make_sd3() -> Any:
     )
 
 
-def _make_wan() -> Any:
+def _make_wan(**more: Any) -> Any:
     """Wan 2.1, text to video, with its multistep solver."""
     tokenizer = t5_tokenizer()
     return diffusers.WanPipeline(
@@ -94,8 +94,32 @@ def _make_wan() -> Any:
         vae=diffusers.AutoencoderKLWan(base_dim=8, num_res_blocks=1),
         text_encoder=encoders.umt5(tokenizer),
         tokenizer=tokenizer,
-        transformer=diffusers.WanTransformer3DModel(**_SIZES, text_dim=encoders.HIDDEN, freq_dim=64, ffn_dim=128),
+        transformer=_wan_transformer(),
+        **more,
     )
+
+
+def _make_wan_22() -> Any:
+    """Wan 2.2: a transformer for the first timesteps, and another one below a boundary."""
+    return _make_wan(transformer_2=_wan_transformer(), boundary_ratio=0.875)
+
+
+def _make_helios() -> Any:
+    """Helios: a loop over chunks of a video, each of which is denoised in a loop."""
+    tokenizer = t5_tokenizer()
+    return diffusers.HeliosPipeline(
+        scheduler=diffusers.HeliosScheduler(stages=1),
+        vae=diffusers.AutoencoderKLWan(base_dim=8, num_res_blocks=1),
+        text_encoder=encoders.umt5(tokenizer),
+        tokenizer=tokenizer,
+        transformer=diffusers.HeliosTransformer3DModel(
+            **_SIZES, text_dim=encoders.HIDDEN, freq_dim=64, ffn_dim=128, rope_dim=_ROPE
+        ),
+    )
+
+
+def _wan_transformer() -> Any:
+    return diffusers.WanTransformer3DModel(**_SIZES, text_dim=encoders.HIDDEN, freq_dim=64, ffn_dim=128)
 
 
 def _make_z_image() -> Any:
@@ -146,12 +170,14 @@ def _write(make: Callable[[], Any], folder: Path, dtype: torch.dtype = torch.flo
     return folder
 
 
+write_helios = partial(_write, _make_helios)
 write_qwen_image = partial(_write, _make_qwen_image)
 WRITERS: Mapping[str, Callable[..., Path]] = {
     "qwen-image": write_qwen_image,
     "flux": partial(_write, _make_flux),
     "sd3": partial(_write, _make_sd3),
     "wan": partial(_write, _make_wan),
+    "wan-2.2": partial(_write, _make_wan_22),
     "z-image": partial(_write, _make_z_image),
 }
 """The functions that write a tiny pipeline into a folder, optionally in another data type."""

@@ -9,7 +9,7 @@ from stagemesh.common.wire.tensors import TensorSpec
 from stagemesh.services.engines.diffusion.model.families import model_problem
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage_options
 
-CONDITIONING, LATENTS, IMAGE, FRAMES, STATE = "conditioning", "latents", "image", "frames", "state"
+CONDITIONING, LATENTS, IMAGE, FRAMES, AUDIO, STATE = "conditioning", "latents", "image", "frames", "audio", "state"
 
 _SERIALIZED = TensorSpec("uint8", ("bytes",))
 """Tensor spec of a request's data as serialized by `request_transfer`. The content of the data depends on the
@@ -19,6 +19,9 @@ _RESULTS: Mapping[str, Emitted] = {
     FRAMES: Emitted(TensorSpec("float32", ("frames", 3, "height", "width"))),
 }
 """The outputs of a stage that decodes: the image or video as a file, and the RGB frames with values in [0, 1]."""
+_AUDIO_RESULT: Mapping[str, Emitted] = {AUDIO: Emitted(TensorSpec("float32", ("samples", "channels")))}
+"""The audio of a model that generates audio, with values in [-1, 1]. The packet's metadata contains the sampling rate
+as `sample_rate_hz`."""
 
 
 def signature_of(stage: DiffusionOptions) -> Signature:
@@ -30,7 +33,7 @@ def signature_of(stage: DiffusionOptions) -> Signature:
     reads_prompt = stage.part in {"all", "encode"}
     return Signature(
         accepts=accepts.get(stage.part, {}),
-        emits=emits.get(stage.part, _RESULTS),
+        emits=emits.get(stage.part, {**_RESULTS, **(_AUDIO_RESULT if stage.audio else {})}),
         options=_request_options(stage),
         negative_prompt=reads_prompt,
         media=reads_prompt,

@@ -31,7 +31,7 @@ def build_inputs(
     """
     if not 0 <= task.seed <= _MAX_SEED:
         raise InvalidRequestError(f"seed is {task.seed}; it must be from 0 to {_MAX_SEED}", reason="INVALID_OPTION")
-    prompt, image = _prompt_and_image(task.prompt or "", family) if _needs_prompt(task, stage) else ("", None)
+    prompt, images = _prompt_and_images(task.prompt or "", family) if _needs_prompt(task, stage) else ("", ())
     for label, text in (("prompt", prompt), ("negative prompt", task.negative_prompt)):
         if len(text) > stage.max_prompt_characters:
             raise InvalidRequestError(
@@ -44,7 +44,7 @@ def build_inputs(
         seed=task.seed,
         prompt=prompt,
         negative_prompt=task.negative_prompt,
-        image=image,
+        images=images,
         guidance_scale=float(options.get("guidance_scale", stage.guidance_scale)),
         adapter=task.adapter,
         adapter_scale=float(options.get("adapter_scale", 1.0)),
@@ -97,17 +97,18 @@ def _text(prompt: Prompt) -> str:
     )
 
 
-def _prompt_and_image(prompt: Prompt, family: Family) -> tuple[str, bytes | None]:
+def _prompt_and_images(prompt: Prompt, family: Family) -> tuple[str, tuple[bytes, ...]]:
     text, media = _text(prompt), media_of(prompt)
     images = [medium for medium in media if isinstance(medium, MediaFile) and medium.kind == "image"]
     if len(images) != len(media):
         raise UnsupportedError("a diffusion stage accepts images, but not audio or video")
-    if len(images) != int(family.takes_image):
-        wanted = "needs one image" if family.takes_image else "accepts only text"
+    if not family.min_images <= len(images) <= family.max_images:
+        most = "one image" if family.max_images == 1 else f"at most {family.max_images} images"
+        wanted = f"{'needs' if family.min_images else 'accepts'} {most}" if family.max_images else "accepts only text"
         raise InvalidRequestError(f"the prompt has {len(images)} images; this model {wanted}", reason="INVALID_MEDIA")
     if not text.strip():
         raise InvalidRequestError("the prompt is empty; describe the image", reason="EMPTY_PROMPT")
-    return text, _read(images[0]) if images else None
+    return text, tuple(map(_read, images))
 
 
 def _read(image: MediaFile) -> bytes:

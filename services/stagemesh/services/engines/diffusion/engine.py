@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from stagemesh.services.engines.abilities import CacheStatistics, EngineAbilitie
 from stagemesh.services.engines.adapters import AdapterManager, Entry
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, EngineLoad, Paused, Progress, Task, Usage
 from stagemesh.services.engines.controls import Profiles, SleepManager, private_folder
-from stagemesh.services.engines.diffusion import CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
+from stagemesh.services.engines.diffusion import AUDIO, CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
 from stagemesh.services.engines.diffusion.admission import Admission
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage_options
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.model.families import Family
     from stagemesh.services.engines.diffusion.model.memory_estimate import ModelFacts
     from stagemesh.services.engines.diffusion.state import DiffusionInputs
-    from stagemesh.services.engines.diffusion.worker import PreparedRequest
+    from stagemesh.services.engines.diffusion.worker import Decoded, PreparedRequest
 
 
 WEIGHTS, BUFFERS = "weights", "buffers"
@@ -138,9 +139,10 @@ class DiffusionEngine:
 
     @property
     def abilities(self) -> EngineAbilities:
+        resumable = self._facts is None or self._facts.resumable
         return EngineAbilities(
-            can_pause=True,
-            can_resume=True,
+            can_pause=resumable,
+            can_resume=resumable,
             adapters=self._adapters,
             sleep=self._controls,
             profiles=self._controls.profiles,
@@ -291,14 +293,14 @@ class DiffusionEngine:
         usage = Usage()
         yield usage
         async for packet in flow:
-            frames = await self._executor.call("runner.decode_latents", packet.tensors[LATENTS])
+            decoded = await self._executor.call("runner.decode_latents", packet.tensors[LATENTS])
             steps += 1
-            for event in await self._images(frames, task, packet.metadata):
+            for event in await self._images(decoded, task, packet.metadata):
                 yield event
             yield Progress(steps)
             usage.engine_steps = steps
             if not packet.metadata.get("preview"):
-                _count(usage, frames=len(frames))
+                _count(usage, frames=0 if decoded.frames is None else len(decoded.frames))
         if not steps:
             raise InvalidRequestError("the edge delivered no latents", reason="MISSING_INPUT")
         yield usage
@@ -317,18 +319,36 @@ class DiffusionEngine:
         options = request_options(task.options, self._signature.options, stage=self._stage)
         return build_inputs(task, options, stage=self._options, family=family)
 
-    async def _images(self, frames: Array, task: Task, metadata: Mapping[str, MetadataValue]) -> list[Emission]:
+    async def _images(self, decoded: "Decoded", task: Task, metadata: Mapping[str, MetadataValue]) -> list[Emission]:
+        """Returns one emission for a video or for each image. Each contains the outputs that the task requests."""
+        assert self._facts is not None, "tasks run after `start`"
+        frames = decoded.frames
+        if frames is None or len(frames) == 1 or self._facts.family.frames_multiple:
+            return await self._results_of(decoded, task, metadata)
+        images = [replace(decoded, frames=each[None]) for each in frames]
+        return [emission for each in images for emission in await self._results_of(each, task, metadata)]
+
+    async def _results_of(
+        self, decoded: "Decoded", task: Task, metadata: Mapping[str, MetadataValue]
+    ) -> list[Emission]:
         """Returns a list with one emission that contains the outputs requested by the task. The list is empty if the
-        task requests neither the image file nor the frames.
+        task requests none of the outputs that the model generates.
         """
         from stagemesh.services.engines.diffusion.conversion import encode_file
 
         tensors: dict[str, Array] = {}
-        if task.wanted is None or IMAGE in task.wanted:
+        frames, audio = decoded.frames, decoded.audio
+        if frames is not None and (task.wanted is None or IMAGE in task.wanted):
             tensors[IMAGE] = await asyncio.to_thread(encode_file, frames)
-        if task.wanted is None or FRAMES in task.wanted:
-            tensors[FRAMES] = np.asarray(frames)
-        non_finite = () if np.isfinite(frames).all() else tuple(tensors)
+        if frames is not None and (task.wanted is None or FRAMES in task.wanted):
+            # The output has three channels, so an image with transparency is shown on white.
+            alpha = frames[:, 3:]
+            tensors[FRAMES] = np.asarray(frames[:, :3] * alpha + 1 - alpha if alpha.size else frames)
+        if audio is not None and self._options.audio and (task.wanted is None or AUDIO in task.wanted):
+            tensors[AUDIO] = audio
+            metadata = {**metadata, "sample_rate_hz": decoded.sample_rate_hz}
+        is_finite = all(each is None or np.isfinite(each).all() for each in (frames, audio))
+        non_finite = () if is_finite else tuple(tensors)
         return [Emission(Packet(tensors, metadata), non_finite=non_finite)] if tensors else []
 
 

@@ -204,6 +204,12 @@ class DiffusionOptions:
     """Options of a diffusion stage, including the defaults of the request options."""
 
     part: Part = "all"
+    blocks: tuple[str, ...] = ()
+    """Names of the diffusers blocks within the part that the stage runs, such as `audio_decode`. Empty for all of them.
+    The blocks of a part can therefore run as several stages."""
+    audio: bool = False
+    """Whether the stage emits the audio that the model generates, as the tensor `audio`. Set it only for models that
+    generate audio."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type in which the model computes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

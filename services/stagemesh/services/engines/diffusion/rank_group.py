@@ -22,7 +22,7 @@ from stagemesh.services.engines.diffusion.model.shared_forwards import (
 )
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import to_stagemesh_error
-from stagemesh.services.engines.torch_setup import choose_device
+from stagemesh.services.engines.torch_setup import UnusableOptionError, choose_device
 
 diffusers: Any = _diffusers
 
@@ -62,16 +62,18 @@ class RankGroup:
 
         Raises NotReadyError if the model does not support the kind of parallelism that the stage's options select.
         """
-        model = forwards.model
-        if model is None:
-            return
-        if self._parallel.cfg > 1:
+        if self._parallel.cfg > 1 and forwards.models:
+            if not forwards.hints.batches:
+                raise UnusableOptionError(
+                    "this model's guidance branches cannot be computed apart from each other; set parallel.cfg to 1"
+                )
             forwards.split_calls = GuidanceBranches(self._mesh["cfg"]).predict
-        if self._parallel.ulysses > 1:
-            forwards.disable_mixed_lengths()
-            self._split_tokens(model)
-        if self._parallel.hsdp > 1:
-            self._shard_weights(model)
+        for model in forwards.models.values():
+            if self._parallel.ulysses > 1:
+                forwards.disable_mixed_lengths()
+                self._split_tokens(model)
+            if self._parallel.hsdp > 1:
+                self._shard_weights(model)
 
     # -- inner workings
 

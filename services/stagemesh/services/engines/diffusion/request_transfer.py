@@ -11,17 +11,21 @@ from typing import Any, cast
 import diffusers as _diffusers
 from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineState
 
-from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.errors import InvalidChunkError, UnsupportedError
 from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS, STATE
 from stagemesh.services.engines.diffusion.caches import Caches
+from stagemesh.services.engines.diffusion.model.declarations import REQUEST_INPUTS
+from stagemesh.services.engines.diffusion.model.definition import DECODE, DENOISE
+from stagemesh.services.engines.diffusion.model.families import CLASSIC_INDEX, MODULAR_INDEX
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
-from stagemesh.services.engines.diffusion.serialization import Tree, deserialize, serialize
+from stagemesh.services.engines.diffusion.serialization import Tree, deserialize, is_serializable, serialize
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 
 diffusers: Any = _diffusers
 
-_PROMPT_FIELDS = ("prompt", "negative_prompt", "image")
+_PROMPT_FIELDS = ("prompt", "negative_prompt", "images")
+_SCHEDULER = "scheduler"
 _CONFIG = "_internal_dict"
 """Name of the attribute in which diffusers stores an object's configuration."""
 
@@ -34,10 +38,11 @@ class RequestTransfer:
     def __init__(self, pipeline: ModularStepPipeline, folder: Path) -> None:
         self._pipeline = pipeline
         self._model = fingerprint(folder)
-        blocks = getattr(diffusers, pipeline.family.blocks)()
-        given = set(pipeline.request_input_names)
-        decoder_inputs = _names(blocks.sub_blocks["decode"].inputs) - (given - {"height", "width"})
-        needed = (_names(blocks.sub_blocks["denoise"].inputs) - given) | decoder_inputs
+        definition = pipeline.definition
+        decoder_inputs = _names(definition.inputs(DECODE)) - (REQUEST_INPUTS - {"height", "width"})
+        tagged = {param.kwargs_type for param in definition.inputs(DENOISE) if param.name is None}
+        needed = (_names(definition.inputs(DENOISE)) - REQUEST_INPUTS) | decoder_inputs
+        needed |= {name for name, tag in definition.tags.items() if tag in tagged}
         self._names = {CONDITIONING: needed, LATENTS: decoder_inputs, STATE: needed}
 
     def serialize(self, state: DiffusionRequestState, kind: str) -> Array:
@@ -59,8 +64,7 @@ class RequestTransfer:
         values = self._deserialize(kind, data)
         if unknown := values.keys() - self._names[kind]:
             raise InvalidChunkError(f"the model has no input {', '.join(sorted(map(str, unknown)))}")
-        for name, value in values.items():
-            state.values.set(name, value)
+        self._pipeline.add_values(state, values)
 
     def restore_state(self, request_id: str, inputs: DiffusionInputs, data: Array) -> DiffusionRequestState:
         """Returns a request that resumes after the latest completed step of the STATE in `data`.
@@ -76,8 +80,11 @@ class RequestTransfer:
                 raise InvalidChunkError(f"the state is at step {state.step_index} of {state.total_steps}")
             state.values = PipelineState(values=tree["values"], kwargs_mapping=tree["kinds"])
             state.loop = BlockState(**tree["loop"])
-            state.scheduler = copy.deepcopy(self._pipeline.components.scheduler)
-            vars(state.scheduler).update(tree["scheduler"])
+            state.loop_path = tuple(tree["path"])
+            for name, values in tree["schedulers"].items():
+                state.schedulers[name] = self._scheduler(name, values)
+            for name, values in tree["loop_schedulers"].items():
+                state.loop[name] = self._scheduler(_SCHEDULER, values)
             if self._caches is not None:
                 self._caches.restore(request_id, tree["kept"], self._pipeline.device)
             self._pipeline.adopt(state)
@@ -111,11 +118,21 @@ class RequestTransfer:
     def _caches(self) -> Caches | None:
         return self._pipeline.forwards.caches
 
+    def _scheduler(self, name: str, variables: dict[str, Tree]) -> Any:
+        scheduler = copy.deepcopy(getattr(self._pipeline.components, name))
+        vars(scheduler).update(variables)
+        return scheduler
+
     def _deserialize(self, kind: str, data: Array) -> dict[str, Tree]:
         return deserialize(data, kind=kind, model=self._model, device=self._pipeline.device)
 
     def _state(self, state: DiffusionRequestState) -> dict[str, Tree]:
-        scheduler = cast("dict[str, Any]", vars(state.scheduler))
+        if state.call is not None:
+            raise UnsupportedError(
+                "the model's denoising loop cannot be stopped and resumed elsewhere; omit checkpoints and pauses",
+                metadata={"ability": "checkpoints"},
+            )
+        loop = state.loop.as_dict() if state.loop is not None else {}
         return {
             "step_index": state.step_index,
             "total_steps": state.total_steps,
@@ -123,8 +140,11 @@ class RequestTransfer:
             "texts": _prompt_digest(state.inputs),
             "values": self._values(state, STATE),
             "kinds": state.values.kwargs_mapping,
-            "loop": state.loop.as_dict() if state.loop is not None else None,
-            "scheduler": {name: value for name, value in scheduler.items() if name != _CONFIG},
+            "path": list(state.loop_path),
+            # Other variables, such as the model that the step has chosen, are set by the step or by the loop's start.
+            "loop": {name: value for name, value in loop.items() if is_serializable(value)},
+            "loop_schedulers": {name: _variables(value) for name, value in loop.items() if _is_scheduler(value)},
+            "schedulers": {name: _variables(scheduler) for name, scheduler in state.schedulers.items()},
             "kept": self._caches.export(state.request_id) if self._caches is not None else [],
         }
 
@@ -138,7 +158,7 @@ def fingerprint(folder: Path) -> str:
     weights.
     """
     digest = hashlib.blake2b(diffusers.__version__.encode(), digest_size=8)
-    for path in ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"):
+    for path in (MODULAR_INDEX, CLASSIC_INDEX, "transformer/config.json", "scheduler/scheduler_config.json"):
         if (folder / path).exists():
             digest.update((folder / path).read_bytes())
     return digest.hexdigest()
@@ -146,11 +166,17 @@ def fingerprint(folder: Path) -> str:
 
 def _prompt_digest(inputs: DiffusionInputs) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for name in _PROMPT_FIELDS:
-        value = getattr(inputs, name) or ""
-        data = value if isinstance(value, bytes) else value.encode()
+    for data in (inputs.prompt.encode(), (inputs.negative_prompt or "").encode(), *inputs.images):
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
+
+
+def _variables(scheduler: Any) -> dict[str, Tree]:
+    return {name: value for name, value in cast("dict[str, Any]", vars(scheduler)).items() if name != _CONFIG}
+
+
+def _is_scheduler(value: Any) -> bool:
+    return isinstance(value, diffusers.SchedulerMixin)
 
 
 def _names(params: Iterable[Any]) -> set[str]:

@@ -24,6 +24,7 @@ VERSION = 1
 _DTYPES: Mapping[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
+_LEAVES = (str, int, float, np.generic, np.ndarray, torch.Tensor, torch.dtype, torch.Generator)
 _READ_ERRORS = (SafetensorError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """The exceptions that reading can raise for data that `serialize` has not written. Includes RecursionError, a subclass
 of RuntimeError."""
@@ -65,6 +66,15 @@ def deserialize(data: Array, *, kind: str, model: str, device: torch.device) -> 
         return cast("dict[str, Tree]", restored)
     except _READ_ERRORS as exc:
         raise InvalidChunkError(f"{kind} contains values that `serialize` did not write: {exc!r}") from exc
+
+
+def is_serializable(value: Any) -> bool:
+    """Returns whether `serialize` accepts a tree that contains `value`."""
+    if isinstance(value, Mapping):
+        return all(map(is_serializable, cast("Mapping[str, Any]", value).values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_serializable, cast("list[Any]", value)))
+    return value is None or isinstance(value, _LEAVES)
 
 
 def tensors_of(tree: Tree) -> list[torch.Tensor]:

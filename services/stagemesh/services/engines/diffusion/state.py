@@ -1,13 +1,30 @@
 """The inputs and the state of a diffusion request, and the error that a failed request reports."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from stagemesh.common.errors import InternalError, InvalidRequestError, OverloadedError, StagemeshError
 from stagemesh.common.process.logs import log_cause
+from stagemesh.services.engines.diffusion.model.suspended_call import SuspendedCall
+
+BlockPath: TypeAlias = tuple[str, ...]
+"""The names of the blocks of a pipeline that lead to one of its blocks, outermost first."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The output of a pipeline for one request, by kind."""
+
+    frames: torch.Tensor | None = None
+    """Images [images, channels, height, width] or videos [videos, frames, channels, height, width], with values in
+    [0, 1]."""
+    audio: torch.Tensor | None = None
+    """Audio with values in [-1, 1], [clips, channels, samples]."""
+    sample_rate_hz: int = 0
 
 
 @dataclass(frozen=True)
@@ -19,14 +36,14 @@ class DiffusionInputs:
     seed: int
     prompt: str = ""
     negative_prompt: str = ""
-    image: bytes | None = None
-    """Content of the input image file, or None if the request has no image. Only models that edit images accept an
-    input image."""
+    images: tuple[bytes, ...] = ()
+    """Contents of the input image files. Only some models accept input images."""
     height: int = 0
     """Height of the image in pixels. 0 if the request does not set the height."""
     width: int = 0
     num_inference_steps: int = 0
-    guidance_scale: float = 1.0
+    guidance_scale: float | None = 1.0
+    """Scale of classifier-free guidance. None selects the model's own scales."""
     num_frames: int = 1
     """Number of frames of the video. 1 for an image."""
     adapter: str | None = None
@@ -47,16 +64,29 @@ class DiffusionRequestState:
     values: Any = field(default_factory=PipelineState)
     """diffusers' `PipelineState` with the results of completed blocks by name, such as embeddings, masks, sizes and
     timesteps."""
+    guiders: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The request's own diffusers guiders by component name. They contain the guidance scale."""
+    schedulers: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The request's own diffusers schedulers by component name. They contain the position in the noise schedule. Empty
+    before denoising."""
+    loop_path: BlockPath = ()
+    """The path of the block that is the request's denoising loop. Empty before denoising."""
     loop: Any = None
-    """diffusers' `BlockState` with the variables of the denoising loop. None before and after the loop."""
-    scheduler: Any = None
-    """The request's own diffusers scheduler. Contains the position in the noise schedule. None before denoising."""
-    guider: Any = None
-    """The request's own diffusers guider. Contains the guidance scale. None if the model has no guider."""
+    """diffusers' `BlockState` with the variables of the denoising loop. None before and after the loop, and if the loop
+    runs as a suspended call."""
+    steps: Sequence[Mapping[str, Any]] = ()
+    """The arguments of each step of the loop, such as its index and its timestep."""
+    call: SuspendedCall[None, None] | None = None
+    """The call of a denoising loop whose variables cannot be read between steps. None for other loops."""
     step_index: int = 0
     """Number of completed denoising steps."""
     total_steps: int = 0
     """Total number of denoising steps. 0 until the noise schedule is set."""
+
+    def close(self) -> None:
+        """Ends the request's suspended call, if it has one. May be called more than once."""
+        if self.call is not None:
+            self.call.close()
 
     @property
     def denoised(self) -> bool:

@@ -49,6 +49,18 @@ class PreparedRequest:
     """Statistics of the prompt cache after the request has been prepared."""
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """The output of a request."""
+
+    frames: Array | None
+    """Images or the frames of a video with values in [0, 1], float32[frames, 3, height, width]. None if the model
+    generates neither. An image with transparency has 4 channels."""
+    audio: Array | None = None
+    """Audio with values in [-1, 1], float32[samples, channels]. None if the model generates no audio."""
+    sample_rate_hz: int = 0
+
+
 class DiffusionRunner:
     """Loads a pipeline, or one part of a pipeline, on one device, and runs requests. Each request is identified by a
     name.
@@ -62,9 +74,17 @@ class DiffusionRunner:
         """Loads the model in `folder`. Raises NotReadyError if the model cannot be loaded or is not supported."""
         self._prompt_cache = prompt_cache or PromptCache(0)
         self.pipeline = _pipeline_class(options.load)(folder, options, device=device, prompt_cache=self._prompt_cache)
+        if (options.checkpoint_steps or options.preview_steps) and not self.pipeline.resumable:
+            raise torch_setup.UnusableOptionError(
+                "checkpoint_steps and preview_steps need a model whose loop can be read between steps; omit them"
+            )
         forwards = self.pipeline.forwards
         self.adapters = ModelAdapters(forwards.model, options.max_lora_rank)
         if options.step_cache is not None and forwards.model is not None:
+            if len(forwards.models) > 1:
+                raise torch_setup.UnusableOptionError(
+                    f"step_cache needs a pipeline with one denoising model; this one has {', '.join(forwards.models)}"
+                )
             forwards.caches = enable_caches(forwards.model, options.step_cache)
         self._transfer = RequestTransfer(self.pipeline, folder)
         self.states: dict[str, DiffusionRequestState] = {}
@@ -108,17 +128,12 @@ class DiffusionRunner:
             return [self.step([name])[0] for name in names]
         return [self._advance(state, noise) for state, noise in zip(states, noises, strict=True)]
 
-    def decode(self, name: str) -> Array:
-        """Decodes the latents of a request. Before the last step, the result is a preview.
-
-        Returns float32[images or frames, 3, height, width] with values in [0, 1].
-        """
+    def decode(self, name: str) -> Decoded:
+        """Decodes the latents of a request. Before the last step, the result is a preview."""
         return self._decode(self.states[name])
 
-    def decode_latents(self, latents: Array) -> Array:
-        """Decodes latents that another stage has serialized as uint8[bytes]. Returns the same shape and type as
-        `decode`.
-        """
+    def decode_latents(self, latents: Array) -> Decoded:
+        """Decodes latents that another stage has serialized as uint8[bytes]."""
         request = DiffusionRequestState("", DiffusionInputs(seed=0))
         self._transfer.restore_values(request, LATENTS, latents)
         self._prepare(request)
@@ -131,7 +146,7 @@ class DiffusionRunner:
         inputs = DiffusionInputs(
             seed=0,
             prompt=name,
-            image=image.getvalue() if self.pipeline.family.takes_image else None,
+            images=(image.getvalue(),) * self.pipeline.family.min_images,
             height=height,
             width=width,
             num_inference_steps=2,
@@ -158,7 +173,10 @@ class DiffusionRunner:
 
     def drop(self, name: str) -> None:
         """Removes a request and frees its data. Does nothing if no request has this name."""
-        if self.states.pop(name, None) is not None and self.pipeline.forwards.caches is not None:
+        state = self.states.pop(name, None)
+        if state is not None:
+            state.close()
+        if state is not None and self.pipeline.forwards.caches is not None:
             self.pipeline.forwards.caches.forget(name)
 
     # -- inner workings
@@ -169,15 +187,19 @@ class DiffusionRunner:
         except Exception as exc:
             raise to_stagemesh_error(exc) from exc
 
-    def _decode(self, state: DiffusionRequestState) -> Array:
+    def _decode(self, state: DiffusionRequestState) -> Decoded:
         try:
-            result = self.pipeline.post_decode(self.pipeline.end_loop(state))
+            outputs = self.pipeline.post_decode(self.pipeline.end_loop(state))
         except Exception as exc:
             raise to_stagemesh_error(exc) from exc
-        frames = result.reshape(-1, *result.shape[-3:])
-        return frames.to("cpu", torch.float32).contiguous().numpy()
+        frames, audio = outputs.frames, outputs.audio
+        return Decoded(
+            _array(frames.reshape(-1, *frames.shape[-3:])) if frames is not None else None,
+            _array(audio.flatten(0, 1).T) if audio is not None else None,
+            outputs.sample_rate_hz,
+        )
 
-    def _advance(self, state: DiffusionRequestState, noise: torch.Tensor) -> StagemeshError | None:
+    def _advance(self, state: DiffusionRequestState, noise: torch.Tensor | None) -> StagemeshError | None:
         try:
             self.pipeline.step_scheduler(state, noise)
         except Exception as exc:  # noqa: BLE001  # schedulers raise any exception
@@ -248,6 +270,8 @@ class DiffusionWorker:
         Level 1 retains the weights in host memory if possible. Level 2 also clears the prompt cache.
         """
         runner, self._runner = self.runner, None
+        for state in runner.states.values():
+            state.close()
         runner.states.clear()
         if level > 1:
             self.prompt_cache.clear()
@@ -299,6 +323,10 @@ class DiffusionWorker:
         self.stop_profile()
         self._runner = self._sleeping_runner = None
         torch_setup.release_unused_memory()
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    return tensor.to("cpu", torch.float32).contiguous().numpy()
 
 
 def _pipeline_class(options: LoadOptions) -> type[ModularStepPipeline]:

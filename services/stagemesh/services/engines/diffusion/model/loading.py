@@ -18,6 +18,7 @@ from diffusers.hooks.group_offloading import apply_group_offloading
 from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
 from stagemesh.common.errors import NotReadyError
+from stagemesh.services.engines.diffusion.model.families import read_index
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, QuantizationOptions
 from stagemesh.services.engines.torch_setup import UnusableOptionError
 
@@ -147,10 +148,10 @@ class Loader:
         """Creates the models with random weights and registers them in `components`. Does not load other components,
         such as tokenizers.
         """
-        index = diffusers.DiffusionPipeline.load_config(self._folder, local_files_only=True)
+        index = read_index(self._folder)
         models: dict[str, Any] = {}
         for name in components.component_names:
-            library, kind = index.get(name, (None, None))
+            library, kind, *_ = index.get(name, (None, None))
             if library in {"diffusers", "transformers"}:
                 model = _random_model(getattr(import_module(library), kind), self._folder / name)
                 if model is not None:

@@ -28,6 +28,8 @@ class ModelFacts:
     """Estimated memory for denoising a request, in bytes per token. 0 if the stage does not load the transformer."""
     decode_bytes: int
     """Estimated memory for decoding a request, in bytes per pixel. 0 if the stage does not load the VAE."""
+    resumable: bool
+    """Whether requests can be paused, checkpointed and previewed between steps."""
     free_bytes: int
     """Device memory that was free for requests after the model had been loaded, in bytes."""
 
@@ -40,14 +42,20 @@ class ModelFacts:
 
 def model_facts(pipeline: ModularStepPipeline) -> ModelFacts:
     """Returns the properties of the model that `pipeline` has loaded, with the device memory that is free now."""
-    return ModelFacts(pipeline.family, _denoise_bytes(pipeline), _decode_bytes(pipeline), _free_bytes(pipeline.device))
+    return ModelFacts(
+        pipeline.family,
+        _denoise_bytes(pipeline),
+        _decode_bytes(pipeline),
+        pipeline.resumable,
+        _free_bytes(pipeline.device),
+    )
 
 
 def image_tokens(inputs: DiffusionInputs, family: Family) -> int:
     """Returns the number of transformer tokens that represent the requested image or video. Excludes the prompt's
     tokens.
     """
-    frames = 1 + (inputs.num_frames - 1) // 4
+    frames = 1 + (inputs.num_frames - 1) // (family.frames_multiple or 1)
     return frames * (inputs.height // family.size_multiple) * (inputs.width // family.size_multiple)
 
 
@@ -63,11 +71,13 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _denoise_bytes(pipeline: ModularStepPipeline) -> int:
-    model = getattr(pipeline.components, "transformer", None)
+    model = pipeline.forwards.model
     if model is None:
         return 0
     config = model.config
-    width = int(getattr(config, "dim", 0) or config.num_attention_heads * config.attention_head_dim)
+    heads = (config.get("num_attention_heads"), config.get("attention_head_dim"))
+    is_product = all(isinstance(each, int) for each in heads)
+    width = config.get("dim") or (heads[0] * heads[1] if is_product else next(model.parameters()).shape[0])
     return width * _BLOCK_WIDTHS * _item_bytes(model)
 
 
@@ -76,7 +86,8 @@ def _decode_bytes(pipeline: ModularStepPipeline) -> int:
     if vae is None:
         return 0
     config = vae.config
-    width = int(config.base_dim if "base_dim" in config else config.block_out_channels[0])
+    widths = config.get("block_out_channels") or [config.get("base_dim") or next(vae.parameters()).shape[0]]
+    width = int(widths[0])
     return width * _VAE_WIDTHS * _item_bytes(vae)
 
 

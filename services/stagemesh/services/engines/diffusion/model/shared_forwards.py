@@ -1,9 +1,9 @@
-"""Records the transformer calls of several requests, and computes them in shared forward passes.
+"""Records the model calls of several requests, and computes them in shared forward passes.
 
 diffusers' pipeline blocks process one request at a time. To batch several requests, the blocks of each request run
-twice. In the first run, a stand-in for the transformer records the calls. A shared forward pass then computes the
-recorded calls of all requests. In the second run, the stand-in returns the request's predictions from the shared
-forward pass.
+twice. In the first run, stand-ins for the denoising models, such as the transformer, record the calls. Shared forward
+passes then compute the recorded calls of all requests. In the second run, the stand-ins return the request's
+predictions from the shared forward passes.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from stagemesh.services.engines.diffusion.caches import Caches
-from stagemesh.services.engines.diffusion.model.families import Family
+from stagemesh.services.engines.diffusion.model.families import Hints
 from stagemesh.services.engines.diffusion.model.mixed_lengths import MixedLengthForward
 from stagemesh.services.engines.diffusion.serialization import tensors_of
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
@@ -26,14 +26,17 @@ Prediction: TypeAlias = Any
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of the transformer, with a batch size of 1."""
+    """One call of a denoising model, with a batch size of 1."""
 
+    model: Any
     inputs: Mapping[str, Any]
     """Arguments of the call, by parameter name of the model's `forward`."""
 
 
+Predict: TypeAlias = Callable[[Any, Mapping[str, Any]], Prediction]
+"""A function that returns a model's prediction. Its arguments are the model and the inputs of the call."""
 RecordedCalls: TypeAlias = Sequence[Sequence[Call]]
-"""The transformer calls of one step. Each inner sequence contains the calls of one request."""
+"""The model calls of one step. Each inner sequence contains the calls of one request."""
 Compute: TypeAlias = Callable[[RecordedCalls], dict[Call, Prediction]]
 """A function that computes the recorded calls of all requests and returns the prediction for each call."""
 SplitCalls: TypeAlias = Callable[[RecordedCalls, Compute], dict[Call, Prediction]]
@@ -41,18 +44,16 @@ SplitCalls: TypeAlias = Callable[[RecordedCalls, Compute], dict[Call, Prediction
 process, it computes a part of the calls with the `Compute` function. Other processes compute the other calls."""
 
 
-class TransformerStandIn:
-    """Replaces the transformer in a pipeline's blocks. Passes each call's inputs to the function `predict`, and reads
-    all other attributes from the real transformer.
+class ModelStandIn:
+    """Replaces a model in a pipeline's blocks. Passes each call's inputs to the function `predict`, and reads all other
+    attributes from the real model.
     """
 
-    def __init__(
-        self, model: Any, forward: "ForwardSignature", predict: Callable[[Mapping[str, Any]], Prediction]
-    ) -> None:
+    def __init__(self, model: Any, forward: "ForwardSignature", predict: Predict) -> None:
         self._model, self.forward, self._predict = model, forward, predict
 
-    def __call__(self, **inputs: Any) -> Prediction:
-        return self._predict(inputs)
+    def __call__(self, *args: Any, **inputs: Any) -> Prediction:
+        return self._predict(self._model, dict(zip(self.forward.__signature__.parameters, args, strict=False)) | inputs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -74,24 +75,22 @@ class ForwardSignature:
 
 
 class CallRecorder:
-    """A `predict` function for a stand-in. Records each transformer call in `calls`, and returns a prediction of
-    zeros.
-    """
+    """A `Predict` function. Records each call in `calls`, and returns a prediction of zeros."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
-    def __call__(self, inputs: Mapping[str, Any]) -> Prediction:
-        self.calls.append(Call(inputs))
+    def __call__(self, model: Any, inputs: Mapping[str, Any]) -> Prediction:
+        self.calls.append(Call(model, inputs))
         return zero_prediction(inputs)
 
 
-def replay(predictions: Iterable[Prediction]) -> Callable[[Mapping[str, Any]], Prediction]:
-    """Returns a `predict` function that returns the given predictions in order, one at each call, and ignores the
+def replay(predictions: Iterable[Prediction]) -> Predict:
+    """Returns a `Predict` function that returns the given predictions in order, one at each call, and ignores the
     call's inputs.
     """
     remaining = iter(predictions)
-    return lambda _inputs: next(remaining)
+    return lambda _model, _inputs: next(remaining)
 
 
 def zero_prediction(inputs: Mapping[str, Any]) -> Prediction:
@@ -105,37 +104,44 @@ def zero_prediction(inputs: Mapping[str, Any]) -> Prediction:
 
 
 class SharedForwards:
-    """Computes the transformer calls of requests, either separately or in shared forward passes."""
+    """Computes the model calls of requests, either separately or in shared forward passes."""
 
-    def __init__(self, family: Family, model: Any) -> None:
+    def __init__(self, hints: Hints, models: Mapping[str, Any]) -> None:
+        """`models` contains the models that the denoising loop calls, by component name. Empty if the stage does not
+        denoise.
+        """
         self.caches: Caches | None = None
         """The step cache of the transformer, or None if the stage does not use one. With a step cache, requests do not
         share forward passes."""
         self.split_calls: SplitCalls | None = None
         """A function that distributes transformer calls across processes. None if this process computes all calls."""
-        self._family, self.model = family, model
-        self._signature = ForwardSignature(model) if model is not None else None
-        has_mixed_lengths = family.mixed_lengths and model is not None and not model.zero_cond_t
-        self._mixed_lengths = MixedLengthForward(model) if has_mixed_lengths else None
+        self.hints, self.models = hints, models
+        self.model = next(iter(models.values()), None)
+        """The first of the models, or None if the stage does not denoise."""
+        self._signatures = {name: ForwardSignature(model) for name, model in models.items()}
+        has_mixed_lengths = hints.mixed_lengths and self.model is not None and not self.model.zero_cond_t
+        self._mixed_lengths = MixedLengthForward(self.model) if has_mixed_lengths else None
 
-    def stand_in(self, predict: Callable[[Mapping[str, Any]], Prediction]) -> TransformerStandIn:
-        """Returns a stand-in for the transformer that passes its calls to `predict`."""
-        assert self._signature is not None, "a stage that denoises has a transformer"
-        return TransformerStandIn(self.model, self._signature, predict)
+    @property
+    def stands_in(self) -> bool:
+        """Whether the blocks of a step can run with stand-ins for the models."""
+        return self.hints.batches or self.caches is not None
 
-    def forward_alone(self, state: DiffusionRequestState) -> Callable[[Mapping[str, Any]], Prediction]:
-        """Returns a `predict` function that computes each transformer call of one request in a separate forward
-        pass.
-        """
+    def stand_ins(self, predict: Predict) -> dict[str, ModelStandIn]:
+        """Returns stand-ins for the models that pass their calls to `predict`, by component name."""
+        return {name: ModelStandIn(self.models[name], each, predict) for name, each in self._signatures.items()}
+
+    def forward_alone(self, state: DiffusionRequestState) -> Predict:
+        """Returns a `Predict` function that computes each model call of one request in a separate forward pass."""
         branch = 0
 
-        def forward(inputs: Mapping[str, Any]) -> Prediction:
+        def forward(model: Any, inputs: Mapping[str, Any]) -> Prediction:
             nonlocal branch
             if self.caches is None:
-                return self.model(**inputs)
+                return model(**inputs)
             with self.caches.context(f"{state.request_id}/{branch}", total_steps=state.total_steps):
                 branch += 1
-                return self.model(**inputs)
+                return model(**inputs)
 
         return forward
 
@@ -156,7 +162,7 @@ class SharedForwards:
 
     def batch_key(self, state: DiffusionRequestState) -> tuple[object, ...]:
         """Returns a key for grouping requests. The calls of requests with equal keys can share a forward pass."""
-        if self.caches is not None:
+        if self.caches is not None or not self.hints.batches:
             return (state.request_id,)
         if self._mixed_lengths is not None:
             return ()
@@ -170,8 +176,8 @@ class SharedForwards:
         groups: dict[object, list[Call]] = defaultdict(list)
         for state, calls in zip(states, recorded, strict=True):
             key = self.batch_key(state)
-            for call in calls[::-1] if self._family.joint_guidance == "negative first" else calls:
-                groups[key, self._group_key(call)].append(call)
+            for call in calls[::-1] if self.hints.joint_guidance == "negative first" else calls:
+                groups[key, id(call.model), self._group_key(call)].append(call)
         predictions: dict[Call, Prediction] = {}
         for group in groups.values():
             predictions |= zip(group, self._forward(group), strict=True)
@@ -181,14 +187,14 @@ class SharedForwards:
         if self._mixed_lengths is not None:
             return None if self._mixed_lengths.can_join(call.inputs) else call
         # A pipeline that denoises both guidance branches in one forward pass accepts their inputs without grouping.
-        return None if self._family.joint_guidance is not None else _shape_key(call)
+        return None if self.hints.joint_guidance is not None else _shape_key(call)
 
     def _forward(self, group: Sequence[Call]) -> list[Prediction]:
         if len(group) == 1:
-            return [self.model(**group[0].inputs)]
+            return [group[0].model(**group[0].inputs)]
         if self._mixed_lengths is not None:
             return self._mixed_lengths.forward([call.inputs for call in group])
-        return _split_rows(self.model(**_concatenate(group, shared=self._family.shared_inputs)), len(group))
+        return _split_rows(group[0].model(**_concatenate(group, shared=self.hints.shared_inputs)), len(group))
 
 
 def _shape_key(call: Call) -> tuple[object, ...]:
