@@ -1,4 +1,5 @@
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -6,9 +7,10 @@ import pytest
 import torch
 from diffusers.modular_pipelines.qwenimage import prompt_templates
 
+from stagemesh.tiny_models.diffusion.tokenizers import qwen_tokenizer
+from tests.cli.commands import invoke
 from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.pipelines import WRITERS, write_qwen_image
-from tests.diffusion.tiny.tokenizers import qwen_tokenizer
 
 
 @pytest.mark.parametrize("model", WRITERS)
@@ -39,7 +41,14 @@ def test_a_template_has_the_number_of_tokens_that_the_pipeline_removes(kind: str
     template: str = getattr(prompt_templates, f"QWENIMAGE_{kind}PROMPT_TEMPLATE")
     before = template[: template.index("user\n") + len("user\n")]
     start: int = getattr(prompt_templates, f"QWENIMAGE_{kind}PROMPT_TEMPLATE_START_IDX")
-    assert len(qwen_tokenizer()(before).input_ids) == start
+    assert len(qwen_tokenizer([template])(before).input_ids) == start
+
+
+def test_the_command_writes_a_pipeline_by_the_name_of_its_class(tmp_path: Path) -> None:
+    report = json.loads(invoke("models", "tiny", "DDPMPipeline", str(tmp_path / "model"), "--json").stdout)
+    assert report["size_bytes"] == sum(path.stat().st_size for path in (tmp_path / "model").rglob("*.*"))
+    pipeline = load(tmp_path / "model")
+    assert type(pipeline).__name__ == "DDPMPipeline"
 
 
 def _digests(folder: Path) -> dict[Path, str]:

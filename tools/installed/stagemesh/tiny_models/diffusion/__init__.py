@@ -1,0 +1,1 @@
+"""Tiny folders of the pipelines of diffusers."""
