@@ -1,5 +1,6 @@
 """Requests to a gateway in this process, whose orchestrator follows a script."""
 
+from functools import partial
 from typing import Any
 
 import openai
@@ -62,6 +63,53 @@ async def test_text_offsets_count_characters(stream: bool) -> None:
         offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset]
     assert "".join(choice.text for choice in choices) == "aé🙂e\u0301"
     assert offsets == [0, 1, 2, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+async def test_each_part_of_a_stream_may_have_the_usage_so_far(kind: str) -> None:
+    part, end = text("so"), ended()
+    for place, each in enumerate((part, end)):
+        each.output.prompt_tokens, each.output.output_tokens = 5, 1 + place
+    async with served() as orchestrator, asking(orchestrator) as ai:
+        orchestrator.scripts.append([admitted(), part, end, finished()])
+        options: Any = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        complete: Any = partial(ask, ai) if kind == "chat" else partial(ai.completions.create, model="p", prompt="x")
+        used = [chunk.usage.total_tokens async for chunk in await complete(**options)]
+        assert used == ([6, 6, 7, 7] if kind == "chat" else [6, 7, 7])
+        assert orchestrator.requests[0].parameters.sampling.count_tokens
+
+
+async def test_prompts_are_tokenized_without_the_model() -> None:
+    end = finished()
+    report = end.finished.choices[0].stages["thinker"]
+    report.context_tokens = 99
+    for number, part in enumerate(("<s>", "hé", "llo")):
+        report.prompt_logprobs.add(sampled=TokenLogprob(id=number, text=part))
+    async with served() as orchestrator, asking(orchestrator) as ai:
+        orchestrator.description.outputs[0].stage = "thinker"
+        orchestrator.scripts.append([admitted(), ended(), end])
+        counted = {"count": 3, "max_model_len": 99, "tokens": [0, 1, 2]}
+
+        async def post(path: str, **fields: Any) -> Any:
+            return await ai.post(f"http://gateway/{path}", body={"model": "p", **fields}, cast_to=object)
+
+        assert await post("tokenize", prompt="héllo") == {**counted, "token_strs": None}
+        assert orchestrator.requests[0].input.raw_text == "héllo"
+        sampling = orchestrator.requests[0].parameters.sampling
+        assert (sampling.tokens_only, sampling.max_tokens, sampling.prompt_logprobs) == (True, 1, 0)
+        chat = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
+        asked = await post("tokenize", **chat, return_token_strs=True)
+        assert asked == {**counted, "token_strs": ["<s>", "hé", "llo"]}
+        assert orchestrator.requests[1].input.conversation.template_arguments == '{"add_generation_prompt": false}'
+        assert await post("detokenize", tokens=[0, 1, 2]) == {"prompt": "<s>héllo"}
+        assert list(orchestrator.requests[2].input.token_ids.ids) == [0, 1, 2]
+        for wrong in ({}, {**chat, "prompt": "x"}, {"prompt": "x", "add_special_tokens": False}):
+            with pytest.raises(openai.BadRequestError):
+                await post("tokenize", **wrong)
+        orchestrator.scripts.append([admitted(), ended(), finished()])
+        orchestrator.scripts.popleft()
+        with pytest.raises(openai.BadRequestError, match="reports no tokens"):
+            await post("tokenize", prompt="x")
 
 
 async def test_an_error_after_the_first_text_ends_the_stream() -> None:

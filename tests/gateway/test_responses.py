@@ -3,8 +3,7 @@
 import asyncio
 import base64
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -358,58 +357,46 @@ async def test_a_running_stream_can_be_cancelled() -> None:
             assert (ended_events[-1].type, ended_events[-1].response.status) == ("response.incomplete", "cancelled")
 
 
-class Socket:
-    """A client of responses over a WebSocket."""
-
-    def __init__(self, connection: websockets.ClientConnection) -> None:
-        self._connection = connection
-
-    async def ask(self, **fields: Any) -> None:
-        """Asks the model "p" for a response to "hello", or sends another event."""
-        event = fields if "type" in fields else {"type": "response.create", "model": "p", "input": "hello", **fields}
-        await self._connection.send(json.dumps(event))
-
-    async def close(self) -> None:
-        await self._connection.close()
-
-    async def next(self) -> Any:
-        """Returns the next event."""
-        async with asyncio.timeout(10):
-            return json.loads(await self._connection.recv())
-
-    async def response(self) -> Any:
-        """Returns the next response when it has ended."""
-        events = [await self.next()]
-        while events[-1]["type"] not in {"response.completed", "response.failed", "response.incomplete"}:
-            events.append(await self.next())
-        assert [event["sequence_number"] for event in events] == list(range(len(events)))
-        return events[-1]["response"]
+def connected(address: str) -> websockets.connect:
+    """Connects to a gateway for responses over a WebSocket."""
+    return websockets.connect(f"ws://{address}/v1/responses?model=p")
 
 
-@asynccontextmanager
-async def connected(address: str) -> AsyncGenerator[Socket]:
-    """Yields a client that is connected to a gateway."""
-    async with websockets.connect(f"ws://{address}/v1/responses?model=p") as connection:
-        yield Socket(connection)
+async def send(socket: websockets.ClientConnection, **event: Any) -> None:
+    """Asks the model "p" for a response to "hello", or sends another event."""
+    await socket.send(json.dumps({"type": "response.create", "model": "p", "input": "hello", **event}))
+
+
+async def response_of(socket: websockets.ClientConnection) -> Any:
+    """Returns the next response when it has ended, or the error that is the next event."""
+    events = list[Any]()
+    async with asyncio.timeout(10):
+        while not events or events[-1]["type"].rpartition(".")[2] not in {"completed", "failed", "incomplete"}:
+            events.append(json.loads(await socket.recv()))
+            if events[-1]["type"] == "error":
+                return events[-1]["error"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events[-1]["response"]
 
 
 async def test_responses_over_a_websocket_continue_each_other() -> None:
     async with attacked() as (orchestrator, address), connected(address) as socket:
         orchestrator.scripts.append(HELLO)
-        await socket.ask(store=False, reasoning={"effort": "low"})
-        first = await socket.response()
+        await send(socket, store=False, reasoning={"effort": "low"})
+        first = await response_of(socket)
         assert (first["store"], len(first["warnings"])) == (False, 1)
-        await socket.ask(input="why?", previous_response_id=first["id"], stream_options={"include_obfuscation": False})
-        second = await socket.response()
+        options = {"include_obfuscation": False}
+        await send(socket, input="why?", previous_response_id=first["id"], stream_options=options)
+        second = await response_of(socket)
         assert messages(orchestrator) == [("user", "hello"), ("assistant", "\nGood day."), ("user", "why?")]
         assert "warnings" not in second
         async with connected(address) as other, httpx.AsyncClient(base_url=f"http://{address}/v1/responses/") as http:
             assert [(await http.get(each["id"])).status_code for each in (first, second)] == [404, 200]
-            await other.ask(input="go on", previous_response_id=second["id"])
-            assert (await other.response())["status"] == "completed"
+            await send(other, input="go on", previous_response_id=second["id"])
+            assert (await response_of(other))["status"] == "completed"
             await socket.close()
-            await other.ask(previous_response_id=first["id"])
-            assert (await other.next())["error"]["code"] == "previous_response_not_found"
+            await send(other, previous_response_id=first["id"])
+            assert (await response_of(other))["code"] == "previous_response_not_found"
 
 
 @pytest.mark.parametrize(
@@ -425,31 +412,29 @@ async def test_responses_over_a_websocket_continue_each_other() -> None:
 async def test_a_bad_event_of_a_websocket_is_an_error(given: Any, param: str, message: str) -> None:
     async with attacked() as (orchestrator, address), connected(address) as socket:
         orchestrator.scripts.append(HELLO)
-        await socket.ask(**given)
-        event = await socket.next()
-        assert (event["type"], event["error"]["param"]) == ("error", param)
-        assert message in event["error"]["message"]
-        await socket.ask()
-        assert (await socket.response())["status"] == "completed"
+        await send(socket, **given)
+        await send(socket)
+        error = await response_of(socket)
+        assert error["param"] == param
+        assert message in error["message"]
+        assert (await response_of(socket))["status"] == "completed"
 
 
 async def test_a_response_over_a_websocket_ends_once() -> None:
-    slow, cancelled = OverloadedError("too slow", reason="CLIENT_TOO_SLOW"), CancelledRequestError("x")
+    slow, so = OverloadedError("too slow", reason="CLIENT_TOO_SLOW"), (admitted(), text("so"))
+    scripts = [[admitted(), slow], [*so, slow], [*so, CancelledRequestError("x")], [*so, Pause.FOREVER]]
     async with attacked() as (orchestrator, address), connected(address) as socket:
-        so = (admitted(), text("so"))
-        orchestrator.scripts.extend([[admitted(), slow], [*so, slow], [*so, cancelled], [*so, Pause.FOREVER]])
-        for _ in range(4):
-            await socket.ask()
-        assert (await socket.next())["error"]["code"] == "client_too_slow"
-        assert [(await socket.response())["status"] for _ in range(2)] == ["failed", "cancelled"]
-        created = await socket.next()
-        await socket.ask(type="response.cancel", response_id=created["response"]["id"])
+        orchestrator.scripts.extend(scripts)
+        for _ in scripts:
+            await send(socket)
+        assert (await response_of(socket))["code"] == "client_too_slow"
+        assert [(await response_of(socket))["status"] for _ in range(2)] == ["failed", "cancelled"]
+        running = json.loads(await socket.recv())["response"]["id"]
+        await send(socket, type="response.cancel", response_id=running)
         for _ in range(17):
-            await socket.ask()
-        while (event := await socket.next())["type"] != "error":
-            pass
-        assert event["error"]["code"] == "rate_limit_exceeded"
-        assert [f"resp_{each.request_id}" for each in orchestrator.cancels] == [created["response"]["id"]]
+            await send(socket)
+        assert (await response_of(socket))["code"] == "rate_limit_exceeded"
+        assert [f"resp_{each.request_id}" for each in orchestrator.cancels] == [running]
         await socket.close()
         async with asyncio.timeout(10):
             await orchestrator.hung_up.wait()

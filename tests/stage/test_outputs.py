@@ -8,6 +8,7 @@ import av
 import numpy as np
 import pytest
 
+from stagemesh.client.received_events import EventDecoder
 from stagemesh.common.errors import UnsupportedError
 from stagemesh.common.media.encodings import AUDIO_ENCODINGS, VIDEO_ENCODINGS, make_encoder
 from stagemesh.common.plugins.descriptors import Emitted, OutputKind
@@ -22,6 +23,7 @@ from stagemesh.services.stage.step.outputs import (
     StreamedOutputs,
 )
 from stagemesh.v1 import request_pb2
+from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from tests.rpc.call_errors import raises
 
 
@@ -106,6 +108,19 @@ def test_text_and_tokens_have_their_own_logprobs() -> None:
     assert [(each.position, each.sampled.text) for each in text.logprobs] == [(3, "é")]
     assert [each.position for each in codes.logprobs] == [3, 4]
     assert codes.logprobs[0].top[0] == request_pb2.TokenLogprob(id=6, text="e", logprob=-1.0)
+
+
+def test_parts_have_the_numbers_of_tokens_that_the_engine_reports() -> None:
+    outputs = StreamedOutputs(["a"], {"a": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")})
+    parts = outputs.push(Emission(Packet({"a": _bytes(b"raw")}), counts=(5, 2)))
+    rest = Position({("a", 0): 1}).remainder(parts[0].output)
+    assert rest is not None
+    counted = [*(part.output for part in (*parts, *outputs.finish(END))), rest]
+    assert [(each.prompt_tokens, each.output_tokens) for each in counted] == [(5, 2)] * 3
+    ends = EventDecoder().decode(
+        GenerateResponse(output=request_pb2.Output(name="a", finish=request_pb2.Finish(), prompt_tokens=5))
+    )
+    assert [getattr(event, "counts", None) for event in ends] == [(5, 0)]
 
 
 def test_a_message_replaces_the_text_of_parsed_outputs() -> None:

@@ -74,13 +74,13 @@ async def stream(
         raise
 
     async def parts() -> AsyncGenerator[bytes]:
-        async with aclosing(events):
+        async with aclosing(events), aclosing(continued(first, events)) as rest:
             try:
                 while not first.done():
                     yield HEARTBEAT
                     await asyncio.wait([first], timeout=heartbeat_s)
-                async with aclosing(rendered(first.result(), events, render)) as answer:
-                    async for part in answer:
+                async with aclosing(render(rest)) as rendered:
+                    async for part in rendered:
                         yield part
             except StagemeshError as exc:
                 request.scope["sender"].reject(exc)
@@ -102,19 +102,10 @@ async def first_output(events: AsyncIterator[E]) -> E | None:
     return last
 
 
-async def rendered(
-    first: E | None, events: AsyncIterator[E], render: Callable[[AsyncIterator[E]], AsyncGenerator[bytes]]
-) -> AsyncGenerator[bytes]:
-    """Yields the parts that `render` makes of the `first_output` of events, and of the events after it."""
-    async with aclosing(_continued(first, events)) as continued, aclosing(render(continued)) as parts:
-        async for part in parts:
-            yield part
-
-
-async def _continued(first: E | None, events: AsyncIterator[E]) -> AsyncGenerator[E]:
+async def continued(first: Awaitable[E | None], events: AsyncIterator[E]) -> AsyncGenerator[E]:
     """Yields the events from the first output on, without the ends of incomplete outputs, which an error follows."""
-    if first is not None:
-        yield first
+    if (event := await first) is not None:
+        yield event
     async for event in events:
         if not _is_incomplete(event):
             yield event
@@ -176,6 +167,14 @@ def usage_of(finished: Finished, model: Model) -> dict[str, Any]:
         "total_tokens": prompt + made,
         "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in stages)},
     }
+
+
+def usage_so_far(event: OutputEvent) -> dict[str, dict[str, int]]:
+    """Returns the field of a stream's part with the usage. Empty if the request does not ask for it."""
+    if event.counts is None:
+        return {}
+    prompt, made = event.counts
+    return {"usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}}
 
 
 def token_counts(finished: Finished, model: Model) -> dict[str, int]:

@@ -117,6 +117,8 @@ class StreamOptions(Body):
     rules = parameters.RULES["stream_options"]
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Whether each part of a stream has the usage so far, as vLLM has it."""
 
 
 class StageBody(Body):
@@ -187,6 +189,8 @@ class SamplingBody(StageBody):
         if isinstance(self.stop, str):
             given["stop"] = [self.stop]
         arguments |= cast("GenerateArguments", given)
+        if self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            arguments["count_tokens"] = True
         if self.n is not None:
             arguments["choices"] = self.n
         return arguments

@@ -32,7 +32,7 @@ from stagemesh.gateway.limits import BODY_S, Limits
 from stagemesh.gateway.parameters import Policy
 from stagemesh.gateway.realtime import connection
 from stagemesh.gateway.responses.store import ResponseStore
-from stagemesh.gateway.routes import chat, completions, images, models, speech, transcriptions, videos, voices
+from stagemesh.gateway.routes import chat, completions, images, models, speech, tokens, transcriptions, videos, voices
 from stagemesh.gateway.routes import responses as response_routes
 from stagemesh.gateway.voices import VoiceStore
 from stagemesh.rpc.credentials import CERTIFICATE, KEY, Credentials
@@ -85,7 +85,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
     app.state.metrics, app.state.tls = registry, None
     app.state.voices = None if config.voices is None else VoiceStore(Path(config.voices))
     app.state.responses = ResponseStore(config)
-    for module in (chat, completions, images, models, connection, speech, transcriptions, videos, voices):
+    for module in (chat, completions, images, models, connection, speech, tokens, transcriptions, videos, voices):
         app.include_router(module.router)
     app.include_router(response_routes.router)
     if config.page:

@@ -1219,6 +1219,9 @@ class StepFinished(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    context_tokens: _builtins.int
+    """The maximum number of tokens in a prompt and its output together. 0 if the stage does not have such a limit."""
     @_builtins.property
     def usage(self) -> _request_pb2.Usage:
         """The amount of work."""
@@ -1257,10 +1260,11 @@ class StepFinished(_message.Message):
         finish: _request_pb2.Finish | None = ...,
         warnings: _abc.Iterable[_chunk_pb2.Error] | None = ...,
         prompt_logprobs: _abc.Iterable[_request_pb2.TokenLogprobs] | None = ...,
+        context_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "finish", b"finish", "prompt_logprobs", b"prompt_logprobs", "timings", b"timings", "usage", b"usage", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "edges", b"edges", "finish", b"finish", "prompt_logprobs", b"prompt_logprobs", "timings", b"timings", "usage", b"usage", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

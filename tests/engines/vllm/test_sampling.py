@@ -27,6 +27,7 @@ from stagemesh.services.engines.base import (
     Structure,
     Task,
     TokenLogprobs,
+    Usage,
 )
 from stagemesh.services.engines.prompts import Prompt
 from stagemesh.services.engines.vllm.engine import VllmEngine
@@ -219,6 +220,24 @@ async def test_logprobs_of_a_prompt_equal_vllms_own(engine: VllmEngine, direct: 
 async def test_too_many_logprobs_of_a_prompt_are_rejected(engine: VllmEngine, alternatives: int) -> None:
     with pytest.raises(InvalidRequestError, match=r"prompt.logprobs"):
         await collect(engine.submit(task(LONG, max_tokens=1, prompt_logprobs=alternatives)))
+
+
+async def test_tokens_are_counted(engine: VllmEngine) -> None:
+    events = await collect(engine.submit(task(LONG, count_tokens=True)))
+    counts = [each.counts for each in events if isinstance(each, Emission)]
+    assert counts == [(len(LONG), made + 1) for made in range(len(counts))]
+
+
+async def test_the_tokens_of_a_prompt_need_no_model(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.control.llm, "add_request", None)
+    tokenizer = engine.control.llm.get_tokenizer()
+    for prompt in ([*LONG, *LONG], tokenizer.encode("né 🙂", add_special_tokens=False)):
+        (usage,) = await collect(engine.submit(task(prompt, tokens_only=True)))
+        assert isinstance(usage, Usage)
+        assert (usage.output_tokens, usage.context_tokens) == (0, MAX_MODEL_LEN)
+        tokens = [each.sampled for each in usage.prompt_logprobs]
+        assert [token.id for token in tokens] == prompt
+        assert "".join(token.text for token in tokens) == tokenizer.decode(prompt)
 
 
 async def test_zero_alternatives_still_give_logprobs(engine: VllmEngine) -> None:

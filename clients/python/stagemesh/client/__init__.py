@@ -55,6 +55,7 @@ from stagemesh.client.responses import StoredFile as StoredFile
 from stagemesh.client.responses import TensorOutput as TensorOutput
 from stagemesh.client.responses import Text as Text
 from stagemesh.client.responses import Timings as Timings
+from stagemesh.client.responses import TokenCounts as TokenCounts
 from stagemesh.client.responses import TokenLogprob as TokenLogprob
 from stagemesh.client.responses import TokenLogprobs as TokenLogprobs
 from stagemesh.client.responses import Tokens as Tokens

@@ -2,6 +2,8 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from math import ceil
 from typing import Any, TypeVar
 
@@ -27,6 +29,7 @@ from stagemesh.client.responses import (
     TensorOutput,
     Text,
     Timings,
+    TokenCounts,
     TokenLogprob,
     TokenLogprobs,
     Tokens,
@@ -81,15 +84,22 @@ class EventDecoder:
             case "progress":
                 yield to_progress(response.progress)
             case "output":
-                yield from self._content(response.output, ignorable=response.ignorable)
-                if response.output.HasField("finish"):
-                    yield _finish(response.output)
+                yield from self._output(response.output, ignorable=response.ignorable)
             case "finished":
                 choices = response.finished.choices
                 reports = tuple({name: _report(stage) for name, stage in choice.stages.items()} for choice in choices)
                 yield Finished(reports, read_fields(Timings, response.finished.timings))
             case None:
                 refuse_unknown(response, of="the orchestrator")
+
+    def _output(self, message: request_pb2.Output, *, ignorable: bool) -> Iterator[Event]:
+        events: Iterator[Any] = self._content(message, ignorable=ignorable)
+        if message.HasField("finish"):
+            events = chain(events, [_finish(message)])
+        if not message.prompt_tokens:
+            return events
+        counts = TokenCounts(message.prompt_tokens, message.output_tokens)
+        return (replace(event, counts=counts) for event in events)
 
     def _content(self, message: request_pb2.Output, *, ignorable: bool) -> Iterator[Event]:
         match message.WhichOneof("content"):
@@ -178,7 +188,8 @@ def _report(message: stage_pb2.StepFinished) -> StageReport:
     reason = finish_reason(message.finish) if message.HasField("finish") else None
     warnings = tuple(StageWarning(each.reason, each.message, dict(each.metadata)) for each in message.warnings)
     usage, timings = read_fields(Usage, message.usage), read_fields(Timings, message.timings)
-    return StageReport(usage, timings, edges, reason, warnings, _read_logprobs(message.prompt_logprobs))
+    prompt = _read_logprobs(message.prompt_logprobs)
+    return StageReport(usage, timings, edges, reason, warnings, prompt, message.context_tokens)
 
 
 def to_progress(message: orchestrator_pb2.RequestProgress) -> Progress:

@@ -68,6 +68,14 @@ class SamplingArguments(TypedDict, total=False):
 
     0 reports only the tokens of the prompt. None reports nothing.
     """
+    tokens_only: bool
+    """Whether the stage only reports the tokens of the prompt, in `StageReport.prompt_logprobs`.
+
+    The model does not run, and the output is empty. Stages of earlier versions ignore it: also set `prompt_logprobs` to
+    0 and `max_tokens` to 1.
+    """
+    count_tokens: bool
+    """Whether events of the stage's outputs have `OutputEvent.counts`."""
     json_schema: str | Mapping[str, object] | None
     """The JSON schema to which the output must conform.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -70,12 +70,21 @@ class Progress(RequestEvent):
     index: int = 0
 
 
+class TokenCounts(NamedTuple):
+    """The numbers of tokens of the stage that makes an output: in its prompt, and sampled so far."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+
 @dataclass(frozen=True, eq=False)
 class OutputEvent(RequestEvent):
     """Base class of the events of an output. `output` is the name of the output."""
 
     output: str
     index: int = field(default=0, kw_only=True)
+    counts: TokenCounts | None = field(default=None, kw_only=True)
+    """The numbers of tokens so far. None unless `count_tokens` was requested."""
 
 
 @dataclass(frozen=True)
@@ -280,6 +289,8 @@ class StageReport:
 
     `position` is a token's position in the text of the prompt. The first token has the log-probability 0.
     """
+    context_tokens: int = 0
+    """The maximum number of tokens in a prompt and its output together. 0 if the stage does not report it."""
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,8 @@ def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
     if count <= 0:
         return output
     rest = request_pb2.Output(name=output.name, position=output.position + count, index=output.index)
+    if output.prompt_tokens:
+        rest.prompt_tokens, rest.output_tokens = output.prompt_tokens, output.output_tokens
     if output.HasField("finish"):
         rest.finish.CopyFrom(output.finish)
     if count >= length_of(output):

@@ -27,7 +27,7 @@ from stagemesh.client import (
 )
 from stagemesh.client.content import JsonObject
 from stagemesh.gateway import parameters
-from stagemesh.gateway.answers import DONE, LEAST_LOGPROB, now_s, respond, sse, usage_of
+from stagemesh.gateway.answers import DONE, LEAST_LOGPROB, now_s, respond, sse, usage_of, usage_so_far
 from stagemesh.gateway.audio import AnswerEncoder, AudioFormat
 from stagemesh.gateway.body import Body, Items, Object, SamplingBody, VoiceId, aside, option_values, read_json
 from stagemesh.gateway.catalog import Model, find_model
@@ -270,7 +270,8 @@ class _Answer:
             if isinstance(event, _Event):
                 choice = {"index": event.index, "logprobs": None, "finish_reason": None}
                 changes = choices[event.index].changes(event)
-                if part := b"".join(sse({**common, "choices": [choice | change]}) for change in changes):
+                fields = common | usage_so_far(event)
+                if part := b"".join(sse({**fields, "choices": [choice | change]}) for change in changes):
                     yield part
             elif isinstance(event, Finished) and self._body.includes_usage:
                 yield sse({**common, "choices": [], "usage": usage_of(event, self._model)})

@@ -23,7 +23,7 @@ from stagemesh.client import (
 )
 from stagemesh.common.tasks import end_tasks
 from stagemesh.gateway import parameters
-from stagemesh.gateway.answers import DONE, LEAST_LOGPROB, now_s, respond, sse, usage_of
+from stagemesh.gateway.answers import DONE, LEAST_LOGPROB, now_s, respond, sse, usage_of, usage_so_far
 from stagemesh.gateway.body import SamplingBody, TokenIds, aside, read_json
 from stagemesh.gateway.catalog import Model, find_model
 from stagemesh.gateway.errors import ParameterError
@@ -118,9 +118,11 @@ async def _chunks(
     async for event in events:
         if isinstance(event, Text):
             made[event.index] += event.delta.encode()
-            yield sse({**fields, "choices": [_choice(event.index, event.delta, event.logprobs, made[event.index])]})
+            choice = _choice(event.index, event.delta, event.logprobs, made[event.index])
+            yield sse({**fields, **usage_so_far(event), "choices": [choice]})
         elif isinstance(event, OutputFinished):
-            yield sse({**fields, "choices": [_choice(event.index, "", (), b"", event.reason)]})
+            choice = _choice(event.index, "", (), b"", event.reason)
+            yield sse({**fields, **usage_so_far(event), "choices": [choice]})
         elif isinstance(event, Finished) and includes_usage:
             yield sse({**fields, "choices": [], "usage": usage_of(event, model)})
     yield DONE

@@ -14,7 +14,7 @@ from starlette.websockets import WebSocket
 
 from stagemesh.client import AsyncResponseStream, GenerateArguments
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, OverloadedError, StagemeshError
-from stagemesh.gateway.answers import first_output, list_page, rendered, respond, sse_data
+from stagemesh.gateway.answers import continued, first_output, list_page, respond, sse_data
 from stagemesh.gateway.body import Object, aside, read_json, validate
 from stagemesh.gateway.catalog import catalog_of, find_model
 from stagemesh.gateway.errors import ParameterError, error_body, too_deep
@@ -31,7 +31,7 @@ _MAX_WAITING = 16
 """The maximum number of requests of a WebSocket that wait."""
 _EVENT = TypeAdapter[Object](dict[str, Any])
 _EVENT_FIELDS = {"type", "event_id"}
-"""The fields of an event in addition to those of a body."""
+"""The fields of an event that no body has."""
 
 
 @router.post("/v1/responses")
@@ -125,8 +125,9 @@ class _Connection:
             body = await aside(partial(validate, ResponseBody, {**fields, "stream": True}), size_bytes=size_bytes)
             events, answer = await _start(self._websocket, body, caller, size_bytes=size_bytes)
         async with aclosing(aiter(events)) as received:
-            first = await first_output(received)
-            async with aclosing(rendered(first, received, answer.chunks)) as parts:
+            # An error before the first output has no other event.
+            await (first := asyncio.create_task(first_output(received)))
+            async with aclosing(continued(first, received)) as rest, aclosing(answer.chunks(rest)) as parts:
                 async for part in parts:
                     for text in sse_data(part):
                         await self._socket.send_text(text)

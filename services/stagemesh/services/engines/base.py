@@ -58,6 +58,10 @@ class SamplingOptions:
     structure: Structure | None = None
     prompt_logprobs: int | None = None
     """The number of alternative tokens to report with each token of the prompt. None disables the report."""
+    tokens_only: bool = False
+    """Whether only the tokens of the prompt are reported, in `Usage.prompt_logprobs`. The model does not run."""
+    count_tokens: bool = False
+    """Whether emissions have `Emission.counts`."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,8 @@ class Emission:
 
     Either all emissions of a task have messages, or none has. Allowed only if `Task.parsed` is True.
     """
+    counts: tuple[int, int] | None = None
+    """The number of tokens in the prompt, and of those sampled so far. None unless the task requests it."""
     non_finite: tuple[str, ...] = ()
     """The names of the tensors that the engine has converted from NaN or infinite values, such as an image's pixels."""
 
@@ -259,6 +265,8 @@ class Usage:
 
     The first token has no alternatives and the log-probability 0.
     """
+    context_tokens: int = 0
+    """The maximum number of tokens in a prompt and its output together. 0 if there is no such limit."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,11 @@ class VllmEngine:
             if (emission := outputs.emission_of_prompt(request)) is not None:
                 yield emission
             prompt, sampled = request.prompt, request.sampled
-            usage = Usage(prompt_tokens=len(prompt.token_ids), media_tokens=outputs.media_tokens(prompt))
+            llm, usage = self.control.llm, Usage(len(prompt.token_ids), media_tokens=outputs.media_tokens(prompt))
+            usage.context_tokens = llm.model_config.max_model_len
+            if task.sampling.tokens_only:
+                tokens = asyncio.to_thread(outputs.prompt_tokens_of, request, llm.get_tokenizer())
+                usage.prompt_logprobs = await tokens
             with_tokens = outputs.is_wanted(task, outputs.TOKEN_IDS)
             finished = queue is None
             # One loop without further generators and functions, because it runs for every token.
@@ -144,9 +148,8 @@ class VllmEngine:
                 if not usage.engine_steps:
                     yield usage
                 if output.prompt_logprobs:
-                    tokenizer = self.control.llm.get_tokenizer()
                     # It takes seconds for a long prompt.
-                    converted = asyncio.to_thread(outputs.prompt_logprobs_of, output, request, tokenizer)
+                    converted = asyncio.to_thread(outputs.prompt_logprobs_of, output, request, llm.get_tokenizer())
                     usage.prompt_logprobs = await converted
                 sampled += completion.token_ids
                 usage.output_tokens = usage.engine_steps = count = len(sampled)
@@ -318,7 +321,7 @@ class VllmEngine:
         limit = USUAL_TOKENS if request.task.sampling.max_tokens is None else request.task.sampling.max_tokens
         self._meter.begin(request.name, min(limit, request.params.max_tokens or 0))
         held.callback(self._meter.end, request.name)
-        if any(feature.completes(request) for feature in self._features):
+        if task.sampling.tokens_only or any(feature.completes(request) for feature in self._features):
             return request, hooks, None
         llm = self.control.llm
         # vLLM ignores the abortion of a request that has ended.

@@ -87,6 +87,11 @@ class EngineRequest:
     """The parameters with which another engine finds the KV cache of the finished request, or None if it is freed."""
 
     @property
+    def counts(self) -> tuple[int, int] | None:
+        """The numbers of prompt tokens and sampled tokens, or None if the task does not request them."""
+        return (len(self.prompt.token_ids), len(self.sampled)) if self.task.sampling.count_tokens else None
+
+    @property
     def known_tokens(self) -> int:
         """The total number of prompt tokens and sampled tokens."""
         return len(self.prompt.token_ids) + len(self.sampled)

@@ -1,7 +1,7 @@
 """Converts vLLM's outputs to emissions, including the log-probabilities of sampled tokens."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -44,9 +44,9 @@ def emission_of(output: CompletionOutput, request: EngineRequest, *, with_tokens
         return None
     tensors: dict[str, Array] = {TEXT: np.frombuffer(text.encode(), np.uint8)} if text or has_tokens else {}
     if not has_tokens:
-        return Emission(Packet(tensors), text_logprobs=text_logprobs, message=message)
+        return Emission(Packet(tensors), text_logprobs=text_logprobs, message=message, counts=request.counts)
     tensors[TOKEN_IDS] = np.array(output.token_ids, np.int32)
-    return Emission(Packet(tensors), logprobs, text_logprobs, message)
+    return Emission(Packet(tensors), logprobs, text_logprobs, message, request.counts)
 
 
 def emission_of_prompt(request: EngineRequest) -> Emission | None:
@@ -72,15 +72,37 @@ def prompt_logprobs_of(output: RequestOutput, request: EngineRequest, tokenizer:
 
     Raises InvalidRequestError (INVALID_SAMPLING) if they do not fit into a message.
     """
-    made, position, size_bytes = list[TokenLogprobs](), 0, 0
+    alternatives = request.params.prompt_logprobs or 0
     # The log-probabilities of a resumed request continue with the tokens of its checkpoint.
-    for token, known in zip(request.prompt.token_ids, output.prompt_logprobs or (), strict=False):
-        if known is None:
-            first = {token: Logprob(0.0, decoded_token=tokenizer.decode([token]))}
-            each = _converted(token, first, position=position, alternatives=0)
-        else:
-            each = _converted(token, known, position=position, alternatives=request.params.prompt_logprobs or 0)
-        made.append(each)
+    found = zip(request.prompt.token_ids, output.prompt_logprobs or (), strict=False)
+    return _placed(
+        _converted(token, {token: Logprob(0.0, decoded_token=tokenizer.decode([token]))}, position=0, alternatives=0)
+        if known is None
+        else _converted(token, known, position=0, alternatives=alternatives)
+        for token, known in found
+    )
+
+
+def prompt_tokens_of(request: EngineRequest, tokenizer: TokenizerLike) -> list[TokenLogprobs]:
+    """Returns the tokens of a prompt with their texts, which together are its text with all special tokens.
+
+    Raises InvalidRequestError (INVALID_SAMPLING) if they do not fit into a message.
+    """
+    params = SamplingParams(skip_special_tokens=False)
+    detokenizer = new_detokenizer(request.name, (), params=params, tokenizer=tokenizer)
+
+    def decode(token: int) -> TokenLogprobs:
+        detokenizer.token_ids.append(token)
+        return TokenLogprobs(TokenLogprob(token, detokenizer.decode_next(token), 0.0), (), 0)
+
+    return _placed(map(decode, request.prompt.token_ids))
+
+
+def _placed(tokens: Iterable[TokenLogprobs]) -> list[TokenLogprobs]:
+    """Returns the tokens of a prompt with their positions."""
+    made, position, size_bytes = list[TokenLogprobs](), 0, 0
+    for each in tokens:
+        made.append(each._replace(position=position))
         position += len(each.sampled.text.encode())
         size_bytes += sum(_TOKEN_BYTES + len(token.text.encode()) for token in (each.sampled, *each.top))
         if size_bytes > _MAX_PROMPT_BYTES:

@@ -298,7 +298,8 @@ def _max_tokens(
     InvalidRequestError if the prompt leaves no space for a token, or for the minimum of the output.
     """
     wanted = max(1, sampling.min_tokens)
-    space = max_model_len - len(prompt.token_ids)
+    # The model does not run for the tokens alone.
+    space = max_model_len if sampling.tokens_only else max_model_len - len(prompt.token_ids)
     if space < wanted:
         media = media_tokens(prompt)
         of_media, remedy = (f" ({media} of media)", "send smaller or fewer media, or ") if media else ("", "")
@@ -322,7 +323,8 @@ def _given(sampling: SamplingOptions) -> dict[str, Any]:
         texts = list(structure.texts) if structure.kind == "allowed_texts" else structure.texts[0]
         arguments: dict[str, Any] = {_STRUCTURES.get(structure.kind, structure.kind): texts}
         values["structured_outputs"] = StructuredOutputsParams(**arguments)
-    del values["max_tokens"], values["logprobs"]
+    for name in ("max_tokens", "logprobs", "tokens_only", "count_tokens"):
+        del values[name]
     # vLLM expects lists.
     values |= {name: list(values[name]) for name in ("stop", "stop_token_ids", "bad_words")}
     return {name: value for name, value in values.items() if value is not None}

@@ -53,6 +53,7 @@ class StreamedOutputs:
         self._emitted = {name: emits[name] for name in names}
         self._parsed = tuple(parsed)
         self._lengths = {name: (made or {}).get(name, 0) for name in names}
+        self._counts: tuple[int, int] | None = None
         # An emission may end in the middle of a UTF-8 character.
         self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in names}
 
@@ -71,7 +72,7 @@ class StreamedOutputs:
 
         Raises UnsupportedError if a tensor does not fit in one message.
         """
-        packet, message = emission.packet, emission.message
+        packet, message, self._counts = emission.packet, emission.message, emission.counts or self._counts
         parsed = self._parsed if message is not None else ()
         parts = [self._message(name, delta) for name in parsed for delta in message or ()]
         for name, emitted in self._emitted.items():
@@ -178,6 +179,8 @@ class StreamedOutputs:
         part, position = stage_pb2.ExecuteStepResponse(), self._lengths[name]
         output = part.output
         output.name, output.position = name, position
+        if self._counts is not None:
+            output.prompt_tokens, output.output_tokens = self._counts
         self._lengths[name] = position + length
         return part
 

@@ -402,7 +402,7 @@ class StepRun:
     def usage(self) -> request_pb2.Usage:
         """Returns the work that the run has done so far."""
         counts = asdict(replace(self._usage, prompt_logprobs=()))
-        del counts["finish"], counts["prompt_logprobs"]
+        del counts["finish"], counts["prompt_logprobs"], counts["context_tokens"]
         return request_pb2.Usage(**counts, audio_s=self._audio_s)
 
     def _with_counts(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -440,6 +440,7 @@ class StepRun:
             finish=finish_to_wire(finish),
             warnings=self._finite.warnings,
             prompt_logprobs=logprobs_to_wire(self._usage.prompt_logprobs),
+            context_tokens=self._usage.context_tokens,
         )
         self._events.append(stage_pb2.ExecuteStepResponse(finished=finished))
 
