@@ -212,6 +212,10 @@ WRONG: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "tools": ({"tools": [{"type": "mcp", "name": "x"}]}, "tools.0.type"),
     "prompt": ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     "audio": ({"audio": 3}, "audio"),
+    # Otherwise, the model ignores these.
+    "temperature": ({"temperature": "hot"}, "temperature"),
+    "truncation": ({"truncation": 3}, "truncation"),
+    "turns": ({"audio": {"input": {"turn_detection": {"threshold": 2}}}}, "audio.input.turn_detection.threshold"),
 }
 
 

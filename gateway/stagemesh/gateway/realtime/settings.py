@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 from fastapi.exceptions import RequestValidationError
@@ -116,26 +117,39 @@ class Update:
             parameters.apply_policy(others, fields, old.decisions, within=within)
         for name in (name for name in changes if name in fields):
             value, part = changes[name], within + name
+            # The object that is checked loses its fields that are null.
+            check = partial(old.__pydantic_validator__.validate_assignment, old.model_copy(), name, value)
             with self._rejecting(within):
                 if value is None and name != _TURNS:
                     setattr(made, name, getattr(defaults, name))
-                elif value is not None and not self._has_effect(part, value):
+                elif value is not None and not self._has_effect(part, value, check):
                     continue
                 elif part in _OBJECTS and isinstance(value, dict):
                     base = (ServerVad(),) * 2 if name == _TURNS else (getattr(old, name), getattr(defaults, name))
                     setattr(made, name, self._apply(cast("Object", value), *base, within=f"{part}."))
                 else:
-                    # The object that is checked loses its fields that are null.
-                    checked = old.__pydantic_validator__.validate_assignment(old.model_copy(), name, value)
-                    setattr(made, name, getattr(checked, name))
+                    setattr(made, name, getattr(check(), name))
         return made
 
-    def _has_effect(self, part: str, value: object) -> bool:
-        """Returns whether the model honors the value of a setting. Otherwise, warns of the setting or rejects it."""
+    def _has_effect(self, part: str, value: object, check: Callable[[], object]) -> bool:
+        """Returns whether the model honors the value of a setting. Otherwise, warns of the setting or rejects it.
+
+        Raises the ValidationError of `check` if the value is malformed, and not a word that the gateway lacks.
+        """
         condition = _CONDITIONS.get(part)
         if condition is None or condition.holds(value, self.model):
             return True
         is_ignored = condition.is_ignored(value)
+        if is_ignored:
+            try:
+                with parameters.collected_warnings():
+                    check()
+            except ValidationError as exc:
+                errors = exc.errors(include_url=False)
+                if not all(
+                    each["type"] == "literal_error" and isinstance(each["input"], str | dict) for each in errors
+                ):
+                    raise
         problem = parameters.ignore(part, f"was ignored: {condition.reason}") if is_ignored else condition.reason
         if problem:
             self._problems.append({"loc": tuple(part.split(".")), "msg": problem, "type": "condition"})
