@@ -370,13 +370,12 @@ def test_an_option_that_names_no_fitting_parser_is_rejected(tokenizer: Any, opti
 def test_strict_arguments_are_enforced_once_a_call_begins(tokenizer: Any, family: str) -> None:
     parser, form, begin, end, _ = FAMILIES[family]
     parsers = find_parsers(tokenizer, "", tool=parser, reasoning="none", stage="s")
-    structure = strict_calls(CONVERSATION, parsers, backend="guidance")
-    grammar = structure.grammar if structure is not None else None
-    assert grammar is not None
     backend = llguidance.hf.from_tokenizer(tokenizer)
 
-    def accepted(text: str) -> bool:
-        matcher, ids = llguidance.LLMatcher(backend, grammar), tokenizer.encode(text)
+    def accepted(text: str, schema: str | None = None) -> bool:
+        structure = strict_calls(CONVERSATION, parsers, backend="guidance", schema=schema)
+        assert structure is not None
+        matcher, ids = llguidance.LLMatcher(backend, str(structure.grammar)), tokenizer.encode(text)
         assert not matcher.is_error(), matcher.get_error()
         return matcher.validate_tokens([*ids, tokenizer.eos_token_id]) == len(ids) + 1
 
@@ -384,11 +383,17 @@ def test_strict_arguments_are_enforced_once_a_call_begins(tokenizer: Any, family
     for arguments, fits in (({"city": "Rome", "days": 2}, True), ({"days": "two"}, False)):
         call = begin + form([("find", arguments)]) + end
         assert (accepted(f"<think>So</think> {call}"), accepted(f"{call} and {call}")) == (fits, fits)
+        call = form([("find", arguments)])
+        assert [accepted(text, '{"type": "array"}') for text in (call, f"{call}\n{call}")] == [fits, fits]
+    assert [accepted(text, '{"type": "array"}') for text in ("[1]", "{}", "Hello")] == [True, False, False]
 
 
 def test_strict_tools_are_a_wish_if_their_form_cannot_be_enforced(tokenizer: Any) -> None:
     parsers = find_parsers(tokenizer, "", tool="qwen3_coder", reasoning="none", stage="s")
     assert strict_calls(CONVERSATION, parsers, backend="guidance") is None
     assert strict_calls(CONVERSATION, parsers, backend="xgrammar") is not None
+    either = strict_calls(CONVERSATION, parsers, backend="xgrammar", schema='{"type": "array"}')
+    assert either is not None
+    assert [each["type"] for each in json.loads(str(either.structural_tag))["format"]["elements"]][1] == "json_schema"
     lenient = Conversation(CONVERSATION.messages, [Tool("find", "", SCHEMA)])
     assert strict_calls(lenient, parsers, backend="xgrammar") is None

@@ -206,7 +206,8 @@ def sampling_params(
     _check_prompt_logprobs(task, prompt)
     values: dict[str, Any] = {**defaults, **_given(sampling)}
     calls = _calls(task, parsers, backend=config.structured_outputs_config.backend)
-    structure = values.setdefault("structured_outputs", calls)
+    own = values.get("structured_outputs")
+    structure = values["structured_outputs"] = calls or own
     if structure is not None and task.resume_from is not None:
         raise UnsupportedError(
             "a request with a structure or strict tools cannot resume from a checkpoint: vLLM would restart the "
@@ -225,7 +226,7 @@ def sampling_params(
             **values,
         )
         check_tokens(params.stop_token_ids or (), vocabulary=model.get_vocab_size(), field="stop_token_ids")
-        _verify(params, config, parsers.tokenizer, is_wish=calls is not None and calls.json is None)
+        _verify(params, config, parsers.tokenizer, own, is_wish=calls is not None and calls.json is None)
         SamplingParams.update_from_tokenizer(params, parsers.tokenizer)
     except (ValueError, VLLMValidationError) as exc:
         raise InvalidRequestError(f"sampling: {exc}", reason="INVALID_SAMPLING") from exc
@@ -255,17 +256,20 @@ def _check_prompt_logprobs(task: Task, prompt: RequestPrompt) -> None:
 
 
 def _calls(task: Task, parsers: Parsers, *, backend: str) -> StructuredOutputsParams | None:
-    """Returns the structure that the tools of a task impose. None if the output is free, or has another structure.
+    """Returns the structure that the tools of a task impose, together with its JSON schema. None if they impose none.
 
     Raises InvalidRequestError if a call is required together with sampling options that exclude it.
     """
     sampling, prompt = task.sampling, task.prompt
     if not isinstance(prompt, prompts.Conversation) or not prompt.tools:
         return None
-    excludes = sampling.structure is not None or sampling.min_tokens > 0 or sampling.ignore_eos
+    structure, is_endless = sampling.structure, sampling.min_tokens > 0 or sampling.ignore_eos
     if not prompt.tool_choice.required:
-        return None if excludes else strict_calls(prompt, parsers, backend=backend)
-    if excludes:
+        schema = structure.texts[0] if structure is not None and structure.kind == "json_schema" else None
+        if is_endless or (structure is not None and schema is None):
+            return None
+        return strict_calls(prompt, parsers, backend=backend, schema=schema)
+    if is_endless or structure is not None:
         raise InvalidRequestError(
             "sampling: a required tool call contradicts another structure, min_tokens and ignore_eos; omit them",
             reason="INVALID_SAMPLING",
@@ -273,8 +277,15 @@ def _calls(task: Task, parsers: Parsers, *, backend: str) -> StructuredOutputsPa
     return required_call(prompt)
 
 
-def _verify(params: SamplingParams, config: VllmConfig, tokenizer: TokenizerLike, *, is_wish: bool) -> None:
-    """Lets vLLM verify the parameters. If `is_wish` is True, drops a structure that vLLM does not support.
+def _verify(
+    params: SamplingParams,
+    config: VllmConfig,
+    tokenizer: TokenizerLike,
+    own: StructuredOutputsParams | None,
+    *,
+    is_wish: bool,
+) -> None:
+    """Lets vLLM verify the parameters. If `is_wish` is True, replaces a structure that vLLM does not support by `own`.
 
     Raises ValueError or VLLMValidationError if vLLM rejects the parameters.
     """
@@ -285,7 +296,7 @@ def _verify(params: SamplingParams, config: VllmConfig, tokenizer: TokenizerLike
         if not is_wish:
             raise
         _log.warning("the schemas of the strict tools are not enforced: %s", exc)
-        params.structured_outputs = None
+        params.structured_outputs = own
         SamplingParams.verify(params, *others)
 
 

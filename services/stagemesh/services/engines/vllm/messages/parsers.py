@@ -13,7 +13,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
 from vllm.tool_parsers import ToolParser, ToolParserManager
-from xgrammar.structural_tag import JSONSchemaFormat, StructuralTag, TriggeredTagsFormat
+from xgrammar.structural_tag import JSONSchemaFormat, OrFormat, StructuralTag, TriggeredTagsFormat
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.prompts import Conversation
@@ -49,6 +49,7 @@ _REASONING_PARSERS: _Table = ((("[THINK]",), "mistral"), (("<seed:think>",), "se
 # Otherwise small models write spaces without end.
 _WHITESPACE: Mapping[str, Any] = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_GUIDANCE = "guidance"
 
 
 @dataclass(frozen=True)
@@ -141,32 +142,40 @@ def required_call(conversation: Conversation) -> StructuredOutputsParams:
     return StructuredOutputsParams(json=json.dumps(schema))
 
 
-def strict_calls(conversation: Conversation, parsers: Parsers, *, backend: str) -> StructuredOutputsParams | None:
+def strict_calls(
+    conversation: Conversation, parsers: Parsers, *, backend: str, schema: str | None = None
+) -> StructuredOutputsParams | None:
     """Returns the structure of text that is free apart from the arguments of calls of strict tools.
 
-    `backend` is vLLM's backend for structures. Returns None if no tool is strict, or if the form of the model's calls
-    cannot be expressed.
+    With a JSON `schema`, the output is either calls or JSON that conforms to it. `backend` is vLLM's backend for
+    structures. Returns None if no tool is strict, or if the form of the model's calls cannot be expressed.
     """
     if parsers.tool_parser is None or not any(tool.strict for tool in conversation.tools):
         return None
     request = tool_request(conversation)
+    if schema is not None and backend != _GUIDANCE:
+        request = request.model_copy(update={"tool_choice": "required"})
     try:
+        answer = None if schema is None else json.loads(schema)
         tag: StructuralTag | None = parsers.new_tool_parser(request).get_structural_tag(request)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         _log.warning("the schemas of the strict tools are not enforced: %s", exc)
         return None
     if tag is None:
         return None
-    if backend != "guidance":
+    if backend != _GUIDANCE:
+        if answer is not None:
+            tag = StructuralTag(format=OrFormat(elements=[tag.format, JSONSchemaFormat(json_schema=answer)]))
         return StructuredOutputsParams(structural_tag=tag.model_dump_json())
-    grammar = _grammar(tag, parsers.tokenizer)
+    grammar = _grammar(tag, parsers.tokenizer, answer)
     return None if grammar is None else StructuredOutputsParams(grammar=grammar)
 
 
-def _grammar(tag: StructuralTag, tokenizer: TokenizerLike) -> str | None:
+def _grammar(tag: StructuralTag, tokenizer: TokenizerLike, answer: object) -> str | None:
     """Converts a structural tag to a grammar of vLLM's backend "guidance": text with calls, whose arguments are JSON.
 
-    Returns None if the tag has another form.
+    Without free text if the output is either calls or JSON of the schema `answer`, which may be None. Returns None if
+    the tag has another form.
     """
     # The backend takes tokens in angle brackets for special ones, which text cannot contain.
     added = tokenizer.get_added_vocab()
@@ -183,14 +192,19 @@ def _grammar(tag: StructuralTag, tokenizer: TokenizerLike) -> str | None:
         return None
     for number, each in enumerate(form.tags):
         begin, end, content = each.begin, each.end, each.content
-        if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(content, JSONSchemaFormat):
-            return None
-        if content.style != "json":
+        if not (
+            isinstance(begin, str)
+            and isinstance(end, str)
+            and isinstance(content, JSONSchemaFormat)
+            and content.style == "json"
+        ):
             return None
         schema = content.json_schema if isinstance(content.json_schema, dict) else _ANY_OBJECT
         arguments = f"%json {json.dumps({**schema, 'x-guidance': _WHITESPACE})} {literal(end)}"
         trigger = next(text for text in form.triggers if begin.startswith(text))
-        if trigger in special:
+        if answer is not None:
+            rules.append(f"call_{number}: {literal(begin)} {arguments}")
+        elif trigger in special:
             triggers.add(special[trigger])
             rules.append(f"call_{number}: TEXT {literal(begin)} {arguments}")
         else:
@@ -198,6 +212,10 @@ def _grammar(tag: StructuralTag, tokenizer: TokenizerLike) -> str | None:
             rules.append(f"call_{number}: begin_{number} {literal(begin.removeprefix(trigger))} {arguments}")
     if not rules:
         return None
+    if answer is not None:
+        calls = " | ".join(rule.partition(":")[0] for rule in rules)
+        rules += [f"answer: %json {json.dumps(answer)}", r"SPACE: /\s*/"]
+        return "\n".join(["%llguidance {}", f"start: answer | (({calls}) SPACE)+", *rules])
     if others := sorted({*special.values()} - triggers):
         rules.append(f"call_other: TEXT <[{','.join(map(str, others))}]>")
     calls = " | ".join(rule.partition(":")[0] for rule in rules if rule.startswith("call_"))
