@@ -70,10 +70,11 @@ class StockClient:
 
     @property
     def digest(self) -> str:
-        """A digest of the lock file and the script, which a result states."""
-        script = self.folder / ("client.mjs" if self.is_node else "client.py")
+        """A digest of the lock file, the script and the modules that scripts share, which a result states."""
+        ending = "mjs" if self.is_node else "py"
+        files = [self.folder / f"client.{ending}", *sorted((HERE / "shared").glob(f"*.{ending}"))]
         locked = b"" if self.is_guest else self.lock.read_bytes()
-        return hashlib.sha256(locked + script.read_bytes()).hexdigest()[:16]
+        return hashlib.sha256(locked + b"".join(each.read_bytes() for each in files)).hexdigest()[:16]
 
 
 CLIENTS: Mapping[str, StockClient] = {
