@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diffusers import LTX2AutoBlocks, LTX2ModularPipeline
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.services.engines.diffusion.model.definition import define
+from stagemesh.services.engines.diffusion.model.definition import Definition, define
 
 _TEXT = {"text_encoder": ["transformers", "UMT5EncoderModel"], "tokenizer": ["transformers", "T5TokenizerFast"]}
 WAN = {
@@ -89,3 +90,13 @@ def test_a_modular_index_selects_its_blocks(tmp_path: Path) -> None:
     with pytest.raises(NotReadyError, match="blocks are code of the folder"):
         own_blocks = {**index, "_class_name": "ModularPipeline", "_blocks_class_name": "MyBlocks"}
         define(write(tmp_path, own_blocks, "modular_model_index.json"))
+
+
+def test_a_stage_may_run_some_blocks_of_a_part() -> None:
+    blocks: Any = LTX2AutoBlocks()
+    definition = Definition("ltx2", LTX2ModularPipeline, blocks, {})
+    chosen = definition.part("decode", ["audio_decode"])["decode"]
+    specs = [spec for block in chosen.values() for spec in block.expected_components]
+    assert {spec.name for spec in specs} == {"audio_vae", "vocoder"}
+    with pytest.raises(NotReadyError, match="the part decode of ltx2 has no block sound; it has decode"):
+        definition.part("decode", ["sound"])

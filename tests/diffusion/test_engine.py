@@ -4,7 +4,7 @@ import asyncio
 import gc
 import random
 import tracemalloc
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -164,7 +164,7 @@ async def test_a_request_that_fails_in_a_batch_fails_alone(
         pipeline = worker_of(engine).runner.pipeline
         stock = pipeline.denoise_step
 
-        def denoise_step(batch: Any) -> list[torch.Tensor]:
+        def denoise_step(batch: Any) -> Sequence[torch.Tensor | None]:
             if any(state.inputs.seed == 1 and state.step_index == 5 for state in batch):
                 raise RuntimeError("the sum overflowed")
             return stock(batch)

@@ -11,6 +11,7 @@ from PIL import Image
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion.conversion import encode_file
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
+from stagemesh.services.engines.diffusion.worker import Decoded
 
 
 def _frames(value: float) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -34,5 +35,7 @@ def test_each_value_becomes_a_pixel_without_a_warning(value: float, pixel: int) 
     ("value", "non_finite"), [(np.nan, ("image", "frames")), (np.inf, ("image", "frames")), (0.5, ())]
 )
 async def test_the_engine_reports_values_that_are_not_finite(value: float, non_finite: tuple[str, ...]) -> None:
-    (emission,) = await DiffusionEngine._images(cast("DiffusionEngine", None), _frames(value), Task("r", 0), {})
+    (emission,) = await DiffusionEngine._results_of(
+        cast("DiffusionEngine", None), Decoded(_frames(value)), Task("r", 0), {}
+    )
     assert emission.non_finite == non_finite

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import ModularPipeline
+from diffusers import HeliosModularPipeline
 
 from stagemesh.common.errors import NotReadyError, UnsupportedError
 from stagemesh.services.engines.diffusion import LATENTS, STATE
@@ -36,7 +36,7 @@ def pipeline(folder: Path) -> ModularStepPipeline:
 
 def own_call(folder: Path, inputs: DiffusionInputs) -> torch.Tensor:
     """Returns the video of the modular pipeline's own `__call__`."""
-    whole: Any = ModularPipeline.from_pretrained(str(folder))
+    whole: Any = HeliosModularPipeline(pretrained_model_name_or_path=str(folder))
     whole.load_components(dtype=torch.float32)
     whole.guider.guidance_scale = inputs.guidance_scale
     names = ("prompt", "height", "width", "num_frames", "num_inference_steps")

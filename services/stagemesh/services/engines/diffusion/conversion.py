@@ -122,6 +122,11 @@ def _read(image: MediaFile) -> bytes:
         return content.read()
 
 
+def on_white(frames: npt.NDArray[Any]) -> Array:
+    """Returns images without transparency, [images, 3, height, width]. Shows transparent images on white."""
+    return np.asarray(frames if frames.shape[1] <= 3 else frames[:, :3] * frames[:, 3:] + 1 - frames[:, 3:])
+
+
 FRAMES_PER_SECOND = 16
 
 

@@ -334,16 +334,14 @@ class DiffusionEngine:
         """Returns a list with one emission that contains the outputs requested by the task. The list is empty if the
         task requests none of the outputs that the model generates.
         """
-        from stagemesh.services.engines.diffusion.conversion import encode_file
+        from stagemesh.services.engines.diffusion.conversion import encode_file, on_white
 
         tensors: dict[str, Array] = {}
         frames, audio = decoded.frames, decoded.audio
         if frames is not None and (task.wanted is None or IMAGE in task.wanted):
             tensors[IMAGE] = await asyncio.to_thread(encode_file, frames)
         if frames is not None and (task.wanted is None or FRAMES in task.wanted):
-            # The output has three channels, so an image with transparency is shown on white.
-            alpha = frames[:, 3:]
-            tensors[FRAMES] = np.asarray(frames[:, :3] * alpha + 1 - alpha if alpha.size else frames)
+            tensors[FRAMES] = on_white(frames)
         if audio is not None and self._options.audio and (task.wanted is None or AUDIO in task.wanted):
             tensors[AUDIO] = audio
             metadata = {**metadata, "sample_rate_hz": decoded.sample_rate_hz}

@@ -132,7 +132,7 @@ class RequestTransfer:
                 "the model's denoising loop cannot be stopped and resumed elsewhere; omit checkpoints and pauses",
                 metadata={"ability": "checkpoints"},
             )
-        loop = state.loop.as_dict() if state.loop is not None else {}
+        loop: dict[str, Any] = state.loop.as_dict() if state.loop is not None else {}
         return {
             "step_index": state.step_index,
             "total_steps": state.total_steps,

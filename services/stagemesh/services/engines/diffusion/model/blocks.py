@@ -5,15 +5,13 @@ import inspect
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from diffusers.modular_pipelines.modular_pipeline import (
-    BlockState,
-    ConditionalPipelineBlocks,
-    LoopSequentialPipelineBlocks,
-    SequentialPipelineBlocks,
-)
-from diffusers.modular_pipelines.modular_pipeline_utils import InsertableDict
+from diffusers.modular_pipelines import modular_pipeline as _modular_pipeline
 
 from stagemesh.services.engines.diffusion.state import BlockPath
+
+modular_pipeline: Any = _modular_pipeline
+"""Untyped, because the attributes of its blocks have no types."""
+_COMPOSED = (modular_pipeline.ConditionalPipelineBlocks, modular_pipeline.SequentialPipelineBlocks)
 
 
 def run_order(block: Any, values: Any, *, after: BlockPath | None = None) -> Iterator[tuple[BlockPath, Any]]:
@@ -22,26 +20,25 @@ def run_order(block: Any, values: Any, *, after: BlockPath | None = None) -> Ite
     A conditional block selects its branch when it is reached, by the request's `values` at that time. If `after` is the
     path of a block, only the blocks that follow it are yielded.
     """
-    name, *rest = after or (None,)
-    if isinstance(block, ConditionalPipelineBlocks):
-        chosen = name or _selected_branch(block, values)
-        names = [chosen] if chosen in block.sub_blocks else []
-    elif isinstance(block, SequentialPipelineBlocks):
-        names = list(block.sub_blocks)
+    name, rest = (after[0], after[1:]) if after else ("", ())
+    if isinstance(block, modular_pipeline.ConditionalPipelineBlocks):
+        names = [branch for branch in (name or _selected_branch(block, values),) if branch in block.sub_blocks]
+    elif isinstance(block, modular_pipeline.SequentialPipelineBlocks):
+        names = list[str](block.sub_blocks)
         names = names[names.index(name) :] if name else names
     else:
         if after is None:
             yield (), block
         return
     for each in names:
-        inner = tuple(rest) if each == name else None
+        inner = rest if each == name else None
         for path, leaf in run_order(block.sub_blocks[each], values, after=inner):
             yield (each, *path), leaf
 
 
 def all_leaves(block: Any) -> Iterator[Any]:
     """Yields the blocks without sub-blocks and the loops in `block`, in all branches."""
-    if isinstance(block, ConditionalPipelineBlocks | SequentialPipelineBlocks):
+    if isinstance(block, _COMPOSED):
         for each in block.sub_blocks.values():
             yield from all_leaves(each)
     else:
@@ -50,21 +47,21 @@ def all_leaves(block: Any) -> Iterator[Any]:
 
 def has_loop(block: Any) -> bool:
     """Returns whether `block` is a loop or contains one."""
-    return any(isinstance(leaf, LoopSequentialPipelineBlocks) for leaf in all_leaves(block))
+    return any(isinstance(leaf, modular_pipeline.LoopSequentialPipelineBlocks) for leaf in all_leaves(block))
 
 
 def pruned(name: str, block: Any, names: Collection[str]) -> Any:
     """Returns the block `name` without the inner blocks that `names` does not name, or None if nothing remains."""
     if name in names:
         return block
-    if not isinstance(block, ConditionalPipelineBlocks | SequentialPipelineBlocks):
+    if not isinstance(block, _COMPOSED):
         return None
     inner = {each: pruned(each, child, names) for each, child in block.sub_blocks.items()}
     kept = {each: child for each, child in inner.items() if child is not None}
     if not kept:
         return None
     copied = copy.copy(block)
-    copied.sub_blocks = InsertableDict(kept)
+    copied.sub_blocks = modular_pipeline.InsertableDict(kept)
     return copied
 
 
@@ -94,20 +91,25 @@ def plan_steps(loop: Any, view: Any, values: Any, state: Any = None) -> tuple[An
         steps.append(step)
         return components, block_state
 
+    def end(_values: Any, block_state: Any) -> None:
+        begun.append(block_state)
+
+    def resume(_values: Any) -> Any:
+        return modular_pipeline.BlockState(**state.as_dict())
+
     begun: list[Any] = []
     planned = copy.copy(loop)
-    planned.loop_step = note
-    planned.set_block_state = lambda _values, block_state: begun.append(block_state)
+    planned.loop_step, planned.set_block_state = note, end
     planned.set_progress_bar_config(disable=True)
     if state is not None:
-        planned.get_block_state = lambda _values: BlockState(**state.as_dict())
+        planned.get_block_state = resume
     planned(view, values)
     return begun[0], steps
 
 
 def sequence(blocks: Mapping[str, Any]) -> Any:
     """Returns a block that runs `blocks` in order."""
-    return SequentialPipelineBlocks.from_blocks_dict(dict(blocks))
+    return modular_pipeline.SequentialPipelineBlocks.from_blocks_dict(dict(blocks))
 
 
 def frozen(block: Any) -> Any:
@@ -127,7 +129,7 @@ def freeze_properties(owner: Any, **values: object) -> None:
     owner.__class__ = type(kind.__name__, (kind,), values)
 
 
-def _selected_branch(block: Any, values: Any) -> str | None:
+def _selected_branch(block: Any, values: Any) -> str:
+    """Returns the name of the branch that runs, or "" if none does."""
     triggers = {name: values.get(name) for name in block.block_trigger_inputs if name is not None}
-    branch: str | None = block.select_block(**triggers) or block.default_block_name
-    return branch
+    return str(block.select_block(**triggers) or block.default_block_name or "")

@@ -110,8 +110,8 @@ def _patch(folder: Path, vae: Any, spatial: int) -> int:
         return 1
     path = folder / "transformer" / "config.json"
     config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    declared = config.get("patch_size") or config.get("all_patch_size") or 1
-    patch = declared[-1] if isinstance(declared, list) else declared
+    declared: Any = config.get("patch_size") or config.get("all_patch_size") or 1
+    patch = np.ravel(declared)[-1]
     channels = next((vae.config[name] for name in ("latent_channels", "z_dim") if vae and name in vae.config), None)
     # Some pipelines pack 2 x 2 latents into the channels of a token before the transformer.
     return max(int(patch), 2 if channels and config.get("in_channels") == 4 * channels else 1)

@@ -2,23 +2,24 @@
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import diffusers as _diffusers
-from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING, ModularPipeline
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.services.engines.diffusion.model.blocks import all_leaves, has_loop, pruned, sequence
+from stagemesh.services.engines.diffusion.model.blocks import all_leaves, has_loop, modular_pipeline, pruned, sequence
 from stagemesh.services.engines.diffusion.model.families import HINTS, Hints, read_index
 from stagemesh.services.engines.torch_setup import UnusableOptionError
 
 diffusers: Any = _diffusers
+MAPPING: Mapping[str, Callable[..., str]] = modular_pipeline.MODULAR_PIPELINE_MAPPING
+"""For the name of each modular model, the function that chooses its pipeline class from the folder's index."""
 
 ENCODE, DENOISE, DECODE = "encode", "denoise", "decode"
 _HARMLESS = ("safety_checker", "watermark")
@@ -98,13 +99,14 @@ class Definition:
 
     def _least_inputs(self) -> dict[str, Any]:
         """Returns the inputs of the simplest workflow, each with the value True."""
-        workflows = [
-            option
-            for options in (self.blocks._workflow_map or {}).values()  # noqa: SLF001  # no public access
-            for option in (options if isinstance(options, tuple) else (options,))
+        workflow_map: dict[str, Any] = self.blocks._workflow_map or {}  # noqa: SLF001  # no public access
+        # A tuple contains alternative inputs of one workflow.
+        workflows: list[dict[str, Any]] = [
+            cast("Any", each)[0] if isinstance(each, tuple) else each for each in workflow_map.values()
         ]
         required = {param.name: True for param in self.blocks.inputs if param.required and param.name}
-        return {"prompt": True, **required, **min(workflows, key=len, default={})}
+        least = min(workflows, key=len) if workflows else {}
+        return {"prompt": True, **required, **least}
 
     @property
     def needs_image(self) -> bool:
@@ -130,15 +132,15 @@ def define(folder: Path) -> Definition:
 
 def _define(folder: Path, index: Mapping[str, Any]) -> Definition:
     class_name = index["_class_name"]
-    kind = getattr(diffusers, class_name, None)
-    if not isinstance(kind, type):
+    kind: Any = getattr(diffusers, class_name, None)
+    if not hasattr(kind, "from_pretrained"):
         raise _unsupported(folder, class_name, f"diffusers {diffusers.__version__} has no such class")
     name = None
-    if not issubclass(kind, ModularPipeline):
+    if not issubclass(kind, diffusers.ModularPipeline):
         name = _modular_name(class_name)
-        if name not in MODULAR_PIPELINE_MAPPING:
+        if name is None or name not in MAPPING:
             raise _unsupported(folder, class_name, "diffusers has no modular pipeline for it")
-        kind = getattr(diffusers, MODULAR_PIPELINE_MAPPING[name](dict(index)))
+        kind = getattr(diffusers, MAPPING[name](dict(index)))
     blocks_class = getattr(diffusers, index.get("_blocks_class_name") or "", None)
     if blocks_class is None or not blocks_class.block_classes:
         if kind.default_blocks_name is None:
@@ -151,14 +153,14 @@ def _define(folder: Path, index: Mapping[str, Any]) -> Definition:
 def _modular_name(class_name: str) -> str | None:
     """Returns the name in `MODULAR_PIPELINE_MAPPING` for a classic pipeline class, or None if there is none."""
     modular = class_name.removesuffix("Pipeline") + "ModularPipeline"
-    name = next((name for name, choose in MODULAR_PIPELINE_MAPPING.items() if choose() == modular), None)
+    name = next((name for name, choose in MAPPING.items() if choose() == modular), None)
     if name is not None:
         return name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Imports every classic pipeline, which takes seconds.
-        from diffusers.pipelines.auto_pipeline import _get_model
-    known: str | None = _get_model(class_name)
+        auto_pipeline: Any = import_module("diffusers.pipelines.auto_pipeline")
+    known: str | None = auto_pipeline._get_model(class_name)  # noqa: SLF001  # no public access
     return known
 
 
@@ -166,15 +168,11 @@ def _problems(folder: Path, definition: Definition) -> Iterator[str]:
     """Yields a description of everything in the folder's index that the blocks do not use or do not find."""
     blocks, index = definition.blocks, definition.index
     expected = {spec.name: spec for spec in blocks.expected_components}
-    configs = {spec.name for spec in blocks.expected_configs}
     classic = _classic_parameters(index)
+    for name in _unused_settings(definition):
+        yield f"its blocks do not use the setting {name} ({index[name]!r})"
     for name, value in index.items():
-        if name.startswith("_") or value is None:
-            continue
-        if not _is_component(value):
-            if name not in configs and value != classic.get(name) and not _selects(definition, name):
-                yield f"its blocks do not use the setting {name} ({value!r})"
-        elif value[0] is not None and name not in _HARMLESS:
+        if _is_component(value) and value[0] is not None and name not in _HARMLESS:
             yield from _component_problems(folder, name, value, expected.get(name))
     for spec in definition.needed_blocks.expected_components:
         is_read = spec.default_creation_method == "from_pretrained"
@@ -183,6 +181,19 @@ def _problems(folder: Path, definition: Definition) -> Iterator[str]:
     media = _MEDIA_INPUTS & classic.keys() - set(blocks.input_names)
     if media:
         yield f"its blocks do not take the input {', '.join(sorted(media))} of {index['_class_name']}"
+
+
+def _unused_settings(definition: Definition) -> list[str]:
+    """Returns the names of the settings in the index that the blocks do not use, unless the value is the default."""
+    used = {spec.name for spec in definition.blocks.expected_configs}
+    classic = _classic_parameters(definition.index)
+    return [
+        name
+        for name, value in definition.index.items()
+        if not (name.startswith("_") or name in used or value is None or _is_component(value))
+        and value != classic.get(name)
+        and not _selects(definition, name)
+    ]
 
 
 def _component_problems(folder: Path, name: str, value: Any, spec: Any) -> Iterator[str]:
@@ -219,7 +230,7 @@ def _fits(kind: Any, hint: Any) -> bool:
 
 def _selects(definition: Definition, name: str) -> bool:
     """Returns whether diffusers' mapping reads the setting `name` of the index to select the pipeline's class."""
-    choose = MODULAR_PIPELINE_MAPPING.get(definition.name)
+    choose = MAPPING.get(definition.name)
     index = dict(definition.index)
     others = {each: value for each, value in index.items() if each != name}
     return choose is not None and choose(index) != choose(others)
@@ -230,7 +241,7 @@ def _classic_parameters(index: Mapping[str, Any]) -> dict[str, Any]:
     modular pipeline.
     """
     kind = getattr(diffusers, index["_class_name"])
-    if issubclass(kind, ModularPipeline):
+    if issubclass(kind, diffusers.ModularPipeline):
         return {}
     calls = (inspect.signature(each).parameters.values() for each in (kind.__call__, kind.__init__))
     return {param.name: param.default for params in calls for param in params}
@@ -238,7 +249,8 @@ def _classic_parameters(index: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_component(value: Any) -> bool:
     """Returns whether a value of an index describes a component: its library and its class, or two times None."""
-    return isinstance(value, list) and len(value) in {2, 3} and all(isinstance(each, str | None) for each in value[:2])
+    fields: Any = value
+    return isinstance(value, list) and len(fields) > 1 and all(isinstance(each, str | None) for each in fields[:2])
 
 
 def _unsupported(folder: Path, class_name: str, problem: str) -> NotReadyError:

@@ -77,7 +77,7 @@ def _denoise_bytes(pipeline: ModularStepPipeline) -> int:
     config = model.config
     heads = (config.get("num_attention_heads"), config.get("attention_head_dim"))
     is_product = all(isinstance(each, int) for each in heads)
-    width = config.get("dim") or (heads[0] * heads[1] if is_product else next(model.parameters()).shape[0])
+    width = int(config.get("dim") or (heads[0] * heads[1] if is_product else next(model.parameters()).shape[0]))
     return width * _BLOCK_WIDTHS * _item_bytes(model)
 
 

@@ -114,7 +114,7 @@ class ModularStepPipeline:
             self._begin_loop(state)
 
     @torch.no_grad()
-    def denoise_step(self, batch: Sequence[DiffusionRequestState]) -> list[torch.Tensor | None]:
+    def denoise_step(self, batch: Sequence[DiffusionRequestState]) -> Sequence[torch.Tensor | None]:
         """Predicts the noise of each request at the request's current step. Returns one tensor for each request, in the
         order of `batch`, or None for a loop with several predictions, which remain in the request's state.
         """
