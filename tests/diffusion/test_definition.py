@@ -87,6 +87,11 @@ def test_a_modular_index_selects_its_blocks(tmp_path: Path) -> None:
     index = {"_class_name": "Wan22ModularPipeline", "_blocks_class_name": "Wan22Blocks", **components}
     definition = define(write(tmp_path, index, "modular_model_index.json"))
     assert set(definition.phases) == {"text_encoder", "denoise", "decode"}
+    assert definition.name == "wan"
+    # Its blocks declare the classes of Wan and of VACE for the same components.
+    vace = {"_class_name": "Wan22VaceModularPipeline", "_blocks_class_name": "Wan22VaceBlocks"}
+    vace |= {name: ["diffusers", "WanVACETransformer3DModel", spec] for name in ("transformer", "transformer_2")}
+    assert define(write(tmp_path, {**index, **vace}, "modular_model_index.json")).name == "wan-vace"
     with pytest.raises(NotReadyError, match="blocks are code of the folder"):
         own_blocks = {**index, "_class_name": "ModularPipeline", "_blocks_class_name": "MyBlocks"}
         define(write(tmp_path, own_blocks, "modular_model_index.json"))

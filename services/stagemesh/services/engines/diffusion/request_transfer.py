@@ -16,7 +16,7 @@ from stagemesh.common.wire.tensors import Array
 from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS, STATE
 from stagemesh.services.engines.diffusion.caches import Caches
 from stagemesh.services.engines.diffusion.model.declarations import REQUEST_INPUTS
-from stagemesh.services.engines.diffusion.model.definition import DECODE, DENOISE
+from stagemesh.services.engines.diffusion.model.definition import DECODE, DENOISE, ENCODE
 from stagemesh.services.engines.diffusion.model.families import CLASSIC_INDEX, MODULAR_INDEX
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.serialization import Tree, deserialize, is_serializable, serialize
@@ -25,7 +25,9 @@ from stagemesh.services.engines.diffusion.state import DiffusionInputs, Diffusio
 diffusers: Any = _diffusers
 
 _PROMPT_FIELDS = ("prompt", "negative_prompt", "images")
-_SCHEDULER = "scheduler"
+_SCHEDULER, _GENERATOR = "scheduler", "generator"
+_CHANGED_INPUTS = frozenset({"height", "width", _GENERATOR})
+"""The inputs of a request that blocks may change for later blocks."""
 _CONFIG = "_internal_dict"
 """Name of the attribute in which diffusers stores an object's configuration."""
 
@@ -39,10 +41,12 @@ class RequestTransfer:
         self._pipeline = pipeline
         self._model = fingerprint(folder)
         definition = pipeline.definition
-        decoder_inputs = _names(definition.inputs(DECODE)) - (REQUEST_INPUTS - {"height", "width"})
+        decoder_inputs = _names(definition.inputs(DECODE)) - (REQUEST_INPUTS - _CHANGED_INPUTS)
         tagged = {param.kwargs_type for param in definition.inputs(DENOISE) if param.name is None}
-        needed = (_names(definition.inputs(DENOISE)) - REQUEST_INPUTS) | decoder_inputs
+        needed = (_names(definition.inputs(DENOISE)) - (REQUEST_INPUTS - {"height", "width"})) | decoder_inputs
         needed |= {name for name, tag in definition.tags.items() if tag in tagged}
+        # Encoders that draw random numbers leave the generator in another state.
+        needed |= _names(definition.inputs(ENCODE)) & {_GENERATOR}
         self._names = {CONDITIONING: needed, LATENTS: decoder_inputs, STATE: needed}
 
     def serialize(self, state: DiffusionRequestState, kind: str) -> Array:
@@ -85,6 +89,8 @@ class RequestTransfer:
                 state.schedulers[name] = self._scheduler(name, values)
             for name, values in tree["loop_schedulers"].items():
                 state.loop[name] = self._scheduler(_SCHEDULER, values)
+            # The loop and the decoder draw from the same generator.
+            state.values.values |= {name: value for name, value in tree["loop"].items() if name == _GENERATOR}
             if self._caches is not None:
                 self._caches.restore(request_id, tree["kept"], self._pipeline.device)
             self._pipeline.adopt(state)

@@ -10,6 +10,7 @@ from typing import Any
 import diffusers as _diffusers
 import numpy as np
 import torch
+from safetensors import safe_open
 
 from stagemesh.common.media.decoding import DecodedBytes
 from stagemesh.common.media.images import read_image
@@ -68,17 +69,43 @@ def outputs_of(values: Any, components: Any) -> Outputs:
     )
 
 
-def family_of(folder: Path, definition: Definition, components: Any) -> Family:
-    """Returns the limits of a model for the stage whose pipeline is `components`."""
-    blocks = components.blocks
+def outlined(folder: Path, definition: Definition, components: Any, dtype: torch.dtype) -> Any:
+    """Returns a copy of a pipeline in which models that the stage does not load have their configuration and the
+    statistics of their latents, but no weights.
+    """
     view = copy.copy(components)
-    if getattr(view, "vae", None) is None:
-        view.vae = _outline(folder, definition, "vae")
+    for name in {spec.name for spec in definition.blocks.expected_components}:
+        if getattr(view, name, None) is None:
+            vars(view)[name] = _outline(folder, definition, name, dtype)
+    return view
+
+
+def changed_properties(view: Any, components: Any) -> dict[str, object]:
+    """Returns the properties of the pipeline `view` that differ from those of `components`, by name.
+
+    Without a model, diffusers assumes the values of the published model, such as the factor of its VAE.
+    """
+    kinds = type(components).__mro__
+    own = {name: each for kind in kinds[: kinds.index(diffusers.ModularPipeline)] for name, each in vars(kind).items()}
+    names = [name for name, each in own.items() if isinstance(each, property)]
+    values = {name: getattr(view, name, None) for name in names}
+    return {name: value for name, value in values.items() if _differs(value, getattr(components, name, None))}
+
+
+def _differs(value: object, other: object) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return not (value.is_meta or torch.equal(value, other.to(value.dtype)))
+    return isinstance(value, int | float | tuple) and value != other
+
+
+def family_of(folder: Path, definition: Definition, view: Any) -> Family:
+    """Returns the limits of a model for a stage. `view` is the stage's pipeline from `outlined`."""
+    blocks = view.blocks
     spatial = int(next((getattr(view, name) for name in _SPATIAL if hasattr(view, name)), 8))
     temporal = int(next((getattr(view, name) for name in _TEMPORAL if hasattr(view, name)), 4))
     names = set(blocks.input_names)
     return Family(
-        size_multiple=spatial * _patch(folder, view.vae, spatial),
+        size_multiple=spatial * _patch(folder, getattr(view, "vae", None), spatial),
         frames_multiple=temporal if "num_frames" in definition.blocks.input_names else 0,
         min_steps=definition.hints.min_steps,
         min_images=int("image" in names and definition.needs_image),
@@ -92,14 +119,20 @@ def _max_images(names: Collection[str], definition: Definition) -> int:
     return len({"image", "last_image"} & set(names))
 
 
-def _outline(folder: Path, definition: Definition, name: str) -> Any:
+def _outline(folder: Path, definition: Definition, name: str, dtype: torch.dtype) -> Any:
     """Returns a component of the folder without weights, or None if the folder does not have the component."""
     _, class_name, *_ = definition.index.get(name) or (None, None)
     kind = getattr(diffusers, class_name or "", None)
     if kind is None or not (folder / name / "config.json").exists():
         return None
     with torch.device("meta"):
-        return kind.from_config(kind.load_config(folder / name, local_files_only=True))
+        model = kind.from_config(kind.load_config(folder / name, local_files_only=True))
+    weights = folder / name / "diffusion_pytorch_model.safetensors"
+    if "vae" in name and weights.exists():
+        with safe_open(weights, "pt") as file:
+            for each in {"latents_mean", "latents_std"} & set(file.keys()):
+                setattr(model, each, file.get_tensor(each).to(dtype))
+    return model
 
 
 def _patch(folder: Path, vae: Any, spatial: int) -> int:

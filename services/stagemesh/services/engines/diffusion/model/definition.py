@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -167,13 +168,13 @@ def _modular_name(class_name: str) -> str | None:
 def _problems(folder: Path, definition: Definition) -> Iterator[str]:
     """Yields a description of everything in the folder's index that the blocks do not use or do not find."""
     blocks, index = definition.blocks, definition.index
-    expected = {spec.name: spec for spec in blocks.expected_components}
+    declared = _declared_kinds(blocks)
     classic = _classic_parameters(index)
     for name in _unused_settings(definition):
         yield f"its blocks do not use the setting {name} ({index[name]!r})"
     for name, value in index.items():
         if _is_component(value) and value[0] is not None and name not in _HARMLESS:
-            yield from _component_problems(folder, name, value, expected.get(name))
+            yield from _component_problems(folder, name, value, declared.get(name))
     for spec in definition.needed_blocks.expected_components:
         is_read = spec.default_creation_method == "from_pretrained"
         if is_read and spec.name not in index and not spec.name.startswith(_PROMPT_TOOLS):
@@ -196,33 +197,44 @@ def _unused_settings(definition: Definition) -> list[str]:
     ]
 
 
-def _component_problems(folder: Path, name: str, value: Any, spec: Any) -> Iterator[str]:
+def _declared_kinds(blocks: Any) -> dict[str, list[Any]]:
+    """Returns the classes that the blocks declare for each component. Blocks may declare different classes."""
+    kinds: dict[str, list[Any]] = defaultdict(list)
+    for leaf in all_leaves(blocks):
+        for block in (leaf, *leaf.sub_blocks.values()):
+            for spec in block.expected_components:
+                kinds[spec.name].append(spec.type_hint or object)
+    return kinds
+
+
+def _component_problems(folder: Path, name: str, value: Any, kinds: Sequence[Any] | None) -> Iterator[str]:
     library, class_name = value[:2]
-    if spec is None and class_name.endswith(_WITHOUT_WEIGHTS):
+    if kinds is None and class_name.endswith(_WITHOUT_WEIGHTS):
         return
-    if spec is None:
+    if kinds is None:
         yield f"its blocks do not use the component {name} ({class_name})"
         return
     module = library if library in {"diffusers", "transformers"} else f"diffusers.pipelines.{library}"
     if (folder / name / f"{library}.py").exists() or find_spec(module) is None:
         yield f"the component {name} ({class_name}) needs the module {library}, which is not part of diffusers"
         return
-    kind, hint = getattr(import_module(module), class_name, None), spec.type_hint
+    kind = getattr(import_module(module), class_name, None)
     if kind is None:
         yield f"{library} has no class {class_name}, which is the component {name}"
-    elif hint is not None and not _fits(kind, hint):
-        yield f"its blocks cannot use {class_name} as {name}; they expect {hint.__name__}"
+    elif not any(_fits(kind, declared) for declared in kinds):
+        expected = " or ".join(dict.fromkeys(declared.__name__ for declared in kinds))
+        yield f"its blocks cannot use {class_name} as {name}; they expect {expected}"
 
 
-def _fits(kind: Any, hint: Any) -> bool:
-    """Returns whether blocks that declare a component of the class `hint` can use one of the class `kind`."""
-    if issubclass(kind, hint):
+def _fits(kind: Any, declared: Any) -> bool:
+    """Returns whether blocks that declare a component of the class `declared` can use one of the class `kind`."""
+    if issubclass(kind, declared):
         return True
-    if issubclass(hint, diffusers.SchedulerMixin):
-        declared, taken = (inspect.signature(each.set_timesteps).parameters.keys() for each in (hint, kind))
+    if issubclass(declared, diffusers.SchedulerMixin):
+        expected, taken = (inspect.signature(each.set_timesteps).parameters.keys() for each in (declared, kind))
         # Only schedulers for flow matching take `mu`, which shifts their noise schedule.
-        is_compatible = kind.__name__ in hint._compatibles or declared & {"sigmas"} <= taken  # noqa: SLF001
-        return is_compatible and declared & {"mu"} <= taken
+        is_compatible = kind.__name__ in declared._compatibles or expected & {"sigmas"} <= taken  # noqa: SLF001
+        return is_compatible and expected & {"mu"} <= taken
     # Autoencoders of one latent space have several classes. Text encoders are not checked, because blocks often declare
     # a base class or the class of only one checkpoint.
     return not issubclass(kind, diffusers.ModelMixin) or "Autoencoder" in kind.__name__

@@ -30,7 +30,13 @@ from stagemesh.services.engines.diffusion.model.blocks import (
     run_order,
     sequence,
 )
-from stagemesh.services.engines.diffusion.model.declarations import family_of, outputs_of, request_inputs
+from stagemesh.services.engines.diffusion.model.declarations import (
+    changed_properties,
+    family_of,
+    outlined,
+    outputs_of,
+    request_inputs,
+)
 from stagemesh.services.engines.diffusion.model.definition import DECODE, DENOISE, ENCODE, define
 from stagemesh.services.engines.diffusion.model.loading import Loader, load_image_processor
 from stagemesh.services.engines.diffusion.model.shared_forwards import (
@@ -84,9 +90,11 @@ class ModularStepPipeline:
         )
         if self.definition.index.get("processor", [None, None])[1] == "Qwen2VLProcessor" and ENCODE in chosen:
             self.components.update_components(processor=load_image_processor(folder))
+        self._declare_as_in_whole()
         Loader(folder, options, device=self.device).load(self.components)
         self._phases = {phase: sequence(blocks) for phase, blocks in chosen.items()}
-        self.family = family_of(folder, self.definition, self.components)
+        view = outlined(folder, self.definition, self.components, getattr(torch, options.dtype))
+        self.family = family_of(folder, self.definition, view)
         self.forwards = SharedForwards(self.definition.hints, self._denoising_models())
         if options.load.compile:
             self.forwards.disable_mixed_lengths()
@@ -94,7 +102,8 @@ class ModularStepPipeline:
         # diffusers recomputes these properties at every access.
         self._inputs = list(self.components.blocks.inputs)
         self._frozen: dict[int, Any] = {}
-        freeze_properties(self.components, _execution_device=self.device)
+        properties = changed_properties(view, self.components)
+        freeze_properties(self.components, _execution_device=self.device, **properties)
 
     @property
     def resumable(self) -> bool:
@@ -203,6 +212,19 @@ class ModularStepPipeline:
         return (state.inputs.adapter, state.inputs.adapter_scale, *guided, *self.forwards.batch_key(state))
 
     # -- inner workings
+
+    def _declare_as_in_whole(self) -> None:
+        """Gives the part of a pipeline the guiders and settings of the whole pipeline.
+
+        Several blocks may declare a guider, each with another scale. The first declaration counts. Blocks may read a
+        setting that only blocks of another part declare.
+        """
+        blocks = self.definition.blocks
+        for spec in blocks.expected_components:
+            if issubclass(spec.type_hint or object, BaseGuidance) and hasattr(self.components, spec.name):
+                setattr(self.components, spec.name, spec.create())
+        settings = {spec.name: self.definition.index.get(spec.name, spec.default) for spec in blocks.expected_configs}
+        self.components.register_to_config(**settings)
 
     @property
     def _loops(self) -> list[Any]:
