@@ -10,6 +10,7 @@ from stagemesh.services.engines.diffusion.model.families import model_problem
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage_options
 
 CONDITIONING, LATENTS, IMAGE, FRAMES, AUDIO, STATE = "conditioning", "latents", "image", "frames", "audio", "state"
+TEXT = "text"
 
 _SERIALIZED = TensorSpec("uint8", ("bytes",))
 """Tensor spec of a request's data as serialized by `request_transfer`. The content of the data depends on the
@@ -24,6 +25,9 @@ _AUDIO_RESULT: Mapping[str, Emitted] = {AUDIO: Emitted(TensorSpec("float32", ("s
 as `sample_rate_hz`."""
 
 
+_TEXT_RESULT: Mapping[str, Emitted] = {TEXT: Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}
+
+
 def signature_of(stage: DiffusionOptions) -> Signature:
     """Returns the signature of a diffusion stage with these options: its inputs, its outputs and its request
     options.
@@ -33,7 +37,9 @@ def signature_of(stage: DiffusionOptions) -> Signature:
     reads_prompt = stage.part in {"all", "encode"}
     return Signature(
         accepts=accepts.get(stage.part, {}),
-        emits=emits.get(stage.part, {**_RESULTS, **(_AUDIO_RESULT if stage.audio else {})}),
+        emits=emits.get(
+            stage.part, _TEXT_RESULT if stage.text else {**_RESULTS, **(_AUDIO_RESULT if stage.audio else {})}
+        ),
         options=_request_options(stage),
         negative_prompt=reads_prompt,
         media=reads_prompt,
@@ -54,6 +60,7 @@ def _request_options(stage: DiffusionOptions) -> dict[str, OptionSpec]:
         "num_frames": OptionSpec(stage.num_frames, 1, stage.max_frames),
         "num_inference_steps": OptionSpec(stage.num_inference_steps, 1, stage.max_inference_steps),
         **guidance,
+        **{name: OptionSpec(value) for name, value in stage.arguments.items()},
         **({"adapter_scale": OptionSpec(1.0, -10, 10)} if stage.enable_lora else {}),
     }
 

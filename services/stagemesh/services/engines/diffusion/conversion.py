@@ -48,6 +48,8 @@ def build_inputs(
         guidance_scale=float(options.get("guidance_scale", stage.guidance_scale)),
         adapter=task.adapter,
         adapter_scale=float(options.get("adapter_scale", 1.0)),
+        arguments={name: options[name] for name in stage.arguments},
+        requested=frozenset(task.options),
         **numbers,
     )
 

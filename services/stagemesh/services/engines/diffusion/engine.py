@@ -20,7 +20,7 @@ from stagemesh.services.engines.abilities import CacheStatistics, EngineAbilitie
 from stagemesh.services.engines.adapters import AdapterManager, Entry
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, EngineLoad, Paused, Progress, Task, Usage
 from stagemesh.services.engines.controls import Profiles, SleepManager, private_folder
-from stagemesh.services.engines.diffusion import AUDIO, CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
+from stagemesh.services.engines.diffusion import AUDIO, CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, TEXT, signature_of
 from stagemesh.services.engines.diffusion.admission import Admission
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage_options
@@ -128,6 +128,8 @@ class DiffusionEngine:
         self._step_loop = StepLoop(self._executor, self._scheduler)
         self._serving: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
+        # The final part of a text leaves after each step.
+        self._preview_steps = options.preview_steps or int(options.text)
 
     async def start(self, report: Callable[[str], None]) -> None:
         await self._executor.start(report)
@@ -255,14 +257,15 @@ class DiffusionEngine:
 
     def _made_frames(self, task: Task) -> int:
         """Returns the number of frames that the stage decodes for a task: 1 for an image, 0 if it does not decode."""
-        return int(task.options.get("num_frames", self._options.num_frames)) if self._options.part == "all" else 0
+        decodes = self._options.part == "all" and not self._options.text
+        return int(task.options.get("num_frames", self._options.num_frames)) if decodes else 0
 
     def _next_stop(self, done: int, last: int) -> int:
         """Returns the number of completed steps at which the request must next leave the step loop: at the next
         checkpoint, at the next preview, or at `last`, whichever is first. `done` is the number of steps completed so
         far.
         """
-        intervals = [each for each in (self._options.checkpoint_steps, self._options.preview_steps) if each]
+        intervals = [each for each in (self._options.checkpoint_steps, self._preview_steps) if each]
         return min([last, *(done - done % each + each for each in intervals)])
 
     async def _at_stop(self, name: str, task: Task, done: int) -> list[EngineEvent]:
@@ -270,7 +273,7 @@ class DiffusionEngine:
         neither is due.
         """
         events: list[EngineEvent] = []
-        if self._options.preview_steps and not done % self._options.preview_steps:
+        if self._preview_steps and not done % self._preview_steps:
             events += await self._results(name, task, done, final=False)
         if self._options.checkpoint_steps and not done % self._options.checkpoint_steps:
             events.append(await self._checkpoint(name, done))
@@ -280,7 +283,7 @@ class DiffusionEngine:
         return Checkpoint(done, tensors=await self._serialized(name, STATE))
 
     async def _results(self, name: str, task: Task, done: int, *, final: bool) -> list[Emission]:
-        metadata = {"step": done, "preview": not final}
+        metadata = {"step": done, "preview": not final and not self._options.text}
         if self._options.part == "denoise":
             return [Emission(Packet(await self._serialized(name, LATENTS), metadata))]
         return await self._images(await self._executor.call("runner.decode", name), task, metadata)
@@ -345,6 +348,8 @@ class DiffusionEngine:
         if audio is not None and self._options.audio and (task.wanted is None or AUDIO in task.wanted):
             tensors[AUDIO] = audio
             metadata = {**metadata, "sample_rate_hz": decoded.sample_rate_hz}
+        if decoded.text is not None and (task.wanted is None or TEXT in task.wanted):
+            tensors = {TEXT: np.frombuffer(decoded.text.encode(), np.uint8)}
         is_finite = all(each is None or np.isfinite(each).all() for each in (frames, audio))
         non_finite = () if is_finite else tuple(tensors)
         return [Emission(Packet(tensors, metadata), non_finite=non_finite)] if tensors else []

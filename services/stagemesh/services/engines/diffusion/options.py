@@ -210,6 +210,12 @@ class DiffusionOptions:
     audio: bool = False
     """Whether the stage emits the audio that the model generates, as the tensor `audio`. Set it only for models that
     generate audio."""
+    text: bool = False
+    """Whether the stage emits the text that the model generates, as the tensor `text`, instead of images. Set it only
+    for models that generate text."""
+    arguments: Mapping[str, bool | int | float | str] = field(default_factory=dict[str, bool | int | float | str])
+    """Further arguments of the pipeline, such as `strength`, with their default values. A request may override them.
+    Only for pipelines without a modular form in diffusers."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type in which the model computes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -9,6 +9,7 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from stagemesh.common.errors import InternalError, InvalidRequestError, OverloadedError, StagemeshError
 from stagemesh.common.process.logs import log_cause
+from stagemesh.common.wire.tensors import Value
 from stagemesh.services.engines.diffusion.model.suspended_call import SuspendedCall
 
 BlockPath: TypeAlias = tuple[str, ...]
@@ -25,6 +26,8 @@ class Outputs:
     audio: torch.Tensor | None = None
     """Audio with values in [-1, 1], [clips, channels, samples]."""
     sample_rate_hz: int = 0
+    text: str | None = None
+    """The part of a text that was not returned before."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,10 @@ class DiffusionInputs:
     """Name of the LoRA adapter for denoising, or None if the request does not use an adapter."""
     adapter_scale: float = 1.0
     """Strength of the LoRA adapter. 1 is the strength with which the adapter was trained."""
+    arguments: Mapping[str, Value] = field(default_factory=dict[str, Value])
+    """Further arguments of a classic pipeline's call, by parameter name."""
+    requested: frozenset[str] = frozenset()
+    """The names of the options that the request sets."""
 
 
 @dataclass
@@ -76,7 +83,7 @@ class DiffusionRequestState:
     runs as a suspended call."""
     steps: Sequence[Mapping[str, Any]] = ()
     """The arguments of each step of the loop, such as its index and its timestep."""
-    call: SuspendedCall[None, None] | None = None
+    call: SuspendedCall[Any, Any] | None = None
     """The call of a denoising loop whose variables cannot be read between steps. None for other loops."""
     step_index: int = 0
     """Number of completed denoising steps."""

@@ -5,6 +5,7 @@ requests on the loaded model.
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from stagemesh.services.engines import torch_setup
 from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.diffusion import CONDITIONING, LATENTS
 from stagemesh.services.engines.diffusion.caches import PromptCache, enable_caches
+from stagemesh.services.engines.diffusion.model.classic_pipeline import ClassicStepPipeline
+from stagemesh.services.engines.diffusion.model.definition import is_classic
 from stagemesh.services.engines.diffusion.model.lora_adapters import ModelAdapters
 from stagemesh.services.engines.diffusion.model.memory_estimate import ModelFacts, image_tokens, model_facts
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
@@ -59,6 +62,8 @@ class Decoded:
     audio: Array | None = None
     """Audio with values in [-1, 1], float32[samples, channels]. None if the model generates no audio."""
     sample_rate_hz: int = 0
+    text: str | None = None
+    """The part of a text that was not returned before. None if the model generates no text."""
 
 
 class DiffusionRunner:
@@ -73,8 +78,10 @@ class DiffusionRunner:
     ) -> None:
         """Loads the model in `folder`. Raises NotReadyError if the model cannot be loaded or is not supported."""
         self._prompt_cache = prompt_cache or PromptCache(0)
-        self.pipeline = _pipeline_class(options.load)(folder, options, device=device, prompt_cache=self._prompt_cache)
-        if (options.checkpoint_steps or options.preview_steps) and not self.pipeline.resumable:
+        pipeline_class = _pipeline_class(folder, options.load)
+        self.pipeline = pipeline_class(folder, options, device=device, prompt_cache=self._prompt_cache)
+        previews = options.preview_steps > 0 and not options.text
+        if (options.checkpoint_steps or previews) and not self.pipeline.resumable:
             raise torch_setup.UnusableOptionError(
                 "checkpoint_steps and preview_steps need a model whose loop can be read between steps; omit them"
             )
@@ -86,7 +93,7 @@ class DiffusionRunner:
                     f"step_cache needs a pipeline with one denoising model; this one has {', '.join(forwards.models)}"
                 )
             forwards.caches = enable_caches(forwards.model, options.step_cache)
-        self._transfer = RequestTransfer(self.pipeline, folder)
+        self._folder = folder
         self.states: dict[str, DiffusionRequestState] = {}
         """The state of each running request, by request name."""
 
@@ -181,6 +188,11 @@ class DiffusionRunner:
 
     # -- inner workings
 
+    @cached_property
+    def _transfer(self) -> RequestTransfer:
+        # Created when it is needed, because classic pipelines cannot transfer requests.
+        return RequestTransfer(self.pipeline, self._folder)
+
     def _prepare(self, state: DiffusionRequestState) -> None:
         try:
             self.pipeline.prepare_encode(state)
@@ -197,6 +209,7 @@ class DiffusionRunner:
             _array(frames.reshape(-1, *frames.shape[-3:])) if frames is not None else None,
             _array(audio.flatten(0, 1).T) if audio is not None else None,
             outputs.sample_rate_hz,
+            outputs.text,
         )
 
     def _advance(self, state: DiffusionRequestState, noise: torch.Tensor | None) -> StagemeshError | None:
@@ -329,9 +342,10 @@ def _array(tensor: torch.Tensor) -> Array:
     return tensor.to("cpu", torch.float32).contiguous().numpy()
 
 
-def _pipeline_class(options: LoadOptions) -> type[ModularStepPipeline]:
+def _pipeline_class(folder: Path, options: LoadOptions) -> Any:
+    """Returns the class that runs the pipeline in `folder`. Classic pipelines have the same phases as modular ones."""
     if options.custom_pipeline is None:
-        return ModularStepPipeline
+        return ClassicStepPipeline if is_classic(folder) else ModularStepPipeline
     try:
         factory = import_factory(options.custom_pipeline)
     except (ImportError, AttributeError, ValueError) as exc:

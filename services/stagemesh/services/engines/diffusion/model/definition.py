@@ -131,6 +131,20 @@ def define(folder: Path) -> Definition:
     return definition
 
 
+def is_classic(folder: Path) -> bool:
+    """Returns whether the pipeline in `folder` has no modular form that takes the same images, video and audio.
+
+    Raises NotReadyError if the folder has no valid index.
+    """
+    index = read_index(folder)
+    kind = getattr(diffusers, index["_class_name"], None)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.DiffusionPipeline)):
+        return False
+    if _modular_name(kind.__name__) not in MAPPING:
+        return True
+    return bool(_unused_media(_define(folder, index)))
+
+
 def _define(folder: Path, index: Mapping[str, Any]) -> Definition:
     class_name = index["_class_name"]
     kind: Any = getattr(diffusers, class_name, None)
@@ -169,7 +183,6 @@ def _problems(folder: Path, definition: Definition) -> Iterator[str]:
     """Yields a description of everything in the folder's index that the blocks do not use or do not find."""
     blocks, index = definition.blocks, definition.index
     declared = _declared_kinds(blocks)
-    classic = _classic_parameters(index)
     for name in _unused_settings(definition):
         yield f"its blocks do not use the setting {name} ({index[name]!r})"
     for name, value in index.items():
@@ -179,8 +192,7 @@ def _problems(folder: Path, definition: Definition) -> Iterator[str]:
         is_read = spec.default_creation_method == "from_pretrained"
         if is_read and spec.name not in index and not spec.name.startswith(_PROMPT_TOOLS):
             yield f"the folder has no component {spec.name}"
-    media = _MEDIA_INPUTS & classic.keys() - set(blocks.input_names)
-    if media:
+    if media := _unused_media(definition):
         yield f"its blocks do not take the input {', '.join(sorted(media))} of {index['_class_name']}"
 
 
@@ -205,6 +217,11 @@ def _declared_kinds(blocks: Any) -> dict[str, list[Any]]:
             for spec in block.expected_components:
                 kinds[spec.name].append(spec.type_hint or object)
     return kinds
+
+
+def _unused_media(definition: Definition) -> frozenset[str]:
+    """Returns the names of the images, video and audio that the classic pipeline takes and the blocks do not."""
+    return _MEDIA_INPUTS & _classic_parameters(definition.index).keys() - set(definition.blocks.input_names)
 
 
 def _component_problems(folder: Path, name: str, value: Any, kinds: Sequence[Any] | None) -> Iterator[str]:

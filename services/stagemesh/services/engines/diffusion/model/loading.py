@@ -17,7 +17,7 @@ import torch
 from diffusers.hooks.group_offloading import apply_group_offloading
 from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
-from stagemesh.common.errors import NotReadyError
+from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.services.engines.diffusion.model.families import read_index
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, QuantizationOptions
 from stagemesh.services.engines.torch_setup import UnusableOptionError
@@ -26,6 +26,7 @@ diffusers: Any = _diffusers
 
 _DENOISERS = ("transformer", "transformer_2", "unet")
 """The names of the components that predict the noise. A pipeline has one or two of them."""
+_LIBRARIES = ("diffusers", "transformers")
 _QUANTIZATION: Mapping[str, tuple[str, str]] = {
     "torchao": ("TorchAoConfig", "torchao"),
     "bitsandbytes_4bit": ("BitsAndBytesConfig", "bitsandbytes"),
@@ -62,9 +63,10 @@ class Loader:
         offload folder cannot be created.
         """
         if self._options.format == "dummy":
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(_SEED)
-                self._load_dummy(components)
+            index = read_index(self._folder)
+            components.register_components(
+                **self._random_models({name: index[name] for name in components.component_names if name in index})
+            )
         elif self._options.quantization is not None:
             self._quantize(components, self._options.quantization)
         for name, file in self._options.weights.items():
@@ -74,7 +76,55 @@ class Loader:
         self._modify(components)
         self._place(components)
 
+    def load_classic(self) -> Any:
+        """Loads a pipeline that has no modular form, and moves its models to the device or offloads them.
+
+        Raises NotReadyError if a component is not a class of diffusers or transformers, if the pipeline cannot be
+        loaded, or if an option cannot be applied to it.
+        """
+        index = read_index(self._folder)
+        kind = getattr(diffusers, index["_class_name"])
+        components = {name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None}
+        for name, (library, class_name) in components.items():
+            is_known = library in _LIBRARIES or hasattr(diffusers.pipelines, library)
+            if not is_known or (self._folder / name / f"{library}.py").exists():
+                raise NotReadyError(
+                    f"the {name} ({class_name}) of {self._folder} is code that is not part of diffusers; a stage does "
+                    "not run it",
+                    reason="UNSUPPORTED_MODEL",
+                )
+        try:
+            pipeline = kind.from_pretrained(
+                self._folder, local_files_only=True, dtype=self._dtype, **self._loaded_components(kind, components)
+            )
+        except StagemeshError:
+            raise
+        except Exception as exc:
+            raise NotReadyError(
+                f"{self._folder} cannot be loaded as a {kind.__name__}: {exc}; check that its files are complete",
+                reason="LOAD_FAILED",
+            ) from exc
+        self._modify(pipeline)
+        self._place(pipeline)
+        return pipeline
+
     # -- inner workings
+
+    def _loaded_components(self, kind: Any, components: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of `from_pretrained` for the components that it must not load itself, and for those
+        that it must quantize.
+        """
+        given: dict[str, Any] = self._random_models(components) if self._options.format == "dummy" else {}
+        if (options := self._options.quantization) is not None:
+            quantized = dict.fromkeys(components.keys() & set(_DENOISERS), _quantization_config(options))
+            given["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=quantized)
+        # diffusers does not load a component for which the constructor has a default value.
+        _, with_default = kind._get_signature_keys(kind)  # noqa: SLF001  # no public access
+        for name in components.keys() & set(with_default) - set(kind._optional_components):  # noqa: SLF001
+            library, class_name = components[name]
+            component = getattr(import_module(library), class_name)
+            given[name] = component.from_pretrained(self._folder / name, local_files_only=True)
+        return given
 
     def _check_loaded(self, components: Any) -> None:
         """Raises NotReadyError if diffusers could not load a component. diffusers itself only logs such failures."""
@@ -144,19 +194,20 @@ class Loader:
                     _untie(model)
                     self._offload(name, model, disk)
 
-    def _load_dummy(self, components: Any) -> None:
-        """Creates the models with random weights and registers them in `components`. Does not load other components,
-        such as tokenizers.
+    def _random_models(self, components: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns models with random weights by name. Skips components that are not models, such as tokenizers.
+
+        `components` contains the library and the class name of each component.
         """
-        index = read_index(self._folder)
         models: dict[str, Any] = {}
-        for name in components.component_names:
-            library, kind, *_ = index.get(name, (None, None))
-            if library in {"diffusers", "transformers"}:
-                model = _random_model(getattr(import_module(library), kind), self._folder / name)
-                if model is not None:
-                    models[name] = model.to(self._dtype).eval()
-        components.register_components(**models)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            for name, (library, kind, *_) in components.items():
+                if library in _LIBRARIES:
+                    model = _random_model(getattr(import_module(library), kind), self._folder / name)
+                    if model is not None:
+                        models[name] = model.to(self._dtype).eval()
+        return models
 
     def _load_file(self, components: Any, name: str, file: Path) -> None:
         """Loads a component's weights from one file. Takes the component's configuration from the folder."""
@@ -214,9 +265,8 @@ class Loader:
             raise UnusableOptionError(f"load.offload_dir {self._options.offload_dir} cannot be used: {exc}") from exc
 
 
-def _models(components: Any) -> dict[str, torch.nn.Module]:
-    values = {name: getattr(components, name, None) for name in components.component_names}
-    return {name: model for name, model in values.items() if isinstance(model, torch.nn.Module)}
+def _models(components: Any) -> dict[str, Any]:
+    return {name: model for name, model in components.components.items() if isinstance(model, torch.nn.Module)}
 
 
 def _untie(model: torch.nn.Module) -> None:

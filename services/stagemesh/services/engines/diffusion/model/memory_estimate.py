@@ -7,6 +7,7 @@ import torch
 
 from stagemesh.common.process.host import available_bytes
 from stagemesh.services.engines.diffusion.admission import Footprint
+from stagemesh.services.engines.diffusion.model.classic_pipeline import ClassicStepPipeline
 from stagemesh.services.engines.diffusion.model.families import Family
 from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
@@ -40,15 +41,13 @@ class ModelFacts:
         return Footprint(tokens * self.denoise_bytes, pixels * self.decode_bytes)
 
 
-def model_facts(pipeline: ModularStepPipeline) -> ModelFacts:
+def model_facts(pipeline: ModularStepPipeline | ClassicStepPipeline) -> ModelFacts:
     """Returns the properties of the model that `pipeline` has loaded, with the device memory that is free now."""
-    return ModelFacts(
-        pipeline.family,
-        _denoise_bytes(pipeline),
-        _decode_bytes(pipeline),
-        pipeline.resumable,
-        _free_bytes(pipeline.device),
-    )
+    # The memory that a classic pipeline needs is unknown.
+    denoise_bytes, decode_bytes = 0, 0
+    if isinstance(pipeline, ModularStepPipeline):
+        denoise_bytes, decode_bytes = _denoise_bytes(pipeline), _decode_bytes(pipeline)
+    return ModelFacts(pipeline.family, denoise_bytes, decode_bytes, pipeline.resumable, _free_bytes(pipeline.device))
 
 
 def image_tokens(inputs: DiffusionInputs, family: Family) -> int:

@@ -22,7 +22,8 @@ class SuspendedCall(Generic[Point, Result]):
     def __init__(self, run: Callable[[Suspend[Point]], Result]) -> None:
         """`run` is the call. It receives the function that suspends it, and calls this function at each point."""
         self._run = run
-        self._points: list[Point] = []
+        self.point: Point | None = None
+        """The value of the latest point, or None before the first one."""
         self._resumed, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._closing = False
         self._outcome: Future[Result] = Future()
@@ -52,7 +53,7 @@ class SuspendedCall(Generic[Point, Result]):
         if self.ended:
             self._outcome.result()
             return None
-        return self._points.pop()
+        return self.point
 
     def close(self) -> None:
         """Ends the call by an exception at its current point, and waits until its thread has ended.
@@ -88,7 +89,7 @@ class SuspendedCall(Generic[Point, Result]):
     def _suspend(self, point: Point) -> None:
         # A call may catch the exception below and reach another point, where it is raised again.
         if not self._closing:
-            self._points.append(point)
+            self.point = point
             self._stopped.release()
             self._resumed.acquire()
         if self._closing:
