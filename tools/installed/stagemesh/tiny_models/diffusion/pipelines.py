@@ -6,6 +6,7 @@ A pipeline is a class of diffusers, the name of a modular model of diffusers, or
 import inspect
 import json
 import sys
+import warnings
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
-from diffusers.pipelines import auto_pipeline, pipeline_loading_utils
+from diffusers.pipelines import pipeline_loading_utils
 
 from stagemesh.tiny_models.diffusion.components import Processor, diffusers, make_component, transformers
 from stagemesh.tiny_models.diffusion.configs import TABLES, pipeline_table
@@ -37,7 +38,8 @@ class TinyPipeline:
 
     def write(self, folder: Path, *, seed: int = 0) -> None:
         """Writes the folder. The same seed gives the same files."""
-        with torch.random.fork_rng(devices=[]), _defined_memory():
+        with torch.random.fork_rng(devices=[]), _defined_memory(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             torch.manual_seed(seed)
             made = self._make()
         settings = self.table.get("settings", {})
@@ -160,10 +162,15 @@ def _write_index(folder: Path, kind: Any, made: Mapping[str, Any], settings: Map
 
 def _classic_class(kind: Any) -> Any:
     """Returns the classic class of the same model as the modular one, or None."""
+    classic = getattr(diffusers, kind.__name__.replace("ModularPipeline", "Pipeline"), None)
+    if classic is not None:
+        return classic
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Imports every classic pipeline, which takes seconds.
+        from diffusers.pipelines.auto_pipeline import SUPPORTED_TASKS_MAPPINGS
     model = getattr(diffusers, kind.default_blocks_name)().model_name
-    tables = auto_pipeline.SUPPORTED_TASKS_MAPPINGS
-    classic = next((each[model] for each in tables if model in each), None)
-    return classic or getattr(diffusers, kind.__name__.replace("ModularPipeline", "Pipeline"), None)
+    return next((each[model] for each in SUPPORTED_TASKS_MAPPINGS if model in each), None)
 
 
 def _takes(classic: Any, names: Collection[str]) -> bool:
