@@ -6,7 +6,6 @@ from typing import Any
 import openai
 import pytest
 
-from stagemesh.common.errors import OverloadedError
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from stagemesh.v1.request_pb2 import Output, TokenLogprob, TokenLogprobs
 from tests.client.scripted import admitted, ended, finished, served, text
@@ -106,18 +105,3 @@ async def test_prompts_are_tokenized_without_the_model() -> None:
         for wrong in ({}, {**chat, "prompt": "x"}, {"prompt": "x", "add_special_tokens": False}):
             with pytest.raises(openai.BadRequestError):
                 await post("tokenize", **wrong)
-        orchestrator.scripts.append([admitted(), ended(), finished()])
-        orchestrator.scripts.popleft()
-        with pytest.raises(openai.BadRequestError, match="reports no tokens"):
-            await post("tokenize", prompt="x")
-
-
-async def test_an_error_after_the_first_text_ends_the_stream() -> None:
-    async with served() as orchestrator, asking(orchestrator) as ai:
-        orchestrator.scripts.append([admitted(), text("so"), OverloadedError("too slow", reason="CLIENT_TOO_SLOW")])
-        stream = await ask(ai, stream=True)
-        received: list[str] = []
-        with pytest.raises(openai.APIError, match="too slow"):
-            async for chunk in stream:
-                received += [choice.delta.content or "" for choice in chunk.choices]
-        assert "".join(received) == "so"

@@ -1,5 +1,6 @@
 """A response: built from the events of its request, with OpenAI's event for each change."""
 
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import count
@@ -28,7 +29,7 @@ class Caller(NamedTuple):
     store: ResponseStore
     owner: str
     sender: Sender
-    private_ids: list[str] | None = None
+    private_ids: deque[str] | None = None
     """The ids of the responses that a WebSocket keeps although they were not to be stored. None over HTTP."""
 
 

@@ -1,6 +1,7 @@
 """`/v1/responses`: OpenAI's Responses API, which answers as `/v1/chat/completions` does, in another form."""
 
 import asyncio
+from collections import deque
 from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -29,6 +30,8 @@ router = APIRouter()
 
 _MAX_WAITING = 16
 """The maximum number of requests of a WebSocket that wait."""
+_MAX_PRIVATE = 1000
+"""The number of its newest responses without `store` that are dropped at its end. Older ones expire."""
 _EVENT = TypeAdapter[Object](dict[str, Any])
 _EVENT_FIELDS = {"type", "event_id"}
 """The fields of an event that no body has."""
@@ -75,7 +78,7 @@ class _Connection:
 
     def __init__(self, websocket: WebSocket, caller: Caller) -> None:
         self._websocket, self._socket = websocket, JsonSocket(websocket)
-        self._caller, self._private_ids = caller, list[str]()
+        self._caller, self._private_ids = caller, deque[str](maxlen=_MAX_PRIVATE)
         self._waiting = asyncio.Queue[tuple[Object, Sender]](_MAX_WAITING)
 
     async def serve(self) -> None:
