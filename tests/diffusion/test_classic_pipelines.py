@@ -61,7 +61,7 @@ CALLS = {
     "DiTPipeline": Call(arguments={"class_labels": 3}),
     # Runs in one step, because it changes the attention processors of the model.
     "StableDiffusionPAGPipeline": Call(steps=1, like="StableDiffusionPipeline"),
-    "StableAudioPipeline": Call(arguments={"audio_end_in_s": 0.2}, options={"audio": True}),
+    "StableAudioPipeline": Call(arguments={"audio_end_in_s": 0.2}, options={"audio_rate_hz": 44_100}),
     "LLaDA2Pipeline": Call(steps=12, arguments={"gen_length": 24}, options={"text": True}),
 }
 

@@ -36,7 +36,7 @@ stages:
   audio-decoder:
     engine: diffusion
     model: {model}
-    options: {{part: decode, dtype: float32, blocks: [audio_decode], audio: true}}
+    options: {{part: decode, dtype: float32, blocks: [audio_decode], audio_rate_hz: 24000}}
   movie: {{engine: function, function: movie.mp4, join: any}}
 edges:
   - {{from: encoder, to: denoiser}}
@@ -65,8 +65,8 @@ def test_five_services_make_the_frames_and_the_sound_of_one(tmp_path: Path) -> N
         assert whole.step(["r"]) == [None]
     expected = whole.decode("r")
     assert expected.audio is not None
-    np.testing.assert_array_equal(result.tensors["frames"][0], expected.frames)
-    np.testing.assert_array_equal(result.tensors["sound"][0], expected.audio)
+    np.testing.assert_array_equal(result.tensors["frames"][0].tensor, expected.frames)
+    np.testing.assert_array_equal(result.audios["sound"].samples, expected.audio)
     file = result.media["video"]
     with av.open(io.BytesIO(file.data), "r") as container:
         assert (file.media_type, len(list(container.decode(video=0)))) == ("video/mp4", 9)

@@ -170,5 +170,5 @@ def test_data_for_another_part_is_rejected(parts: tuple[str, Path, dict[str, Any
 @pytest.mark.parametrize("part", ["denoise", "decode"])
 async def test_a_part_without_an_incoming_edge_is_an_error(part: str, qwen_image: Path) -> None:
     async with started(diffusion_config("qwen-image", qwen_image, part=part)) as engine:
-        with pytest.raises(InvalidRequestError, match="this stage needs one incoming edge; 0 are bound"):
+        with pytest.raises(InvalidRequestError, match=r"this stage needs (one|an) incoming edge"):
             await collect(engine.submit(Task("r", 0)))

@@ -36,3 +36,4 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
 """The functions that write a tiny pipeline into a folder."""
 write_qwen_image_edit = partial(_write, "qwenimage-edit")
 write_helios = partial(_write, "helios")
+write_ltx2 = partial(_write, "ltx2")

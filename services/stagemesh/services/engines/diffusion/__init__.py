@@ -20,11 +20,6 @@ _RESULTS: Mapping[str, Emitted] = {
     FRAMES: Emitted(TensorSpec("float32", ("frames", 3, "height", "width"))),
 }
 """The outputs of a stage that decodes: the image or video as a file, and the RGB frames with values in [0, 1]."""
-_AUDIO_RESULT: Mapping[str, Emitted] = {AUDIO: Emitted(TensorSpec("float32", ("samples", "channels")))}
-"""The audio of a model that generates audio, with values in [-1, 1]. The packet's metadata contains the sampling rate
-as `sample_rate_hz`."""
-
-
 _TEXT_RESULT: Mapping[str, Emitted] = {TEXT: Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}
 
 
@@ -37,14 +32,19 @@ def signature_of(stage: DiffusionOptions) -> Signature:
     reads_prompt = stage.part in {"all", "encode"}
     return Signature(
         accepts=accepts.get(stage.part, {}),
-        emits=emits.get(
-            stage.part, _TEXT_RESULT if stage.text else {**_RESULTS, **(_AUDIO_RESULT if stage.audio else {})}
-        ),
+        emits=emits.get(stage.part, _TEXT_RESULT if stage.text else {**_RESULTS, **_audio_result(stage)}),
         options=_request_options(stage),
         negative_prompt=reads_prompt,
         media=reads_prompt,
         adapters=stage.enable_lora,
     )
+
+
+def _audio_result(stage: DiffusionOptions) -> Mapping[str, Emitted]:
+    if not stage.audio_rate_hz:
+        return {}
+    spec = TensorSpec("float32", ("samples", "channels"))
+    return {AUDIO: Emitted(spec, kind="audio", sample_rate_hz=stage.audio_rate_hz)}
 
 
 def _request_options(stage: DiffusionOptions) -> dict[str, OptionSpec]:
@@ -73,6 +73,5 @@ DESCRIPTOR = EngineDescriptor(
     factory="stagemesh.services.engines.diffusion.engine:DiffusionEngine",
     signature=_signature,
     needs_model=True,
-    joins=False,
     model_problem=model_problem,
 )

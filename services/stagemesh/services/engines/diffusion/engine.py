@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
+from stagemesh.common.errors import InternalError, InvalidChunkError, InvalidRequestError
 from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.common.wire.tensors import Array
 from stagemesh.connectors.packets import MetadataValue, Packet
@@ -211,7 +211,12 @@ class DiffusionEngine:
             except InvalidChunkError as exc:
                 raise InvalidRequestError(exc.message, reason="INVALID_CHECKPOINT") from exc
             return prepared
-        conditioning = await _receive_once(task.inlets, CONDITIONING) if self._options.part == "denoise" else None
+        conditioning: list[Array] = []
+        if self._options.part == "denoise":
+            if not task.inlets:
+                raise InvalidRequestError("this stage needs an incoming edge; none is bound", reason="INVALID_EDGE")
+            for edge, flow in task.inlets.items():
+                conditioning.append(await _receive_once(edge, flow, CONDITIONING))
         return await self._executor.call("runner.begin", name, inputs, conditioning=conditioning)  # type: ignore[no-any-return]
 
     async def _run_steps(self, name: str, task: Task, prepared: "PreparedRequest") -> AsyncGenerator[EngineEvent, None]:
@@ -345,7 +350,14 @@ class DiffusionEngine:
             tensors[IMAGE] = await asyncio.to_thread(encode_file, frames)
         if frames is not None and (task.wanted is None or FRAMES in task.wanted):
             tensors[FRAMES] = on_white(frames)
-        if audio is not None and self._options.audio and (task.wanted is None or AUDIO in task.wanted):
+        rate_hz = self._options.audio_rate_hz
+        if audio is not None and rate_hz and (task.wanted is None or AUDIO in task.wanted):
+            if decoded.sample_rate_hz != rate_hz:
+                raise InternalError(
+                    f"audio_rate_hz is {rate_hz}, but the model generates audio at {decoded.sample_rate_hz} Hz; set "
+                    f"the stage's option audio_rate_hz to {decoded.sample_rate_hz}",
+                    reason="INVALID_RESULT",
+                )
             tensors[AUDIO] = audio
             metadata = {**metadata, "sample_rate_hz": decoded.sample_rate_hz}
         if decoded.text is not None and (task.wanted is None or TEXT in task.wanted):
@@ -368,14 +380,14 @@ def _only_inlet(inlets: Mapping[str, AsyncIterable[Packet]]) -> AsyncIterable[Pa
     return flows[0]
 
 
-async def _receive_once(inlets: Mapping[str, AsyncIterable[Packet]], tensor: str) -> Array:
-    """Reads the only incoming edge to its end, and returns the tensor named `tensor` from the edge's only packet.
+async def _receive_once(edge: str, flow: AsyncIterable[Packet], tensor: str) -> Array:
+    """Reads an edge to its end, and returns the tensor named `tensor` from the edge's only packet.
 
-    Raises InvalidRequestError unless there is exactly one edge with exactly one packet.
+    Raises InvalidRequestError unless there is exactly one packet.
     """
-    packets = [packet async for packet in _only_inlet(inlets)]
+    packets = [packet async for packet in flow]
     if len(packets) != 1:
         raise InvalidRequestError(
-            f"the edge delivered {tensor} {len(packets)} times; it must deliver it once", reason="INVALID_EDGE"
+            f"edge {edge} delivered {tensor} {len(packets)} times; it must deliver it once", reason="INVALID_EDGE"
         )
     return packets[0].tensors[tensor]

@@ -207,9 +207,9 @@ class DiffusionOptions:
     blocks: tuple[str, ...] = ()
     """Names of the diffusers blocks within the part that the stage runs, such as `audio_decode`. Empty for all of them.
     The blocks of a part can therefore run as several stages."""
-    audio: bool = False
-    """Whether the stage emits the audio that the model generates, as the tensor `audio`. Set it only for models that
-    generate audio."""
+    audio_rate_hz: NonNegativeInt = 0
+    """Sampling rate of the audio that the model generates, in Hz. The stage then emits the tensor `audio`. 0 if the
+    stage emits no audio."""
     text: bool = False
     """Whether the stage emits the text that the model generates, as the tensor `text`, instead of images. Set it only
     for models that generate text."""

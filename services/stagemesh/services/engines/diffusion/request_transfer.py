@@ -47,7 +47,9 @@ class RequestTransfer:
         needed |= {name for name, tag in definition.tags.items() if tag in tagged}
         # Encoders that draw random numbers leave the generator in another state.
         needed |= _names(definition.inputs(ENCODE)) & {_GENERATOR}
-        self._names = {CONDITIONING: needed, LATENTS: decoder_inputs, STATE: needed}
+        # A stage that only encodes or decodes does not receive the number of frames from the request.
+        latents = decoder_inputs | (_names(definition.inputs(DECODE)) & {"num_frames"})
+        self._names = {CONDITIONING: needed, LATENTS: latents, STATE: needed}
 
     def serialize(self, state: DiffusionRequestState, kind: str) -> Array:
         """Returns data of a request, serialized as uint8[bytes]. `kind` selects the data:

@@ -98,20 +98,20 @@ class DiffusionRunner:
         """The state of each running request, by request name."""
 
     def begin(
-        self, name: str, inputs: DiffusionInputs, *, conditioning: Array | None = None, state: Array | None = None
+        self, name: str, inputs: DiffusionInputs, *, conditioning: Sequence[Array] = (), state: Array | None = None
     ) -> PreparedRequest:
         """Adds a request and prepares its next step. Encodes the prompt, generates the noise and sets the noise
         schedule, unless `state` contains them.
 
-        `conditioning` contains the encoding results of another stage, and `state` contains the state of a checkpoint.
-        If both are None, the request starts from its prompt.
+        `conditioning` contains the encoding results of each encoding stage, and `state` contains the state of a
+        checkpoint. Without them, the request starts from its prompt.
         """
         if state is not None:
             request = self._transfer.restore_state(name, inputs, state)
         else:
             request = DiffusionRequestState(name, inputs)
-            if conditioning is not None:
-                self._transfer.restore_values(request, CONDITIONING, conditioning)
+            for encoded in conditioning:
+                self._transfer.restore_values(request, CONDITIONING, encoded)
             self._prepare(request)
         self.states[name] = request
         key = self.pipeline.batch_key(request) if request.total_steps else ()

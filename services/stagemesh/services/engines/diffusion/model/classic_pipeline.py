@@ -94,7 +94,7 @@ class ClassicStepPipeline:
         self._images = [name for name in _IMAGE_INPUTS if name in self._parameters]
         self._videos = [name for name in _FRAME_INPUTS if name in self._parameters]
         self.family = self._make_family()
-        self._emits_audio = options.audio
+        self._emits_audio = options.audio_rate_hz > 0
         self._output_type = _output_type(type(self.components), self._parameters)
         if (self._output_type == _TEXT) != options.text:
             raise UnusableOptionError(
@@ -144,8 +144,8 @@ class ClassicStepPipeline:
         frames, audio, texts = _first(output, _FRAMES), _first(output, _AUDIO), output.get("texts")
         if frames is None and texts is None and not (self._emits_audio and audio is not None):
             raise UnsupportedError(
-                f"{self._name} generates {', '.join(output)}, which this stage does not emit; set the option audio if "
-                "it is audio"
+                f"{self._name} generates {', '.join(output)}, which this stage does not emit; set "
+                "audio_rate_hz if it is audio"
             )
         return Outputs(
             frames=None if frames is None else _to_frames(frames),

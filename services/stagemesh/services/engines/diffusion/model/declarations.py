@@ -26,7 +26,7 @@ _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 """Names under which pipelines declare the number of pixels, or of frames, for each side of a latent."""
 _FRAMES = ("images", "videos")
 _AUDIO = ("audio", "audios", "sound")
-_RATES = ("sampling_rate", "sample_rate", "output_sampling_rate", "audio_sampling_rate")
+_RATES = ("output_sampling_rate", "sampling_rate", "sample_rate", "audio_sampling_rate")
 _SEVERAL = 16
 """Maximum number of input images of a model that accepts a list of images. The model itself may accept fewer."""
 
@@ -165,6 +165,8 @@ def _clips(audio: torch.Tensor) -> torch.Tensor:
 
 def _sample_rate_hz(values: Any, components: Any) -> int:
     models = [getattr(components, name) for name in ("vocoder", "audio_vae", "vae") if getattr(components, name, None)]
-    known = [values.get(name) or getattr(components, name, 0) for name in _RATES]
-    known += [model.config.get(name, 0) for model in models for name in _RATES]
+    known = [values.get(name) for name in _RATES]
+    # The pipeline's own rate may be that of the VAE, whose output a vocoder converts to another rate.
+    known += [model.config.get(name) for model in models for name in _RATES]
+    known += [getattr(components, name, 0) for name in _RATES]
     return next((int(rate) for rate in known if rate), 0)
