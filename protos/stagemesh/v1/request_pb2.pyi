@@ -790,8 +790,8 @@ class Sampling(_message.Message):
     """
     tokens_only: _builtins.bool
     """Whether the stage only divides the prompt into tokens: StepFinished.prompt_logprobs has them, with the log-probability
-    0 and without alternatives, the output is empty, and the prompt may exceed the model's context. A stage that does not
-    know this runs the model: also set prompt_logprobs to 0 and max_tokens to 1.
+    0 and without alternatives, the output is empty, and the prompt may exceed the model's context. Has no effect on a
+    stage without a tokenizer.
     """
     count_tokens: _builtins.bool
     """Whether to set Output.prompt_tokens and Output.output_tokens."""

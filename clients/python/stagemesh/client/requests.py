@@ -71,8 +71,7 @@ class SamplingArguments(TypedDict, total=False):
     tokens_only: bool
     """Whether the stage only reports the tokens of the prompt, in `StageReport.prompt_logprobs`.
 
-    The model does not run, and the output is empty. Stages of earlier versions ignore it: also set `prompt_logprobs` to
-    0 and `max_tokens` to 1.
+    The model does not run, and the output is empty.
     """
     count_tokens: bool
     """Whether events of the stage's outputs have `OutputEvent.counts`."""

@@ -72,8 +72,7 @@ async def _read(request: Request, body: TokenizeBody | DetokenizeBody) -> StageR
     """Returns the report of the stage that makes the text of a model, with the tokens of the prompt."""
     model = await find_model(request, body.model)
     arguments, output = body.arguments(model), model.output("text")
-    # A stage of an earlier version makes a token after the prompt.
-    arguments |= {"tokens_only": True, "prompt_logprobs": 0, "max_tokens": 1, "outputs": [model.require_output("text")]}
+    arguments |= {"tokens_only": True, "outputs": [model.require_output("text")]}
     result = await until_disconnected(request, model.client.generate(**arguments).result())
     report = result.finished.stages.get("" if output is None else output.stage)
     if report is None or not report.prompt_logprobs:

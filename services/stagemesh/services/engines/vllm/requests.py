@@ -241,15 +241,17 @@ _MAX_PROMPT_LOGPROBS = 131_072
 
 
 def _check_prompt_logprobs(task: Task, prompt: RequestPrompt) -> None:
-    """Raises the errors of `Sampling.prompt_logprobs`."""
-    alternatives = task.sampling.prompt_logprobs
+    """Raises the errors of `Sampling.prompt_logprobs` and `Sampling.tokens_only`."""
+    name, alternatives = "prompt_logprobs", task.sampling.prompt_logprobs
+    if task.sampling.tokens_only:
+        name, alternatives = "tokens_only", 0
     if alternatives is None:
         return
     if task.inlets:
-        raise UnsupportedError("prompt_logprobs: the prompt of this stage comes from other stages; omit it")
+        raise UnsupportedError(f"{name}: the prompt of this stage comes from other stages; omit it")
     if len(prompt.token_ids) * (alternatives + 1) > _MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
-            f"prompt_logprobs is {alternatives} for a prompt of {len(prompt.token_ids)} tokens; at most "
+            f"{name} has {alternatives} alternatives for a prompt of {len(prompt.token_ids)} tokens; at most "
             f"{_MAX_PROMPT_LOGPROBS:,} tokens can be returned; reduce it, or shorten the prompt",
             reason="INVALID_SAMPLING",
         )
