@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,12 @@ CALLS = {
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Returns the tiny folder of a class in `CALLS`."""
-    return cache(lambda name: _write(name, tmp_path_factory.mktemp(name)))
+
+    @cache
+    def write(name: str) -> Path:
+        return _write(name, tmp_path_factory.mktemp(name))
+
+    return write
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +156,7 @@ def _expected(runner: DiffusionRunner, inputs: DiffusionInputs, folder: Path) ->
     text = _text_pipeline() if "LLaDA2" in folder.name else None
     pipeline = text or diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
+    torch.manual_seed(inputs.seed)
     output = pipeline(**runner.pipeline._arguments(inputs))
     return output.get("texts") or next(iter(output.values()))
 
@@ -188,6 +194,19 @@ def test_alternating_requests_equal_the_own_call(name: str, folder_of: Callable[
     assert all(texts.values()) == (name == "LLaDA2Pipeline"), "the final part of a text leaves before the last step"
 
 
+def test_noise_of_torchs_own_generator_depends_on_the_seed_alone(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_step = diffusers.DDIMScheduler.step
+
+    @wraps(own_step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return (own_step(*args, **kwargs)[0] + torch.rand(()),)
+
+    monkeypatch.setattr(diffusers.DDIMScheduler, "step", step)
+    test_alternating_requests_equal_the_own_call("StableDiffusionPipeline", folder_of)
+
+
 def test_an_error_within_the_call_ends_only_its_request(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +215,7 @@ def test_an_error_within_the_call_ends_only_its_request(
     for each in ("fails", "runs"):
         runner.begin(each, _inputs(name, 1))
     with monkeypatch.context() as patched:
-        patched.setattr(type(runner.pipeline.components.unet), "forward", lambda *_args, **_kwargs: 1 / 0)
+        patched.setattr(runner.pipeline.components.unet, "forward", None)
         (error,) = runner.step(["fails"])
     assert isinstance(error, InternalError)
     for _ in range(3):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import diffusers as _diffusers
 import numpy as np
@@ -112,7 +112,7 @@ class ClassicStepPipeline:
 
     def prepare_encode(self, state: DiffusionRequestState) -> None:
         """Runs the pipeline's call up to the start of its loop, or up to the end of its first step."""
-        state.call = call = SuspendedCall(partial(self._run, self._arguments(state.inputs)))
+        state.call = call = SuspendedCall(partial(self._run, state.inputs.seed, self._arguments(state.inputs)))
         point = call.advance()
         state.total_steps = 1 if point is None else point.total or state.inputs.num_inference_steps
 
@@ -213,12 +213,16 @@ class ClassicStepPipeline:
             max_images=_MAX_FRAMES if self._videos else len(media),
         )
 
-    def _run(self, arguments: Mapping[str, Any], suspend: Suspend[StepPoint]) -> Any:
+    def _run(self, seed: int, arguments: Mapping[str, Any], suspend: Suspend[StepPoint]) -> Any:
         def suspend_unless_changed(point: StepPoint) -> None:
             # Other requests would compute with the attention processors that this call has installed.
             if all(module.processor is processor for module, processor in self._processors):
-                suspend(point)
+                # Other requests use torch's generators, too.
+                with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                    suspend(point)
 
+        # Some pipelines do not pass their generator to all functions.
+        torch.manual_seed(seed)
         # The copy shares all models and has its own schedulers.
         parts = self.components.components.values()
         shared = {id(part): part for part in parts if not isinstance(part, diffusers.SchedulerMixin)}
@@ -339,8 +343,8 @@ def _to_frames(result: Any) -> torch.Tensor:
     """Converts images or videos to float[images or frames, 3, height, width] with values in [0, 1]. Arrays and PIL
     images have their channels last.
     """
-    if isinstance(result, list | tuple):
-        return torch.cat([_to_frames(each) for each in result])
+    if isinstance(result, list):
+        return torch.cat([_to_frames(each) for each in cast("list[Any]", result)])
     if isinstance(result, Image.Image):
         result = np.asarray(result.convert("RGB"), np.float32) / 255
     tensor = torch.from_numpy(result).movedim(-1, -3) if isinstance(result, np.ndarray) else result

@@ -84,7 +84,9 @@ class Loader:
         """
         index = read_index(self._folder)
         kind = getattr(diffusers, index["_class_name"])
-        components = {name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None}
+        components: dict[str, Any] = {
+            name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None
+        }
         for name, (library, class_name) in components.items():
             is_known = library in _LIBRARIES or hasattr(diffusers.pipelines, library)
             if not is_known or (self._folder / name / f"{library}.py").exists():
