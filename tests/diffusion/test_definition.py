@@ -8,7 +8,7 @@ import pytest
 from diffusers import LTX2AutoBlocks, LTX2ModularPipeline
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.services.engines.diffusion.model.definition import Definition, define
+from stagemesh.services.engines.diffusion.model.definition import Definition, define, is_classic
 
 _TEXT = {"text_encoder": ["transformers", "UMT5EncoderModel"], "tokenizer": ["transformers", "T5TokenizerFast"]}
 WAN = {
@@ -40,6 +40,13 @@ def write(folder: Path, index: dict[str, Any], name: str = "model_index.json") -
 )
 def test_the_index_selects_the_pipeline(index: dict[str, Any], kind: str, tmp_path: Path) -> None:
     assert define(write(tmp_path, index)).kind.__name__ == kind
+
+
+@pytest.mark.parametrize(("setting", "is_whole"), [("expand_timesteps", True), ("new_setting", False)])
+def test_a_setting_that_only_the_classic_class_has_selects_its_call(
+    setting: str, is_whole: bool, tmp_path: Path
+) -> None:
+    assert is_classic(write(tmp_path, {**WAN, setting: True})) == is_whole
 
 
 def without(name: str, index: dict[str, Any] = WAN) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def define(folder: Path) -> Definition:
 
 
 def is_classic(folder: Path) -> bool:
-    """Returns whether the pipeline in `folder` has no modular form that takes the same images, video and audio.
+    """Returns whether the pipeline in `folder` has no modular form that takes the same media and settings.
 
     Raises NotReadyError if the folder has no valid index.
     """
@@ -142,7 +142,8 @@ def is_classic(folder: Path) -> bool:
         return False
     if _modular_name(kind.__name__) not in MAPPING:
         return True
-    return bool(_unused_media(_define(folder, index)))
+    definition = _define(folder, index)
+    return bool(_unused_media(definition) or _classic_parameters(index).keys() & _unused_settings(definition))
 
 
 def _define(folder: Path, index: Mapping[str, Any]) -> Definition:
