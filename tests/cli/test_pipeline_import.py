@@ -7,9 +7,7 @@ import pytest
 import yaml
 
 from stagemesh.common.errors import ExitCode
-from stagemesh.services.engines.diffusion.model.families import FAMILIES
 from stagemesh.vllm_omni.keys import VLLM_ARGUMENTS
-from stagemesh.vllm_omni.known_models import DIFFUSION_CHECKPOINTS
 from tests.cli.commands import Ran, invoke
 
 CONFIGS = Path(__file__).parent / "vllm_omni"
@@ -150,7 +148,3 @@ def test_all_mistakes_of_a_kind_are_reported_at_once(tmp_path: Path) -> None:
 def test_copied_arguments_are_arguments_of_vllm() -> None:
     arguments = pytest.importorskip("vllm.engine.arg_utils").AsyncEngineArgs
     assert {*arguments.__dataclass_fields__} >= VLLM_ARGUMENTS
-
-
-def test_the_known_diffusion_classes_are_those_of_the_engine() -> None:
-    assert DIFFUSION_CHECKPOINTS.keys() == FAMILIES.keys()

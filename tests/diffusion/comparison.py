@@ -100,7 +100,7 @@ class _Runs:
 
 
 def _run_modular(pipeline: TinyPipeline, folder: Path, case: Case) -> _Runs:
-    stage = ModularStepPipeline(folder, DiffusionOptions(dtype="float32", audio=True))
+    stage = ModularStepPipeline(folder, DiffusionOptions(dtype="float32"))
     reference = pipeline.kind(None, str(folder))
     reference.load_components(dtype=torch.float32)
     if "processor" in reference.null_component_names and (folder / "processor").exists():
@@ -125,7 +125,7 @@ def _run_modular(pipeline: TinyPipeline, folder: Path, case: Case) -> _Runs:
 
 def _run_classic(pipeline: TinyPipeline, folder: Path, case: Case) -> _Runs:
     assert is_classic(folder)
-    stage = ClassicStepPipeline(folder, DiffusionOptions(dtype="float32", audio=True))
+    stage = ClassicStepPipeline(folder, DiffusionOptions(dtype="float32", audio_rate_hz=48_000))
     reference = load(folder)
     inputs = list(inspect.signature(pipeline.kind.__call__).parameters)
     requests = [replace(request, arguments=_arguments(case)) for request in _requests(case)]

@@ -44,7 +44,7 @@ class Call:
     steps: int = 3
     frames: int = 1
     arguments: Mapping[str, Value] = field(default_factory=dict[str, Value])
-    options: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    options: Mapping[str, int] = field(default_factory=dict[str, int])
     like: str = ""
     """The class whose tiny folder it can read, if not its own."""
 

@@ -86,17 +86,17 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(index: dict[str, Any], na
 
 def test_a_modular_index_selects_its_blocks(tmp_path: Path) -> None:
     spec = {"pretrained_model_name_or_path": "elsewhere", "subfolder": "x", "variant": None, "revision": None}
-    components = {
+    components: dict[str, Any] = {
         name: [*value, {**spec, "type_hint": value}]
         for name, value in WAN_22.items()
         if isinstance(value, list) and value[0] is not None
     }
-    index = {"_class_name": "Wan22ModularPipeline", "_blocks_class_name": "Wan22Blocks", **components}
+    index: dict[str, Any] = {"_class_name": "Wan22ModularPipeline", "_blocks_class_name": "Wan22Blocks", **components}
     definition = define(write(tmp_path, index, "modular_model_index.json"))
     assert set(definition.phases) == {"text_encoder", "denoise", "decode"}
     assert definition.name == "wan"
     # Its blocks declare the classes of Wan and of VACE for the same components.
-    vace = {"_class_name": "Wan22VaceModularPipeline", "_blocks_class_name": "Wan22VaceBlocks"}
+    vace: dict[str, Any] = {"_class_name": "Wan22VaceModularPipeline", "_blocks_class_name": "Wan22VaceBlocks"}
     vace |= {name: ["diffusers", "WanVACETransformer3DModel", spec] for name in ("transformer", "transformer_2")}
     assert define(write(tmp_path, {**index, **vace}, "modular_model_index.json")).name == "wan-vace"
     with pytest.raises(NotReadyError, match="blocks are code of the folder"):

@@ -167,7 +167,8 @@ async def test_a_request_that_fails_in_a_batch_fails_alone(
         def denoise_step(batch: Any) -> Sequence[torch.Tensor | None]:
             if any(state.inputs.seed == 1 and state.step_index == 5 for state in batch):
                 raise RuntimeError("the sum overflowed")
-            return stock(batch)
+            made: Sequence[torch.Tensor | None] = stock(batch)
+            return made
 
         monkeypatch.setattr(pipeline, "denoise_step", denoise_step)
         specs = [replace(SMALL, seed=seed, steps=12) for seed in range(3)]

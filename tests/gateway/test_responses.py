@@ -422,7 +422,8 @@ async def test_a_bad_event_of_a_websocket_is_an_error(given: Any, param: str, me
 
 async def test_a_response_over_a_websocket_ends_once() -> None:
     slow, so = OverloadedError("too slow", reason="CLIENT_TOO_SLOW"), (admitted(), text("so"))
-    scripts = [[admitted(), slow], [*so, slow], [*so, CancelledRequestError("x")], [*so, Pause.FOREVER]]
+    ends: list[Any] = [slow, CancelledRequestError("x"), Pause.FOREVER]
+    scripts: list[list[Any]] = [[admitted(), slow], *([*so, end] for end in ends)]
     async with attacked() as (orchestrator, address), connected(address) as socket:
         orchestrator.scripts.extend(scripts)
         for _ in scripts:

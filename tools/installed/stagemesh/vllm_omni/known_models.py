@@ -153,7 +153,7 @@ DIFFUSION_CHECKPOINTS: Mapping[str, str] = {
     "WanPipeline": "Wan2.1-T2V-1.3B-Diffusers",
     "ZImagePipeline": "Z-Image-Turbo",
 }
-"""A checkpoint for each class that the diffusion engine supports. The class is `model_class_name` in vLLM-Omni."""
+"""A usual checkpoint of some classes. The class is `model_class_name` in vLLM-Omni."""
 PARTS = ("encode", "denoise", "decode")
 """The values of `model_stage` of diffusion stages that compute one part of the pipeline, which are values of `part`."""
 

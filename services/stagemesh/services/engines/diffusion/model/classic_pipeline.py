@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import diffusers as _diffusers
 import numpy as np
@@ -344,7 +344,7 @@ def _to_frames(result: Any) -> torch.Tensor:
     images have their channels last.
     """
     if isinstance(result, list):
-        return torch.cat([_to_frames(each) for each in cast("list[Any]", result)])
+        return torch.cat([_to_frames(each) for each in result])
     if isinstance(result, Image.Image):
         result = np.asarray(result.convert("RGB"), np.float32) / 255
     tensor = torch.from_numpy(result).movedim(-1, -3) if isinstance(result, np.ndarray) else result
