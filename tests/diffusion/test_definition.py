@@ -112,3 +112,12 @@ def test_a_stage_may_run_some_blocks_of_a_part() -> None:
     assert {spec.name for spec in specs} == {"audio_vae", "vocoder"}
     with pytest.raises(NotReadyError, match="the part decode of ltx2 has no block sound; it has decode"):
         definition.part("decode", ["sound"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"), [({}, False), ({"expand_timesteps": True}, True), ({"new": 1}, False)]
+)
+def test_a_setting_of_only_the_classic_class_selects_it(
+    changed: dict[str, Any], expected: bool, tmp_path: Path
+) -> None:
+    assert is_classic(write(tmp_path, {**WAN, **changed})) is expected

@@ -81,7 +81,7 @@ def outlined(folder: Path, definition: Definition, components: Any, dtype: torch
 
 
 def changed_properties(view: Any, components: Any) -> dict[str, object]:
-    """Returns the properties of the pipeline `view` that differ from those of `components`, by name.
+    """Returns the properties of the pipeline `view` that have other values in `components`, by name.
 
     Without a model, diffusers assumes the values of the published model, such as the factor of its VAE.
     """
@@ -129,7 +129,8 @@ def _outline(folder: Path, definition: Definition, name: str, dtype: torch.dtype
         model = kind.from_config(kind.load_config(folder / name, local_files_only=True))
     weights = folder / name / "diffusion_pytorch_model.safetensors"
     if "vae" in name and weights.exists():
-        with safe_open(weights, "pt") as file:
+        with safe_open(weights, "pt") as opened:
+            file: Any = opened
             for each in {"latents_mean", "latents_std"} & set(file.keys()):
                 setattr(model, each, file.get_tensor(each).to(dtype))
     return model
