@@ -107,6 +107,7 @@ async def test_requests_with_different_adapters_take_turns(engine: DiffusionEngi
     with pytest.raises(errors.OverloadedError, match=r"has 2 adapters, its max_loras \(first, second\)"):
         await controls_of(engine).adapters.load("third", str(adapters / "first"))
     tasks = [task("first"), task("second", name="s"), task(name="t"), task("first", name="u", adapter_scale=0.25)]
+    tasks += [task("first*0.5+second", name="v"), task("second+first*0.5", name="w", adapter_scale=-1)]
     alone = [await made_frames(engine, each) for each in tasks]
     together = await asyncio.gather(*(made_frames(engine, each) for each in tasks))
     assert all(np.array_equal(*each) for each in zip(alone, together, strict=True))

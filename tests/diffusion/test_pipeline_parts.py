@@ -113,8 +113,8 @@ def test_the_denoiser_reports_its_steps(client: Client) -> None:
 
 
 def test_a_request_that_one_stage_rejects_leaves_no_stage_busy(client: Client, services: Deployment) -> None:
-    with pytest.raises(StagemeshError, match="option 'height' is 65; it must be a multiple of 16"):
-        images(client, replace(SPEC, height=65))
+    with pytest.raises(StagemeshError, match="option 'height' is 8; it must be a multiple of 16"):
+        images(client, replace(SPEC, height=8))
     eventually(services.idle, timeout_s=5)
 
 

@@ -42,7 +42,7 @@ from stagemesh.gateway.routes.transcriptions import TranscriptionBody
 from stagemesh.gateway.routes.videos import VideoBody
 from stagemesh.gateway.routes.voices import CreateVoiceBody
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
-from stagemesh.v1.request_pb2 import TokenLogprob, TokenLogprobs
+from stagemesh.v1.request_pb2 import Media, Output, TokenLogprob, TokenLogprobs
 from stagemesh.v1.signature_pb2 import OptionSpec, Signature
 from tests.client.scripted import admitted, audio, called, ended, finished, served, text
 from tests.gateway.making import ask, asking, describe
@@ -243,6 +243,25 @@ async def test_a_speech_of_another_omni_server_is_applied() -> None:
             model="p", voice="default", input="x", extra_body={"top_k": 3}
         )
         assert "'top_k' has no effect" in made.headers["stagemesh-warnings"]
+
+
+async def test_an_image_has_the_warnings_of_stages_and_a_checked_format() -> None:
+    image = GenerateResponse(output=Output(name="image", image=Media(media_type="image/png", data=b"x", last=True)))
+    end = finished()
+    end.finished.choices[0].stages["thinker"].warnings.add(reason="SIZE_ROUNDED", message="rounded to 8x8")
+    async with served() as orchestrator, asking(orchestrator, strict=True) as ai:
+        describe(orchestrator, "image")
+        orchestrator.scripts.append([admitted(), image, ended("image"), end])
+        made = await ai.images.with_raw_response.generate(model="p", prompt="x", output_format="png")
+        assert made.headers["stagemesh-warnings"] == "rounded to 8x8"
+        assert made.http_response.json()["warnings"] == ["rounded to 8x8"]
+        assert not orchestrator.requests[0].input.empty_negative_prompt
+        with pytest.raises(openai.BadRequestError, match="has the option output_format") as caught:
+            await ai.images.generate(model="p", prompt="x", output_format="jpeg")
+        assert caught.value.param == "output_format"
+        assert len(orchestrator.requests) == 1
+        await ai.images.generate(model="p", prompt="x", extra_body={"negative_prompt": ""})
+        assert orchestrator.requests[1].input.empty_negative_prompt
 
 
 async def test_a_chat_of_another_omni_server_is_applied() -> None:

@@ -12,7 +12,7 @@ A strict gateway has no warnings: each of them is an error.
 import json
 import logging
 import tomllib
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
@@ -128,6 +128,15 @@ def warnings_field() -> dict[str, list[str]]:
     """Returns the field `warnings` of an answer. Empty if the request has no warnings."""
     request = _REQUEST.get()
     return {"warnings": list(request.texts.values())} if request is not None and request.texts else {}
+
+
+def add_stage_warnings(texts: Iterable[str]) -> None:
+    """Adds warnings of stages about results that exist already, such as a rounded size. A strict gateway also accepts
+    these.
+    """
+    request = _REQUEST.get()
+    if request is not None:
+        request.texts.update((text, text) for text in texts)
 
 
 def warn(name: str, text: str) -> None:

@@ -98,7 +98,7 @@ class Adapter(_message.Message):
     name: _builtins.str
     """The name by which requests select it (Parameters.adapter, StageParameters.adapter)."""
     path: _builtins.str
-    """The folder from which it was loaded."""
+    """The folder or file from which it was loaded."""
     rank: _builtins.int
     """Its rank."""
     pinned: _builtins.bool
@@ -134,8 +134,9 @@ class LoadAdapterRequest(_message.Message):
     """The name by which requests will select it: 1 to 128 letters, digits, '.', '_', ':', '-' or '/'."""
     path: _builtins.str
     """The absolute path of a folder on the replica's machine, in PEFT's format: adapter_config.json and
-    adapter_model.safetensors. Fails if it is not an adapter, belongs to another model, or has too high a rank
-    (INVALID_ARGUMENT, INVALID_ADAPTER).
+    adapter_model.safetensors. Stages that generate images or video also accept a .safetensors file, and a folder that
+    contains one, in every layout that diffusers converts. Fails if it is not an adapter, belongs to another model, or
+    has too high a rank (INVALID_ARGUMENT, INVALID_ADAPTER).
     """
     def __init__(
         self,

@@ -90,7 +90,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     the flow, and the flow fails if that happens repeatedly.
     """
     ERROR_REASON_INVALID_ADAPTER: _ErrorReason.ValueType  # 18
-    """An adapter's name, files or rank are not valid for this stage. The message names the problem."""
+    """An adapter's name, files or rank are not valid for this stage, or a request selects adapters in another form. The
+    message names the problem.
+    """
     ERROR_REASON_INVALID_ADDRESS: _ErrorReason.ValueType  # 19
     """An address is malformed. Write host:port."""
     ERROR_REASON_INVALID_CALLER: _ErrorReason.ValueType  # 20
@@ -585,6 +587,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     The model computes wrongly, for example because its dtype has too small a range. Without that setting, the step
     succeeds, and StepFinished.warnings contains this reason.
     """
+    ERROR_REASON_SIZE_ROUNDED: _ErrorReason.ValueType  # 258
+    """The model does not take a size of the request, which was rounded. The step succeeds, and StepFinished.warnings
+    contains this reason.
+    """
     ERROR_REASON_UNKNOWN_LOG: _ErrorReason.ValueType  # 227
     """No run of this name, or several, or the run has no log of this stage or process. `stagemesh logs --list` shows the
     runs whose logs are kept.
@@ -671,7 +677,9 @@ ERROR_REASON_FRAGMENT_GAP: ErrorReason.ValueType  # 17
 the flow, and the flow fails if that happens repeatedly.
 """
 ERROR_REASON_INVALID_ADAPTER: ErrorReason.ValueType  # 18
-"""An adapter's name, files or rank are not valid for this stage. The message names the problem."""
+"""An adapter's name, files or rank are not valid for this stage, or a request selects adapters in another form. The
+message names the problem.
+"""
 ERROR_REASON_INVALID_ADDRESS: ErrorReason.ValueType  # 19
 """An address is malformed. Write host:port."""
 ERROR_REASON_INVALID_CALLER: ErrorReason.ValueType  # 20
@@ -1165,6 +1173,10 @@ ERROR_REASON_NON_FINITE_RESULT: ErrorReason.ValueType  # 226
 """Audio or an image contains NaN or infinite values, and the stage is configured to fail then (`non_finite: error`).
 The model computes wrongly, for example because its dtype has too small a range. Without that setting, the step
 succeeds, and StepFinished.warnings contains this reason.
+"""
+ERROR_REASON_SIZE_ROUNDED: ErrorReason.ValueType  # 258
+"""The model does not take a size of the request, which was rounded. The step succeeds, and StepFinished.warnings
+contains this reason.
 """
 ERROR_REASON_UNKNOWN_LOG: ErrorReason.ValueType  # 227
 """No run of this name, or several, or the run has no log of this stage or process. `stagemesh logs --list` shows the

@@ -118,6 +118,7 @@ class Input(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     NEGATIVE_PROMPT_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    EMPTY_NEGATIVE_PROMPT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """One user message. The model's chat template is applied if it has one."""
     raw_text: _builtins.str
@@ -127,6 +128,10 @@ class Input(_message.Message):
     negative_prompt: _builtins.str
     """Text that describes what the output must not show, in addition to a prompt. Accepted by stages that generate images
     or video. Rejected (UNSUPPORTED) if no stage of the request accepts it.
+    """
+    empty_negative_prompt: _builtins.bool
+    """Whether an empty negative_prompt is a negative prompt. If false, an empty one means none. Models differ in what they
+    generate with an empty negative prompt and without one. No effect on stages that accept no negative prompt.
     """
     @_builtins.property
     def conversation(self) -> Global___Conversation:
@@ -156,10 +161,11 @@ class Input(_message.Message):
         tensors: _abc.Iterable[_tensor_pb2.Tensor] | None = ...,
         negative_prompt: _builtins.str = ...,
         media: _abc.Iterable[Global___Part] | None = ...,
+        empty_negative_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "prompt", b"prompt", "raw_text", b"raw_text", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "media", b"media", "negative_prompt", b"negative_prompt", "prompt", b"prompt", "raw_text", b"raw_text", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "empty_negative_prompt", b"empty_negative_prompt", "media", b"media", "negative_prompt", b"negative_prompt", "prompt", b"prompt", "raw_text", b"raw_text", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "conversation", "token_ids", "raw_text"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -568,7 +574,9 @@ class Parameters(_message.Message):
     adapter: _builtins.str
     """The LoRA adapter of the main stage, by the name given to AdminService.LoadAdapter. If the pipeline file names no main
     stage, every stage with adapters uses it. The request runs on replicas that have loaded it, and fails if no replica
-    of such a stage has (NOT_FOUND, UNKNOWN_ADAPTER). If absent, the model is used without an adapter.
+    of such a stage has (NOT_FOUND, UNKNOWN_ADAPTER). If absent, the model is used without an adapter. Stages that
+    generate images or video apply several adapters at once, separated by '+', each with a scale from -10 to 10 after a
+    '*' if it is not 1, for example "style*0.8+light*0.3". Another form is rejected (INVALID_ADAPTER).
     """
     choices: _builtins.int
     """The number of choices: how many times the request runs, each time with another seed. Choice k, counted from 0, has
@@ -657,7 +665,7 @@ class StageParameters(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     adapter: _builtins.str
-    """The LoRA adapter of the stage. An empty name means the model without an adapter."""
+    """The LoRA adapter of the stage, in the form of Parameters.adapter. An empty name means the model without an adapter."""
     @_builtins.property
     def sampling(self) -> Global___Sampling:
         """How the stage chooses tokens."""

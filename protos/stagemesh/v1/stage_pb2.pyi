@@ -1242,7 +1242,9 @@ class StepFinished(_message.Message):
 
     @_builtins.property
     def warnings(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Error]:
-        """Defects of the stage's results that did not fail the step, for example NON_FINITE_RESULT."""
+        """Defects of the stage's results, and deviations from the request, that did not fail the step, for example
+        NON_FINITE_RESULT and SIZE_ROUNDED.
+        """
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.TokenLogprobs]:

@@ -1,10 +1,11 @@
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError, UnavailableError
+from stagemesh.common.errors import InvalidRequestError, NotFoundError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.descriptors import signature_to_wire
 from stagemesh.common.process.stage_process import ReplicaState
 from stagemesh.orchestrator.fleet.membership import Member
@@ -217,6 +218,7 @@ def test_a_request_runs_on_replicas_that_have_its_adapter(pipeline: Pipeline) ->
     assert fleet.choices() == {"b-0", "b-1", "b-2"}
     lost = fleet.of_b[1]
     assert {fleet.planner.choose_again("b", plan, avoid=[lost]).name for plan in plans} == {"b-2"}
+    assert {fleet.plan(adapters={"b": "y*0.5+x"}).replicas["b"] for _ in range(9)} == {"b-2"}
     _report(fleet.of_b[2], "y")
     with pytest.raises(UnavailableError):
         fleet.planner.choose_again("b", plans[0], avoid=[lost])
@@ -232,8 +234,11 @@ def test_a_generation_without_the_adapter_is_not_chosen(pipeline: Pipeline) -> N
 def test_an_unknown_adapter_is_not_found(pipeline: Pipeline) -> None:
     fleet = _Fleet(pipeline, 1)
     _report(fleet.of_b[0], "y")
-    with raises(NotFoundError, reason="UNKNOWN_ADAPTER", match="has adapter 'x'; loaded: y"):
-        fleet.plan(adapters={"b": "x"})
+    for selection in ("x", "y+x*0.5"):
+        with raises(NotFoundError, reason="UNKNOWN_ADAPTER", match=f"has adapter '{re.escape(selection)}'; loaded: y"):
+            fleet.plan(adapters={"b": selection})
+    with raises(InvalidRequestError, reason="INVALID_ADAPTER", match="'x' is selected twice"):
+        fleet.plan(adapters={"b": "x+x"})
 
 
 @pytest.mark.parametrize("reported", [True, False], ids=["remembered", "not reported"])

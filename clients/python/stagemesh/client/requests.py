@@ -143,8 +143,10 @@ class GenerateArguments(RequestArguments, total=False):
     """Token ids in the model's vocabulary, to send instead of a prompt."""
     media: Sequence[Medium]
     """The media to which the placeholders in `raw_text` or `token_ids` refer, in order."""
-    negative_prompt: str
-    """A description of content that images or videos must not show."""
+    negative_prompt: str | None
+    """A description of content that images or videos must not show. None means none, which differs from an empty
+    text.
+    """
     tensors: Tensors
     """Input tensors by name, for pipelines that accept tensors."""
     choices: int
@@ -288,7 +290,8 @@ def _input(prompt: Content | None, arguments: GenerateArguments) -> request_pb2.
         conversation=_conversation(prompt, arguments),
         token_ids=request_pb2.TokenIds(ids=arguments["token_ids"]) if "token_ids" in arguments else None,
         media=[to_part(medium) for medium in arguments.get("media", ())],
-        negative_prompt=arguments.get("negative_prompt", ""),
+        negative_prompt=arguments.get("negative_prompt") or "",
+        empty_negative_prompt=arguments.get("negative_prompt") == "",
         tensors=[inline_tensor(name, tensor) for name, tensor in arguments.get("tensors", {}).items()],
     )
     if "raw_text" in arguments:

@@ -262,7 +262,9 @@ class EdgeUsage:
 
 @dataclass(frozen=True)
 class StageWarning:
-    """A defect of a stage's results, such as NaN in audio (NON_FINITE_RESULT)."""
+    """A defect of a stage's results, such as NaN in audio (NON_FINITE_RESULT), or a deviation from the request, such as
+    a rounded size (SIZE_ROUNDED).
+    """
 
     reason: str
     """A name of `ErrorReason` in the contract, without its prefix."""

@@ -25,6 +25,8 @@ router = APIRouter()
 
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 _MAX_FILES = 16
+_OPTIONS = ("aspect_ratio", "num_inference_steps", "guidance_scale")
+"""The parameters that are options of the pipeline's stages."""
 
 
 class ImageBody(StageBody):
@@ -33,9 +35,10 @@ class ImageBody(StageBody):
     rules = parameters.RULES["images"]
 
     prompt: Annotated[str, Field(min_length=1)]
-    negative_prompt: str = ""
+    negative_prompt: str | None = None
     n: Annotated[int | None, Field(ge=1, le=MAX_ITEMS)] = None
     size: str | None = None
+    aspect_ratio: str | None = None
     response_format: Literal["b64_json"] | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
     stream: bool | None = None
@@ -54,9 +57,13 @@ class ImageBody(StageBody):
             "options": {
                 **self.options,
                 **size_options(self.size, model),
-                **option_values(model, self, "num_inference_steps", "guidance_scale"),
+                **option_values(model, self, *_OPTIONS, *self._format(model)),
             },
         }
+
+    def _format(self, model: Model) -> tuple[str, ...]:
+        """Returns the parameter of the format if it is an option. Stages without the option usually make PNG."""
+        return ("output_format",) if self.output_format != "png" or model.option("output_format") else ()
 
     def check_format(self, image: Image) -> None:
         """Raises InvalidRequestError if the pipeline makes images of another format."""
@@ -113,6 +120,8 @@ async def _whole(body: ImageBody, events: AsyncResponseStream) -> dict[str, Any]
     result = await events.result()
     if not all(choice.images for choice in result.choices):
         raise InternalError("the pipeline ended without an image; the logs of its stages may say why")
+    reports = (report for stages in result.finished.choices for report in stages.values())
+    parameters.add_stage_warnings(warning.message for report in reports for warning in report.warnings)
     images = [image for choice in result.choices for images in choice.images.values() for image in images]
     for image in images:
         body.check_format(image)

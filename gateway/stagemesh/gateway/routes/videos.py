@@ -43,9 +43,10 @@ class VideoBody(StageBody):
     rules = parameters.RULES["videos"]
 
     prompt: Annotated[str, Field(min_length=1)]
-    negative_prompt: str = ""
+    negative_prompt: str | None = None
     seconds: Annotated[float | None, Field(gt=0)] = None
     size: str | None = None
+    aspect_ratio: str | None = None
     num_frames: int | None = None
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
@@ -55,7 +56,8 @@ class VideoBody(StageBody):
         arguments = self.stage_arguments(model)
         # The later requests for the video do not contain a user.
         arguments.pop("caller", None)
-        own = option_values(model, self, "seconds", "num_frames", "num_inference_steps", "guidance_scale")
+        names = ("seconds", "aspect_ratio", "num_frames", "num_inference_steps", "guidance_scale")
+        own = option_values(model, self, *names)
         options = {**self.options, **size_options(self.size, model), **own}
         return arguments | {"outputs": [_output_of(model)], "negative_prompt": self.negative_prompt, "options": options}
 

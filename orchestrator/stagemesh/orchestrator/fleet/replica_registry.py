@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.common.requests.adapter_selection import parse_adapters
 from stagemesh.orchestrator.fleet.replica import Replica
 
 T = TypeVar("T")
@@ -71,9 +72,20 @@ class ReadyReplicas:
         self._adapters: dict[Replica, frozenset[str]] = {}
         """The adapters by which each replica is indexed."""
 
-    def with_adapter(self, name: str | None) -> "ReadyReplicas":
-        """Returns the ready replicas that have loaded an adapter. Returns all ready replicas if `name` is None."""
-        return self if name is None else self._by_adapter.get(name) or ReadyReplicas()
+    def with_adapters(self, selection: str | None) -> "ReadyReplicas":
+        """Returns the ready replicas that have loaded the selected adapters. Returns all ready replicas if `selection`
+        is None.
+
+        `selection` is a name, or has the form that `parse_adapters` reads. Raises InvalidRequestError if it is neither.
+        """
+        if selection is None or selection in self._by_adapter:
+            return self if selection is None else self._by_adapter[selection]
+        names = {each.name for each in parse_adapters(selection)}
+        able = ReadyReplicas()
+        for replica, loaded in self._adapters.items():
+            if names <= loaded:
+                able.add(replica)
+        return able
 
     def only_on_host(self, host: str) -> "ReadyReplicas":
         """Returns the ready replicas on a host. Returns all ready replicas if `host` is an empty string."""

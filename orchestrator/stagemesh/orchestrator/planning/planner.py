@@ -19,6 +19,7 @@ from types import MappingProxyType
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.plugins.connectors import SHM
 from stagemesh.common.process.stage_process import ReplicaState
+from stagemesh.common.requests.adapter_selection import parse_adapters
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_registry import RandomPool, ReadyReplicas, ReplicaRegistry
 from stagemesh.orchestrator.fleet.stage_adapters import StageAdapters
@@ -99,7 +100,7 @@ class Plan:
     generation: str = ""
     """The generation to which all replicas of the plan belong."""
     adapters: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The adapters that the request selects, by stage name."""
+    """The adapters that the request selects, by stage name, in the form that `parse_adapters` reads."""
 
     @property
     def replicas(self) -> Mapping[str, str]:
@@ -174,7 +175,7 @@ class Planner:
         generation, ready = self._choose_generation([stage.name for stage in route.stages], adapters, only=generation)
         chosen: dict[str, Replica] = {}
         for stage in route.stages:
-            able = ready[stage.name].with_adapter(adapters.get(stage.name))
+            able = ready[stage.name].with_adapters(adapters.get(stage.name))
             able = able.only_on_host(self._required_host(stage.name, chosen))
             replica = self._choice.choose(able, near=self._adjacent(stage.name, chosen))
             if replica is None:
@@ -192,7 +193,7 @@ class Planner:
         """
         ready = self._registry.ready([stage]).get(plan.generation, {}).get(stage)
         chosen = {name: step.replica for name, step in plan.steps.items() if name != stage}
-        able = ready and ready.with_adapter(plan.adapters.get(stage))
+        able = ready and ready.with_adapters(plan.adapters.get(stage))
         able = able and able.only_on_host(self._required_host(stage, chosen))
         replica = able and self._choice.choose(able, near=self._adjacent(stage, chosen), avoid=avoid)
         if not replica:
@@ -228,7 +229,7 @@ class Planner:
         if not ready:
             raise self._without_generation(only, stages)
         for stage, adapter in adapters.items():
-            able = {name: each for name, each in ready.items() if each[stage].with_adapter(adapter).all}
+            able = {name: each for name, each in ready.items() if each[stage].with_adapters(adapter).all}
             if not able:
                 raise self._no_adapter(stage, adapter)
             ready = able
@@ -238,7 +239,7 @@ class Planner:
         return self._rng.choices(list(ready.items()), weights)[0]
 
     def _no_adapter(self, stage: str, adapter: str) -> StagemeshError:
-        expected = self._adapters.path_of(stage, adapter) is not None
+        expected = all(self._adapters.path_of(stage, each.name) is not None for each in parse_adapters(adapter))
         ready = [replica for replica in self._registry.of(stage) if replica.state is ReplicaState.READY]
         if expected or any(replica.adapters is None for replica in ready):
             return NotReadyYetError(

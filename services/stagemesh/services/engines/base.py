@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+from stagemesh.common.errors import StagemeshError
 from stagemesh.common.wire.telemetry import StepTrace
 from stagemesh.common.wire.tensors import Tensors, Value
 from stagemesh.connectors.packets import Packet
@@ -128,9 +129,12 @@ class Task:
     parsed: bool = False
     """Whether the engine may emit messages with the text (`Emission.message`)."""
     adapter: str | None = None
-    """The name of the LoRA adapter to apply. None means the model without an adapter."""
-    negative_prompt: str = ""
-    """A description of content that the output must not show. Empty if there is none.
+    """The LoRA adapters to apply: a name, or several with scales (`parse_adapters`) if the engine can mix adapters.
+
+    None means the model without an adapter.
+    """
+    negative_prompt: str | None = None
+    """A description of content that the output must not show. None if there is none, which differs from an empty text.
 
     Used by engines that generate images.
     """
@@ -267,6 +271,8 @@ class Usage:
     """
     context_tokens: int = 0
     """The maximum number of tokens in a prompt and its output together. 0 if there is no such limit."""
+    warnings: Sequence[StagemeshError] = ()
+    """The deviations from the task that do not fail it, such as a rounded size. The client receives them."""
 
 
 @dataclass(frozen=True)

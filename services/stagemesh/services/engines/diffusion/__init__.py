@@ -48,8 +48,9 @@ def _audio_result(stage: DiffusionOptions) -> Mapping[str, Emitted]:
 
 
 def _request_options(stage: DiffusionOptions) -> dict[str, OptionSpec]:
+    output_format = {"output_format": OptionSpec("auto", allowed_texts=("auto", "png", "jpeg", "webp"))}
     if stage.part == "decode":
-        return {}
+        return output_format
     # An encoder needs the guidance scale because it encodes the negative prompt only if guidance is enabled.
     guidance = {"guidance_scale": OptionSpec(stage.guidance_scale, 0, 100)}
     if stage.part == "encode":
@@ -57,10 +58,12 @@ def _request_options(stage: DiffusionOptions) -> dict[str, OptionSpec]:
     return {
         "height": OptionSpec(stage.height, 1, stage.max_side),
         "width": OptionSpec(stage.width, 1, stage.max_side),
+        "aspect_ratio": OptionSpec("", maximum=11, description="WIDTH:HEIGHT, instead of a size. Empty: the size."),
         "num_frames": OptionSpec(stage.num_frames, 1, stage.max_frames),
         "num_inference_steps": OptionSpec(stage.num_inference_steps, 1, stage.max_inference_steps),
         **guidance,
         **{name: OptionSpec(value) for name, value in stage.arguments.items()},
+        **(output_format if stage.part == "all" else {}),
         **({"adapter_scale": OptionSpec(1.0, -10, 10)} if stage.enable_lora else {}),
     }
 

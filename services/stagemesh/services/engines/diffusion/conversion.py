@@ -1,6 +1,8 @@
 """Conversion of a task to the inputs of a diffusion pipeline, and of frames to image and video files."""
 
 import io
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnsupportedError
 from stagemesh.common.wire.tensors import Array, Value
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion.model.families import Family
@@ -18,6 +20,7 @@ from stagemesh.services.engines.prompts import Conversation, MediaFile, Prompt, 
 
 _MAX_SEED = (1 << 63) - 1
 _MAX_IMAGE_BYTES = 64 << 20
+_AUTO = "auto"
 
 
 def build_inputs(
@@ -32,14 +35,16 @@ def build_inputs(
     if not 0 <= task.seed <= _MAX_SEED:
         raise InvalidRequestError(f"seed is {task.seed}; it must be from 0 to {_MAX_SEED}", reason="INVALID_OPTION")
     prompt, images = _prompt_and_images(task.prompt or "", family) if _needs_prompt(task, stage) else ("", ())
-    for label, text in (("prompt", prompt), ("negative prompt", task.negative_prompt)):
+    for label, text in (("prompt", prompt), ("negative prompt", task.negative_prompt or "")):
         if len(text) > stage.max_prompt_characters:
             raise InvalidRequestError(
                 f"the {label} has {len(text)} characters; this stage allows {stage.max_prompt_characters}",
                 reason="PROMPT_TOO_LONG",
             )
     numbers = {name: int(options[name]) for name in _INTEGERS if name in options}
-    _check_sizes(numbers, family)
+    _check_counts(numbers, family)
+    check_format(options, family)
+    size = _size(task.options, options, stage=stage, multiple=family.size_multiple)
     return DiffusionInputs(
         seed=task.seed,
         prompt=prompt,
@@ -51,6 +56,7 @@ def build_inputs(
         arguments={name: options[name] for name in stage.arguments},
         requested=frozenset(task.options),
         **numbers,
+        **size,
     )
 
 
@@ -61,16 +67,61 @@ def _needs_prompt(task: Task, stage: DiffusionOptions) -> bool:
     return stage.part in {"all", "encode"} and (task.resume_from is None or task.prompt is not None)
 
 
-_INTEGERS = ("height", "width", "num_frames", "num_inference_steps")
+_INTEGERS = ("num_frames", "num_inference_steps")
+_RATIO = re.compile(r"([1-9][0-9]{0,4}):([1-9][0-9]{0,4})")
 
 
-def _check_sizes(numbers: Mapping[str, int], family: Family) -> None:
-    for name in ("height", "width"):
-        value = numbers.get(name, family.size_multiple)
-        if value % family.size_multiple:
-            lower = value - value % family.size_multiple
-            near = f"{lower} or {lower + family.size_multiple}" if lower else str(family.size_multiple)
-            raise _invalid_option(name, value, f"it must be a multiple of {family.size_multiple}, such as {near}")
+def _size(
+    given: Mapping[str, Value], options: Mapping[str, Value], *, stage: DiffusionOptions, multiple: int
+) -> dict[str, int]:
+    """Returns the height and the width in pixels that the model takes. Empty for stages without these options.
+
+    A size that is not a multiple of `multiple` is rounded down, as diffusers does, unless the stage is strict. An
+    aspect ratio selects a size with about as many pixels as the stage's default size.
+    """
+    if "height" not in options:
+        return {}
+    asked = {name: int(options[name]) for name in ("height", "width")}
+    if ratio := str(options["aspect_ratio"]):
+        found = _RATIO.fullmatch(ratio)
+        if found is None:
+            raise _invalid_option("aspect_ratio", repr(ratio), "it must have the form WIDTH:HEIGHT, such as 16:9")
+        if given.keys() & asked.keys():
+            raise _invalid_option("aspect_ratio", repr(ratio), "omit it, or omit height and width")
+        slope = math.sqrt(int(found[1]) / int(found[2]))
+        side = math.sqrt(stage.height * stage.width) / multiple
+        size = {"height": multiple * round(side / slope), "width": multiple * round(side * slope)}
+        if not all(multiple <= each <= stage.max_side for each in size.values()):
+            problem = f"the size would be {size['width']}x{size['height']}; each side must be at most {stage.max_side}"
+            raise _invalid_option("aspect_ratio", repr(ratio), problem)
+        return size
+    for name, value in asked.items():
+        lower = value - value % multiple
+        if value < multiple or (lower != value and stage.sizes == "strict"):
+            near = f"{lower} or {lower + multiple}" if lower else str(multiple)
+            raise _invalid_option(name, value, f"it must be a multiple of {multiple}, such as {near}")
+    return {name: value - value % multiple for name, value in asked.items()}
+
+
+def size_warnings(options: Mapping[str, Value], inputs: DiffusionInputs, family: Family) -> tuple[StagemeshError, ...]:
+    """Returns a warning if the size of a request was rounded. `options` contains the request's options."""
+    asked = f"{options.get('width', inputs.width)}x{options.get('height', inputs.height)}"
+    made = f"{inputs.width}x{inputs.height}"
+    if options.get("aspect_ratio") or asked == made:
+        return ()
+    problem = f"the size {asked} was rounded to {made}, because the model takes multiples of {family.size_multiple}"
+    return (InvalidRequestError(problem, reason="SIZE_ROUNDED"),)
+
+
+def check_format(options: Mapping[str, Value], family: Family) -> None:
+    """Raises InvalidRequestError if `options` request a file format that the stage cannot make."""
+    wanted = options.get("output_format", _AUTO)
+    is_video = family.frames_multiple > 0 and options.get("num_frames") != 1
+    if is_video and wanted not in {_AUTO, "webp"}:
+        raise _invalid_option("output_format", repr(wanted), "a video is made as webp; omit it")
+
+
+def _check_counts(numbers: Mapping[str, int], family: Family) -> None:
     steps = numbers.get("num_inference_steps", family.min_steps)
     if steps < family.min_steps:
         raise _invalid_option("num_inference_steps", steps, f"this model's schedule needs {family.min_steps}")
@@ -81,8 +132,10 @@ def _check_sizes(numbers: Mapping[str, int], family: Family) -> None:
         raise _invalid_option("num_frames", frames, f"it must be one more than a multiple of {family.frames_multiple}")
 
 
-def _invalid_option(name: str, value: float, problem: str) -> InvalidRequestError:
-    return InvalidRequestError(f"option {name!r} is {value}; {problem}", reason="INVALID_OPTION")
+def _invalid_option(name: str, value: object, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"option {name!r} is {value}; {problem}", reason="INVALID_OPTION", metadata={"option": name}
+    )
 
 
 def _text(prompt: Prompt) -> str:
@@ -130,13 +183,14 @@ def on_white(frames: npt.NDArray[Any]) -> Array:
 
 
 FRAMES_PER_SECOND = 16
+_JPEG_QUALITY = 95
 
 
-def encode_file(frames: npt.NDArray[Any]) -> Array:
-    """Encodes one frame as a PNG file, or several frames as a lossless animated WebP file.
+def encode_file(frames: npt.NDArray[Any], output_format: str = _AUTO) -> Array:
+    """Encodes one frame as a file, or several frames as a lossless animated WebP file.
 
-    `frames` is float32[frames, 3, height, width] with values in [0, 1]. NaN becomes black. Returns the file's contents
-    as uint8[bytes].
+    `frames` is float32[frames, 3, height, width] with values in [0, 1]. NaN becomes black. `output_format` is "auto",
+    which is PNG for one frame, or "png", "jpeg" or "webp". Returns the file's contents as uint8[bytes].
     """
     pixels = (
         (np.nan_to_num(frames, posinf=1.0, neginf=0.0).transpose(0, 2, 3, 1) * 255)
@@ -150,5 +204,6 @@ def encode_file(frames: npt.NDArray[Any]) -> Array:
         duration_ms = round(1000 / FRAMES_PER_SECOND)
         first.save(file, "WEBP", save_all=True, append_images=others, duration=duration_ms, loop=0, lossless=True)
     else:
-        first.save(file, "PNG")
+        kind = "png" if output_format == _AUTO else output_format
+        first.save(file, kind.upper(), quality=_JPEG_QUALITY, lossless=True)
     return np.frombuffer(file.getvalue(), np.uint8)

@@ -5,7 +5,7 @@ requests.
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,8 @@ import numpy as np
 
 from stagemesh.common.errors import InternalError, InvalidChunkError, InvalidRequestError
 from stagemesh.common.process.stage_process import StageConfig
-from stagemesh.common.wire.tensors import Array
+from stagemesh.common.requests.adapter_selection import parse_adapters
+from stagemesh.common.wire.tensors import Array, Value
 from stagemesh.connectors.packets import MetadataValue, Packet
 from stagemesh.services.engines.abilities import CacheStatistics, EngineAbilities
 from stagemesh.services.engines.adapters import AdapterManager, Entry
@@ -38,15 +39,22 @@ WEIGHTS, BUFFERS = "weights", "buffers"
 
 
 class DiffusionAdapters(AdapterManager):
-    """Manages a stage's LoRA adapters. All loaded adapters remain on the device, each in its own slot.
-
-    Each denoising step uses at most one adapter.
-    """
+    """Manages a stage's LoRA adapters. All loaded adapters remain on the device, each in its own slot."""
 
     def __init__(self, executor: Executor, options: DiffusionOptions, *, stage: str) -> None:
         limit = options.max_loras if options.enable_lora else 0
         super().__init__(stage=stage, slots=limit, capacity=limit, capacity_option="max_loras", lock=asyncio.Lock())
         self._executor = executor
+
+    @asynccontextmanager
+    async def lease_all(self, selection: str | None) -> AsyncGenerator[None]:
+        """Allows a task to use the adapters that `selection` names until the context exits. Raises the errors of
+        `parse_adapters` and of `lease`.
+        """
+        async with AsyncExitStack() as leases:
+            for adapter in parse_adapters(selection or ""):
+                await leases.enter_async_context(self.lease(adapter.name))
+            yield
 
     async def _engine_load(self, entry: Entry) -> int:
         rank: int = await self._executor.call("runner.adapters.load", entry.name, entry.path)
@@ -155,7 +163,7 @@ class DiffusionEngine:
     def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         assert self._facts is not None, "tasks are submitted after `start`"
         self._controls.check_awake()
-        return self._decode_all(task) if self._options.part == "decode" else self._run(task, self._facts)
+        return self._decode_all(task, self._facts) if self._options.part == "decode" else self._run(task, self._facts)
 
     def load(self) -> EngineLoad:
         return EngineLoad(self._admission.running, self._admission.waiting, self._scheduler.work_s())
@@ -179,9 +187,11 @@ class DiffusionEngine:
     # -- phases of a request
 
     async def _run(self, task: Task, facts: "ModelFacts") -> AsyncGenerator[EngineEvent, None]:
+        from stagemesh.services.engines.diffusion.conversion import size_warnings
+
         inputs = self._inputs(task, facts.family)
         footprint = facts.footprint(inputs)
-        async with self._adapters.lease(task.adapter), self._admission.admitted(footprint, priority=task.priority):
+        async with self._adapters.lease_all(task.adapter), self._admission.admitted(footprint, priority=task.priority):
             # The request id alone is not unique: a new attempt may begin before the previous attempt has ended.
             name = f"{task.request_id}/{next(self._numbers)}"
             try:
@@ -191,7 +201,8 @@ class DiffusionEngine:
                     yield Emission(Packet(await self._serialized(name, CONDITIONING)))
                     yield Usage()
                     return
-                async with aclosing(self._run_steps(name, task, prepared)) as events:
+                usage = Usage(warnings=size_warnings(self._with_defaults(task), inputs, facts.family))
+                async with aclosing(self._run_steps(name, task, prepared, usage)) as events:
                     async for event in events:
                         yield event
             finally:
@@ -219,10 +230,12 @@ class DiffusionEngine:
                 conditioning.append(await _receive_once(edge, flow, CONDITIONING))
         return await self._executor.call("runner.begin", name, inputs, conditioning=conditioning)  # type: ignore[no-any-return]
 
-    async def _run_steps(self, name: str, task: Task, prepared: "PreparedRequest") -> AsyncGenerator[EngineEvent, None]:
+    async def _run_steps(
+        self, name: str, task: Task, prepared: "PreparedRequest", usage: Usage
+    ) -> AsyncGenerator[EngineEvent, None]:
         """Runs the remaining steps of the request `name` and yields its events.
 
-        The last events are the result and the usage. If the request pauses, the last event is a checkpoint instead.
+        The last events are the result and `usage`. If the request pauses, the last event is a checkpoint instead.
         """
         request = RequestProgress(
             name,
@@ -237,7 +250,7 @@ class DiffusionEngine:
         last = prepared.total_steps
         if task.max_steps is not None:
             last = min(last, prepared.step_index + task.max_steps)
-        yield (usage := Usage())
+        yield usage
         while request.done < last:
             stop_at = self._next_stop(request.done, last)
             async with aclosing(self._step_loop.run_steps(request, stop_at)) as steps:
@@ -293,10 +306,13 @@ class DiffusionEngine:
             return [Emission(Packet(await self._serialized(name, LATENTS), metadata))]
         return await self._images(await self._executor.call("runner.decode", name), task, metadata)
 
-    async def _decode_all(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
+    async def _decode_all(self, task: Task, facts: "ModelFacts") -> AsyncGenerator[EngineEvent, None]:
         """Runs a task of a stage that only decodes. Decodes each incoming packet of latents, and yields one result for
         each packet.
         """
+        from stagemesh.services.engines.diffusion.conversion import check_format
+
+        check_format(self._with_defaults(task), facts.family)
         flow, steps = _only_inlet(task.inlets), 0
         usage = Usage()
         yield usage
@@ -324,8 +340,10 @@ class DiffusionEngine:
     def _inputs(self, task: Task, family: "Family") -> "DiffusionInputs":
         from stagemesh.services.engines.diffusion.conversion import build_inputs
 
-        options = request_options(task.options, self._signature.options, stage=self._stage)
-        return build_inputs(task, options, stage=self._options, family=family)
+        return build_inputs(task, self._with_defaults(task), stage=self._options, family=family)
+
+    def _with_defaults(self, task: Task) -> dict[str, Value]:
+        return request_options(task.options, self._signature.options, stage=self._stage)
 
     async def _images(self, decoded: "Decoded", task: Task, metadata: Mapping[str, MetadataValue]) -> list[Emission]:
         """Returns one emission for a video or for each image. Each contains the outputs that the task requests."""
@@ -347,7 +365,8 @@ class DiffusionEngine:
         tensors: dict[str, Array] = {}
         frames, audio = decoded.frames, decoded.audio
         if frames is not None and (task.wanted is None or IMAGE in task.wanted):
-            tensors[IMAGE] = await asyncio.to_thread(encode_file, frames)
+            output_format = str(task.options.get("output_format", "auto"))
+            tensors[IMAGE] = await asyncio.to_thread(encode_file, frames, output_format)
         if frames is not None and (task.wanted is None or FRAMES in task.wanted):
             tensors[FRAMES] = on_white(frames)
         rate_hz = self._options.audio_rate_hz

@@ -231,6 +231,9 @@ class DiffusionOptions:
     """Default height of an image in pixels. A request may override the defaults of `height`, `width`, `num_frames`,
     `num_inference_steps` and `guidance_scale`."""
     width: int = 1024
+    sizes: Literal["round", "strict"] = "round"
+    """Treatment of a size that the model does not take. `round` rounds the size down and warns the caller. `strict`
+    rejects the request."""
     num_frames: int = 1
     num_inference_steps: int = 50
     guidance_scale: float = 4.0

@@ -38,7 +38,8 @@ class DiffusionInputs:
 
     seed: int
     prompt: str = ""
-    negative_prompt: str = ""
+    negative_prompt: str | None = None
+    """None if the request has no negative prompt, which differs from an empty one for some models."""
     images: tuple[bytes, ...] = ()
     """Contents of the input image files. Only some models accept input images."""
     height: int = 0
@@ -50,9 +51,9 @@ class DiffusionInputs:
     num_frames: int = 1
     """Number of frames of the video. 1 for an image."""
     adapter: str | None = None
-    """Name of the LoRA adapter for denoising, or None if the request does not use an adapter."""
+    """The LoRA adapters for denoising in the form that `parse_adapters` reads, or None if the request uses none."""
     adapter_scale: float = 1.0
-    """Strength of the LoRA adapter. 1 is the strength with which the adapter was trained."""
+    """Factor of the scales of all LoRA adapters. 1 is the strength with which an adapter was trained."""
     arguments: Mapping[str, Value] = field(default_factory=dict[str, Value])
     """Further arguments of a classic pipeline's call, by parameter name."""
     requested: frozenset[str] = frozenset()

@@ -86,7 +86,7 @@ class DiffusionRunner:
                 "checkpoint_steps and preview_steps need a model whose loop can be read between steps; omit them"
             )
         forwards = self.pipeline.forwards
-        self.adapters = ModelAdapters(forwards.model, options.max_lora_rank)
+        self.adapters = ModelAdapters(self.pipeline.components, options.max_lora_rank)
         if options.step_cache is not None and forwards.model is not None:
             if len(forwards.models) > 1:
                 raise torch_setup.UnusableOptionError(

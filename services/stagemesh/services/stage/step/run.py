@@ -22,6 +22,7 @@ from stagemesh.common.process.stage_process import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.flow.outlet import FanOut
 from stagemesh.connectors.packets import Packet, rows_of
+from stagemesh.rpc.error_mapping import error_to_wire
 from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
 from stagemesh.services.engines.user_errors import UserErrors
 from stagemesh.services.stage.step.checks import FiniteCheck, ResultCheck
@@ -401,8 +402,8 @@ class StepRun:
 
     def usage(self) -> request_pb2.Usage:
         """Returns the work that the run has done so far."""
-        counts = asdict(replace(self._usage, prompt_logprobs=()))
-        del counts["finish"], counts["prompt_logprobs"], counts["context_tokens"]
+        counts = asdict(replace(self._usage, prompt_logprobs=(), warnings=()))
+        del counts["finish"], counts["prompt_logprobs"], counts["context_tokens"], counts["warnings"]
         return request_pb2.Usage(**counts, audio_s=self._audio_s)
 
     def _with_counts(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -438,7 +439,7 @@ class StepRun:
             timings=self._stopwatch.timings(),
             edges=outlets.usages if outlets else (),
             finish=finish_to_wire(finish),
-            warnings=self._finite.warnings,
+            warnings=[*self._finite.warnings, *map(error_to_wire, self._usage.warnings)],
             prompt_logprobs=logprobs_to_wire(self._usage.prompt_logprobs),
             context_tokens=self._usage.context_tokens,
         )

@@ -310,7 +310,7 @@ def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
         tensors=read_tensors(request.input.tensors),
         sampling=_sampling(parameters.sampling),
         options=read_options(parameters.options),
-        negative_prompt=request.input.negative_prompt,
+        negative_prompt=request.input.negative_prompt or ("" if request.input.empty_negative_prompt else None),
         priority=request.priority,
         absent=frozenset(request.absent),
         attempt=request.attempt,

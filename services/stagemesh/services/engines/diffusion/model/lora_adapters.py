@@ -1,185 +1,104 @@
-"""LoRA adapters of a transformer, which diffusers and PEFT apply. At most one adapter is active at a time.
-
-Adapters are read from folders in the format of PEFT or diffusers.
-"""
+"""The LoRA adapters of a pipeline's denoisers, which diffusers and PEFT apply. Several may be active at a time."""
 
 import itertools
-import json
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
-import torch
-from peft import LoraConfig
-from safetensors.torch import load
-
 from stagemesh.common.errors import InvalidRequestError, NotFoundError
-from stagemesh.services.engines import adapter_files
-from stagemesh.services.engines.adapter_files import AdapterFiles, Sizes, invalid
+from stagemesh.common.requests.adapter_selection import SelectedAdapter, parse_adapters
 from stagemesh.services.engines.adapters import check_rank
-
-DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
-_METADATA = "lora_adapter_metadata"
-"""Key in the weights file's metadata under which diffusers stores the adapter's configuration."""
-_PEFT_PREFIX, _DIFFUSERS_PREFIX = "base_model.model.", "transformer."
-_MATRICES = (".lora_A.weight", ".lora_B.weight")
+from stagemesh.services.engines.diffusion.model.lora_files import check_part, denoisers, read_lora
 
 
 class ModelAdapters:
-    """Loads, unloads and activates the LoRA adapters of one model."""
+    """Loads, unloads and activates the LoRA adapters of one pipeline."""
 
-    def __init__(self, model: Any, max_rank: int) -> None:
-        self._model, self._max_rank = model, max_rank
+    def __init__(self, pipeline: Any, max_rank: int) -> None:
+        """Creates the adapters of a diffusers pipeline, classic or modular."""
+        self._pipeline, self._max_rank = pipeline, max_rank
         self._keys: dict[str, str] = {}
         """The name of each loaded adapter in PEFT, by adapter name. PEFT's names may not contain dots, but adapter
         names may."""
         self._numbers = itertools.count()
-        self._selected: tuple[str, float] | None = None
+        self._selected: tuple[SelectedAdapter, ...] = ()
 
     def load(self, name: str, path: str) -> int:
-        """Loads an adapter from the folder `path` and returns its LoRA rank.
+        """Loads an adapter from the folder or file `path` and returns its rank.
 
-        Raises InvalidRequestError if the adapter does not fit this model.
+        Raises InvalidRequestError if the adapter does not fit this pipeline. The pipeline is unchanged then.
         """
-        lora = read_lora(path)
-        check_rank(name, lora.files.rank, most=self._max_rank)
-        lora.files.check(self._sizes(lora.files.layers))
+        models = denoisers(self._pipeline)
+        parts = read_lora(path, self._pipeline)
+        rank = max(check_part(part, models[part.component]) for part in parts)
+        check_rank(name, rank, most=self._max_rank)
         key = f"adapter{next(self._numbers)}"
         try:
             with warnings.catch_warnings():
                 # PEFT warns about a second adapter on the model.
                 warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-                self._model.load_lora_adapter(lora.matrices(), prefix=None, adapter_name=key, metadata=lora.config)
+                for part in parts:
+                    # The arguments of diffusers' own `load_lora_weights`.
+                    models[part.component].load_lora_adapter(
+                        part.matrices,
+                        prefix=part.prefix,
+                        adapter_name=key,
+                        metadata=part.config,
+                        network_alphas=part.alphas,
+                        low_cpu_mem_usage=True,
+                    )
         except Exception as exc:
+            self._delete(key)
             # diffusers cleans up after an error, which may raise another error.
             cause = exc.__context__ or exc
             raise InvalidRequestError(f"adapter {name!r}: {cause}", reason="INVALID_ADAPTER") from exc
         finally:
             self._deactivate()
         self._keys[name] = key
-        return lora.files.rank
+        return rank
 
     def unload(self, name: str) -> None:
-        """Removes an adapter from the model. Does nothing if the adapter is not loaded."""
+        """Removes an adapter from the pipeline. Does nothing if the adapter is not loaded."""
         key = self._keys.pop(name, None)
         if key is not None:
             self._deactivate()
-            self._model.delete_adapters(key)
+            self._delete(key)
 
-    def select(self, name: str | None, scale: float) -> None:
-        """Activates the adapter `name` with the strength `scale` for the next forward passes. All other adapters are
-        inactive.
+    def select(self, selection: str | None, scale: float) -> None:
+        """Activates adapters for the next forward passes. All other adapters are inactive.
 
-        If `name` is None, deactivates all adapters. Raises NotFoundError if the adapter is not loaded.
+        `selection` has the form that `parse_adapters` reads. `scale` multiplies the scale of each of them. If
+        `selection` is None, deactivates all adapters. Raises NotFoundError if an adapter is not loaded.
         """
-        wanted = None if name is None else (name, scale)
+        wanted = tuple(SelectedAdapter(name, each * scale) for name, each in parse_adapters(selection or ""))
         if wanted == self._selected:
             return
-        if name is None:
-            self._model.disable_lora()
-            self._selected = None
-            return
-        if name not in self._keys:
-            raise NotFoundError(
-                f"adapter {name!r} is no longer loaded", reason="UNKNOWN_ADAPTER", metadata={"adapter": name}
-            )
-        self._model.set_adapters(self._keys[name], scale)
-        self._model.enable_lora()
+        for name, _ in wanted:
+            if name not in self._keys:
+                raise NotFoundError(
+                    f"adapter {name!r} is no longer loaded", reason="UNKNOWN_ADAPTER", metadata={"adapter": name}
+                )
+        for model in self._adapted():
+            own = [each for each in wanted if self._keys[each.name] in model.peft_config]
+            model.set_adapters([self._keys[each.name] for each in own], [each.scale for each in own])
+            if own:
+                model.enable_lora()
+            else:
+                model.disable_lora()
         self._selected = wanted
 
     # -- inner workings
 
-    def _sizes(self, layers: Mapping[str, object]) -> dict[str, Sizes | None]:
-        """Returns the input and output sizes of the model's layers with these names, by layer name. Omits names that
-        the model does not have.
+    def _adapted(self) -> list[Any]:
+        return [model for model in denoisers(self._pipeline).values() if getattr(model, "peft_config", None)]
 
-        The value for a layer that is not linear is None, because PEFT itself checks such layers.
-        """
-        modules = dict(self._model.named_modules())
-        known = {name: modules[name] for name in layers if name in modules}
-        return {
-            name: Sizes(module.in_features, module.out_features) if hasattr(module, "in_features") else None
-            for name, module in known.items()
-        }
+    def _delete(self, key: str) -> None:
+        for model in self._adapted():
+            if key in model.peft_config:
+                model.delete_adapters(key)
 
     def _deactivate(self) -> None:
-        self._selected = None
-        if getattr(self._model, "peft_config", None):
+        self._selected = ()
+        for model in self._adapted():
             # With no active adapter, PEFT does not activate another adapter when one is deleted.
-            self._model.set_adapters([])
-            self._model.disable_lora()
-
-
-@dataclass(frozen=True)
-class LoraFiles:
-    """The configuration and the weight shapes of a LoRA adapter. Layers have the same names as in the transformer."""
-
-    files: AdapterFiles
-    config: Mapping[str, Any] | None
-    """Arguments for PEFT's `LoraConfig`. None if the adapter has no configuration. In this case, LoRA's alpha equals
-    the rank."""
-    weights: Path
-    prefix: str
-
-    def matrices(self) -> dict[str, torch.Tensor]:
-        """Reads the LoRA matrices from the weights file. Returns the matrices by name, without the name prefix of the
-        file format.
-        """
-        return {name.removeprefix(self.prefix): tensor for name, tensor in load(self.weights.read_bytes()).items()}
-
-
-def read_lora(path: str) -> LoraFiles:
-    """Reads an adapter's configuration and weight shapes from the folder `path`. Raises InvalidRequestError if the
-    adapter's files are invalid.
-    """
-    folder = Path(path)
-    if folder.is_absolute() and (folder / DIFFUSERS_WEIGHTS).exists() and not (folder / adapter_files.CONFIG).exists():
-        return _read_diffusers(folder)
-    files = adapter_files.read_adapter(path)
-    weights = folder / adapter_files.WEIGHTS
-    _check_names(folder, adapter_files.read_head(weights).shapes, _PEFT_PREFIX)
-    return _lora_files(files, json.loads((folder / adapter_files.CONFIG).read_bytes()), weights, _PEFT_PREFIX)
-
-
-def _read_diffusers(folder: Path) -> LoraFiles:
-    weights = folder / DIFFUSERS_WEIGHTS
-    head = adapter_files.read_head(weights)
-    _check_names(folder, head.shapes, _DIFFUSERS_PREFIX)
-    layers = adapter_files.layers_of(folder, head.shapes)
-    rank = max(shape[0] for name, shape in head.shapes.items() if name.endswith(_MATRICES[0]))
-    config: dict[str, Any] | None = json.loads(head.metadata.get(_METADATA, "null"))
-    if config is not None:
-        config = {name.removeprefix(_DIFFUSERS_PREFIX): value for name, value in config.items()}
-    return _lora_files(AdapterFiles(folder, rank, layers), config, weights, _DIFFUSERS_PREFIX)
-
-
-def _check_names(folder: Path, names: Mapping[str, object], prefix: str) -> None:
-    for name in names:
-        if not name.startswith(prefix):
-            raise invalid(folder, f"it changes {name}; this stage accepts adapters of the transformer only ({prefix}…)")
-        if not name.endswith(_MATRICES):
-            raise invalid(
-                folder,
-                f"it contains {name}, which is neither lora_A nor lora_B; save it with diffusers' save_lora_weights",
-            )
-
-
-def _lora_files(files: AdapterFiles, config: Mapping[str, Any] | None, weights: Path, prefix: str) -> LoraFiles:
-    """Returns the adapter's files with `prefix` removed from the layer names. `prefix` is the name prefix of the file
-    format.
-
-    Raises InvalidRequestError if PEFT rejects the configuration.
-    """
-    layers = {name.removeprefix(prefix): sizes for name, sizes in files.layers.items()}
-    if config is not None:
-        names = {field.name for field in fields(LoraConfig)}
-        known = {name: value for name, value in config.items() if name in names}
-        try:
-            LoraConfig(**known)
-        except (TypeError, ValueError) as exc:
-            raise invalid(files.folder, f"PEFT rejects its configuration: {exc}") from exc
-        # The adapter changes exactly the layers that have LoRA matrices.
-        config = {**known, "target_modules": list(layers), "task_type": None}
-    return LoraFiles(replace(files, layers=layers), config, weights, prefix)
+            model.set_adapters([])
+            model.disable_lora()

@@ -199,6 +199,9 @@ class ModularStepPipeline:
         """
         state.guiders = self._guiders(state.inputs.guidance_scale)
         inputs = request_inputs(state.inputs, [param.name for param in self._inputs])
+        if not getattr(self.components.config, "force_zeros_for_empty_prompt", False):
+            # Other pipelines treat an absent negative prompt as an empty one, or would not guide without one.
+            inputs["negative_prompt"] = inputs["negative_prompt"] or ""
         for param in self._inputs:
             if param.name is not None and state.values.get(param.name) is None:
                 value = inputs.get(param.name)
@@ -254,7 +257,8 @@ class ModularStepPipeline:
     def _encode(self, state: DiffusionRequestState) -> None:
         inputs = state.inputs
         guided = any(guider.num_conditions > 1 for guider in state.guiders.values())
-        key = (inputs.prompt, inputs.negative_prompt if guided else None, inputs.images, inputs.height, inputs.width)
+        negative = (guided, inputs.negative_prompt if guided else None)
+        key = (inputs.prompt, negative, inputs.images, inputs.height, inputs.width)
         cached = self._prompt_cache.get(key)
         if cached is None:
             before = dict(state.values.values)
