@@ -20,6 +20,8 @@ from diffusers.pipelines import pipeline_loading_utils
 from stagemesh.tiny_models.diffusion.components import Processor, diffusers, make_component, transformers
 from stagemesh.tiny_models.diffusion.configs import TABLES, pipeline_table
 
+_loading: Any = pipeline_loading_utils
+
 
 @dataclass(frozen=True)
 class TinyPipeline:
@@ -182,7 +184,7 @@ def _takes(classic: Any, names: Collection[str]) -> bool:
 def _library_and_class(component: Any) -> list[str]:
     if isinstance(component, Processor):
         return ["transformers", component.kind]
-    return list(pipeline_loading_utils._fetch_class_library_tuple(component))
+    return list(_loading._fetch_class_library_tuple(component))
 
 
 @contextmanager
