@@ -42,7 +42,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _compare_all() -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     for name in CASES:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(compare(name, Path(folder)))

@@ -129,8 +129,8 @@ def _outline(folder: Path, definition: Definition, name: str, dtype: torch.dtype
         model = kind.from_config(kind.load_config(folder / name, local_files_only=True))
     weights = folder / name / "diffusion_pytorch_model.safetensors"
     if "vae" in name and weights.exists():
-        with safe_open(weights, "pt") as opened:
-            file: Any = opened
+        reader: Any = safe_open
+        with reader(weights, "pt") as file:
             for each in {"latents_mean", "latents_std"} & set(file.keys()):
                 setattr(model, each, file.get_tensor(each).to(dtype))
     return model

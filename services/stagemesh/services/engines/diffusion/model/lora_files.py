@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.utils import convert_unet_state_dict_to_peft
+from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft  # pyright: ignore[reportUnknownVariableType]
 from peft import LoraConfig
 from safetensors.torch import load
 
