@@ -106,7 +106,8 @@ class RequestTransfer:
         """Returns the settings that must have the same values when a request is serialized and when it resumes, by
         name.
         """
-        numbers = {name: value for name, value in vars(inputs).items() if name not in _PROMPT_FIELDS}
+        excluded = (*_PROMPT_FIELDS, "requested")
+        numbers = {name: value for name, value in vars(inputs).items() if name not in excluded}
         transformer = getattr(self._pipeline.components, "transformer", None)
         step_cache = repr(self._caches.options) if self._caches is not None else None
         return {**numbers, "dtype": str(getattr(transformer, "dtype", None)), "step_cache": step_cache}

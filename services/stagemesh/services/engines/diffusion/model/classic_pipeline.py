@@ -177,7 +177,7 @@ class ClassicStepPipeline:
         images = [read_image(io.BytesIO(each), DecodedBytes(_MAX_IMAGE_BYTES)) for each in inputs.images]
         offered = {
             "prompt": inputs.prompt or None,
-            "negative_prompt": inputs.negative_prompt or None,
+            "negative_prompt": inputs.negative_prompt,
             "height": inputs.height or None,
             "width": inputs.width or None,
             "num_frames": inputs.num_frames,
