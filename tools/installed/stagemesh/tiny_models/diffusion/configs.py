@@ -2,12 +2,14 @@
 
 import inspect
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, cast
 
-TABLES: Mapping[str, Any] = tomllib.loads(files(__package__).joinpath("configs.toml").read_text(encoding="utf-8"))
+TABLES: Mapping[str, Any] = tomllib.loads(
+    files("stagemesh.tiny_models.diffusion").joinpath("configs.toml").read_text(encoding="utf-8")
+)
 _TOKENS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
@@ -68,5 +70,6 @@ def _extend(value: Any, default: Any) -> Any:
     """Fits a value to a default that is a list: repeats a number, and extends a shorter list by its last number."""
     if not isinstance(default, list | tuple):
         return value
-    values = value if isinstance(value, list) else [value]
-    return (values + values[-1:] * len(default))[: max(len(default), 1)]
+    length = len(cast("Sequence[Any]", default))
+    values: list[Any] = [*value] if isinstance(value, list) else [value]
+    return (values + values[-1:] * length)[: max(length, 1)]

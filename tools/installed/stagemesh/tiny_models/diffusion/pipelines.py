@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
+from diffusers.modular_pipelines import modular_pipeline
 from diffusers.pipelines import pipeline_loading_utils
 
 from stagemesh.tiny_models.diffusion.components import Processor, diffusers, make_component, transformers
 from stagemesh.tiny_models.diffusion.configs import TABLES, pipeline_table
 
 _loading: Any = pipeline_loading_utils
+_modular: Any = modular_pipeline
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ def tiny_pipeline(name: str) -> TinyPipeline | None:
 
 
 def _pipeline_class(name: str) -> Any:
-    name = MODULAR_PIPELINE_MAPPING.get(name, lambda: name)()
-    kind = getattr(diffusers, name, None)
+    class_name: str = _modular.MODULAR_PIPELINE_MAPPING.get(name, lambda: name)()
+    kind = getattr(diffusers, class_name, None)
     kinds = (diffusers.DiffusionPipeline, diffusers.ModularPipeline)
     return kind if inspect.isclass(kind) and issubclass(kind, kinds) else None
 

@@ -344,8 +344,7 @@ def _to_frames(result: Any) -> torch.Tensor:
     images have their channels last.
     """
     if isinstance(result, list):
-        several: list[Any] = result
-        return torch.cat([_to_frames(each) for each in several])
+        return torch.cat([*map(_to_frames, result)])  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(result, Image.Image):
         result = np.asarray(result.convert("RGB"), np.float32) / 255
     tensor = torch.from_numpy(result).movedim(-1, -3) if isinstance(result, np.ndarray) else result
