@@ -31,6 +31,7 @@ _SOURCES = {
     "services.models.checkpoint": "stage",
     "services.models.codec_speech": "stage",
     "services.models.hibari": "stage",
+    "services.models.movies": "stage",
     "services.models.qwen3_omni": "stage",
     "services.models.qwen3_tts": "stage",
 }
