@@ -1,6 +1,7 @@
 """Tiny models that the tests of the diffusion engine share."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,13 @@ from tests.diffusion.tiny.pipelines import WRITERS
 from tests.engines.torch_threads import one_torch_thread
 
 __all__ = ["one_torch_thread"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def variable_of_inductor() -> Iterator[None]:
+    """Removes a variable that torch sets when it compiles a function."""
+    yield
+    os.environ.pop("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", None)
 
 
 @pytest.fixture(scope="session")

@@ -369,8 +369,8 @@ class DiffusionEngine:
             tensors[IMAGE] = await asyncio.to_thread(encode_file, frames, output_format)
         if frames is not None and (task.wanted is None or FRAMES in task.wanted):
             tensors[FRAMES] = on_white(frames)
-        rate_hz = self._options.audio_rate_hz
-        if audio is not None and rate_hz and (task.wanted is None or AUDIO in task.wanted):
+        wants_audio = task.wanted is None or AUDIO in task.wanted
+        if audio is not None and wants_audio and (rate_hz := self._options.audio_rate_hz):
             if decoded.sample_rate_hz != rate_hz:
                 raise InternalError(
                     f"audio_rate_hz is {rate_hz}, but the model generates audio at {decoded.sample_rate_hz} Hz; set "
