@@ -24,7 +24,7 @@ from stagemesh.services.engines.torch_setup import UnusableOptionError
 
 diffusers: Any = _diffusers
 
-_DENOISERS = ("transformer", "transformer_2", "unet")
+DENOISERS = ("transformer", "transformer_2", "unet")
 """The names of the components that predict the noise. A pipeline has one or two of them."""
 _LIBRARIES = ("diffusers", "transformers")
 _QUANTIZATION: Mapping[str, tuple[str, str]] = {
@@ -118,7 +118,7 @@ class Loader:
         """
         given: dict[str, Any] = self._random_models(components) if self._options.format == "dummy" else {}
         if (options := self._options.quantization) is not None:
-            quantized = dict.fromkeys(components.keys() & set(_DENOISERS), _quantization_config(options))
+            quantized = dict.fromkeys(components.keys() & set(DENOISERS), _quantization_config(options))
             given["quantization_config"] = diffusers.PipelineQuantizationConfig(quant_mapping=quantized)
         # diffusers does not load a component for which the constructor has a default value.
         _, with_default = kind._get_signature_keys(kind)  # noqa: SLF001  # no public access
@@ -146,7 +146,7 @@ class Loader:
     def _modify(self, components: Any) -> None:
         """Applies the options that change how the loaded models compute."""
         for name, model in _models(components).items():
-            if name in _DENOISERS:
+            if name in DENOISERS:
                 self._modify_denoiser(model)
             if "vae" in name:
                 self._modify_vae(model)
@@ -235,7 +235,7 @@ class Loader:
         components.register_components(**{name: model})
 
     def _quantize(self, components: Any, options: QuantizationOptions) -> None:
-        for name in set(_DENOISERS) & set(components.component_names):
+        for name in set(DENOISERS) & set(components.component_names):
             spec = components.get_component_spec(name)
             try:
                 model = spec.load(dtype=self._dtype, quantization_config=_quantization_config(options))
@@ -247,7 +247,7 @@ class Loader:
             components.register_components(**{name: model})
 
     def _offload(self, name: str, model: torch.nn.Module, disk: Path | None) -> None:
-        by_block = name in _DENOISERS and self._options.offload_by == "block"
+        by_block = name in DENOISERS and self._options.offload_by == "block"
         apply_group_offloading(
             model,
             onload_device=self._device,

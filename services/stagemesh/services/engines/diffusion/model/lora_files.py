@@ -16,11 +16,10 @@ from safetensors.torch import load
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines import adapter_files
 from stagemesh.services.engines.adapter_files import Sizes, invalid
+from stagemesh.services.engines.diffusion.model.loading import DENOISERS
 
 _DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 _PEFT_PREFIX = "base_model.model."
-_DENOISERS = ("transformer", "transformer_2", "unet")
-"""The components whose layers an adapter may change."""
 _SECOND = "transformer_2"
 _NOISE = ("high", "low")
 """The parts of the names of the files for the first and the second transformer of a model with two."""
@@ -48,7 +47,7 @@ class LoraPart:
 
 def denoisers(pipeline: Any) -> dict[str, Any]:
     """Returns the models of a diffusers pipeline whose layers an adapter may change, by component name."""
-    models = {name: getattr(pipeline, name, None) for name in _DENOISERS}
+    models = {name: getattr(pipeline, name, None) for name in DENOISERS}
     return {name: model for name, model in models.items() if hasattr(model, "load_lora_adapter")}
 
 
@@ -61,7 +60,7 @@ def read_lora(path: str, pipeline: Any) -> list[LoraPart]:
     if not place.is_absolute() or not place.exists():
         raise invalid(place, "it must be an absolute path of a folder or of a .safetensors file on this machine")
     if (place / adapter_files.CONFIG).exists():
-        return [_read_peft(place, next(iter(models), _DENOISERS[0]))]
+        return [_read_peft(place, next(iter(models), DENOISERS[0]))]
     files = _weight_files(place, split=_SECOND in models)
     return [_convert(file, pipeline, second=_SECOND in models and _is_of("low", file)) for file in files]
 
