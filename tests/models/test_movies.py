@@ -79,6 +79,12 @@ def test_bad_input_is_refused() -> None:
         metadata = {} if rate_hz is None else {"sample_rate_hz": rate_hz}
         with pytest.raises(InvalidChunkError):
             list(_parts(Mp4(None, {}), [Packet({"audio": TONE}, metadata)]))
-    for packets in (_sound(1), _sound(1, channels=3), [Packet({"frames": FRAMES[:, :, :31]})]):
+    other_rate = Packet({"audio": TONE}, {"sample_rate_hz": RATE_HZ * 2})
+    for packets in (
+        _sound(1),
+        [*_sound(1), other_rate],
+        _sound(1, channels=3),
+        [Packet({"frames": FRAMES[:, :, :31]})],
+    ):
         with raises(UnsupportedError, reason="OUTPUT_NOT_ENCODABLE"):
             list(_parts(Mp4(None, {}), packets))

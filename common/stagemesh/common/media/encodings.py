@@ -263,13 +263,16 @@ class MovieEncoder(VideoEncoder):
         self._container.options["max_interleave_delta"] = "0"
         self._early: list[tuple[Array, int]] = []
         self._sound: AudioStream | None = None
-        self._samples = 0
+        self._samples = self._sound_rate_hz = 0
 
     def push_sound(self, samples: Array, *, sample_rate_hz: int) -> Buffer:
         """Adds float32[samples], or float32[samples, channels] of one or two channels, at one rate for all calls."""
         samples = samples[:, None] if samples.ndim == 1 else samples
         if samples.shape[1] not in {_MONO, _STEREO}:
             raise self._not_encodable(f"its sound has {samples.shape[1]} channels, but one or two are supported")
+        if sample_rate_hz != (self._sound_rate_hz or sample_rate_hz):
+            raise self._not_encodable(f"its sound changes from {self._sound_rate_hz} to {sample_rate_hz} Hz")
+        self._sound_rate_hz = sample_rate_hz
         if self._sound is None:
             self._early.append((np.array(samples), sample_rate_hz))
             return b""
